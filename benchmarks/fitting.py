@@ -131,7 +131,7 @@ def left_out(
     group: Callable[[Point], object] = lambda point: (point.stack, point.kind),
 ) -> list[Prediction]:
     """Every group's points as a fit on the others predicts them; a group is a stack on TPUs or on
-    GPUs, unless another is asked for."""
+    GPUs, unless another is requested."""
     found = []
     for left in dict.fromkeys(group(point) for point in points):
         factors, _ = fit([one for one in points if one.fits and group(one) != left])

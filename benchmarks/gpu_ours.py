@@ -48,7 +48,7 @@ def run(task: Task) -> Iterator[dict[str, Any]]:
     return results(task, train, CELLS)
 
 
-# -- train steps -----------------------------------------------------------------------------------
+# -- train steps ----------------------------------------------------------------------------------
 
 
 def train(task: Task) -> dict[str, Any]:
@@ -136,14 +136,14 @@ def peak_bytes() -> int | None:
     return stats.get("peak_bytes_in_use")
 
 
-# -- single operations -----------------------------------------------------------------------------
+# -- single operations ----------------------------------------------------------------------------
 
 
 def cell(
     case: str, setting: str, seconds: float, function: Callable[..., Any], *arguments: Any,
     check: Callable[[Any], list[float]] = lambda _: [], **more: Any,
 ) -> Cell:  # fmt: skip
-    """Compiles and times `function(*arguments)`; out of memory, or a refusal, becomes its error."""
+    """Compile and time `function(*arguments)`; an out-of-memory or other error is recorded."""
     try:
         compiled = jax.jit(function).lower(*arguments).compile()
         stats: Any = compiled.memory_analysis()
@@ -231,7 +231,7 @@ def loss_head(tiny: bool, seconds: float) -> Iterator[Cell]:
                        check=lambda found: [float(found[0])])  # fmt: skip
 
 
-# -- variants of our own step ----------------------------------------------------------------------
+# -- variants of our own step ---------------------------------------------------------------------
 
 
 def step_cells(row: TrainRow, settings: Mapping[str, list[str]], seconds: float) -> Iterator[Cell]:

@@ -67,7 +67,7 @@ def predict(row: str, setting: str, target: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compiles what is asked for; the file's other lines stay."""
+    """Compiles what is requested; the file's other lines stay."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--targets", nargs="+", default=["h100:1x1", "h200:1x1"])
     parser.add_argument("--rows", nargs="+", choices=list(TRAIN), default=list(TRAIN))

@@ -88,7 +88,7 @@ def _start(run: Path, *, tiny: bool, seconds: float, ends_with: int) -> tuple[in
             words, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT
         )
         deadline = time.monotonic() + seconds
-        # Killed before its first checkpoint, a run begins anew: that would show nothing.
+        # Killed before its first checkpoint, a run restarts: that would show nothing.
         while process.poll() is None and (time.monotonic() < deadline or not _saved(run)):
             time.sleep(0.2)
             if time.monotonic() > deadline + 4 * seconds:

@@ -3,7 +3,7 @@
     python -m benchmarks.images [--rounds 3] [--batches 6] [--workers 2] [--json FILE]
 
 Batches of 64 images of 224 x 224 on the host, for ResNet-50: a random resized crop, mirrored half
-of the time, normalised. The files are drawn: smooth colours with noise, 500 x 375, JPEG quality 90,
+of the time, normalized. The files are drawn: smooth colors with noise, 500 x 375, JPEG quality 90,
 77 kB on average (ImageNet's have 400 x 350 and 110 kB). Theirs is an `ImageFolder` with
 torchvision's transforms behind torch's DataLoader, of as many workers; where torchvision is not
 installed, what those do to Pillow's images is spelled out. A core's images a second are one over

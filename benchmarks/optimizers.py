@@ -186,8 +186,8 @@ def figure(told: Mapping[str, Sequence[str]]) -> Picture:
     for number, (axes, (name, task)) in enumerate(zip(across, TASKS.items(), strict=True)):
         own = [cells[number * width : (number + 1) * width] for cells in told.values()]
         for place, (_, steps, _, loss, _) in zip(places, own, strict=True):
-            length, colour = (task.steps, "white") if steps == NEVER else (int(steps), COLOUR)
-            axes.barh(place, length, color=colour, edgecolor=COLOUR, linewidth=0.6)
+            length, color = (task.steps, "white") if steps == NEVER else (int(steps), COLOUR)
+            axes.barh(place, length, color=color, edgecolor=COLOUR, linewidth=0.6)
             axes.text(task.steps * 1.02, place, loss, va="center", fontsize=7)
         axes.text(task.steps * 1.02, -1, "in the end", va="center", fontsize=7)
         axes.set_title(f"{name}: steps to a held-out loss of {task.target:g}", fontsize=10)

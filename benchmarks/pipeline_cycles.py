@@ -86,7 +86,7 @@ def tick_of(text: str, schedule: Timetable) -> Tick:
 
 
 def _cycles(module: Module, name: str) -> int:
-    """Of a computation, of conditionals the dearest branch."""
+    """Of a computation, of conditionals the most expensive branch."""
 
     def one(instruction: Instruction) -> int:
         if instruction.opcode == "conditional":

@@ -39,7 +39,7 @@ def packages(report: Iterable[str]) -> dict[str, float]:
     """Milliseconds that each package's modules take by themselves, the largest first.
 
     Args:
-      report: the lines of `python -X importtime`; others are passed over.
+      report: the lines of `python -X importtime`; others are skipped.
     """
     found: collections.Counter[str] = collections.Counter()
     for line in report:

@@ -141,7 +141,7 @@ def _ended(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         from jaxtrain.training.preflight import preflight
 
-        # One mistake hides no other: those too that are looked for when all is read.
+        # One error hides no other: those too that are looked for when all is read.
         status, told = USER_ERROR, "\n".join([str(error), *preflight.also_wrong(error.config)])
     except UserError as error:
         status, told = USER_ERROR, error

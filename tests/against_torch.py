@@ -118,7 +118,7 @@ class Twin:
         self.network.train()
         mean = loss(self.network(theirs))
         mean.backward()
-        total = sum(float(metrics[name]) for name in program.objective.minimised if name in metrics)
+        total = sum(float(metrics[name]) for name in program.objective.minimized if name in metrics)
         np.testing.assert_allclose(total, float(mean.detach()), atol=OUTPUTS, rtol=OUTPUTS)
         moved = {name_of(p): v.get_value() for p, v in nnx.to_flat_state(statistics)}
         for path, value in self.taken(self.network.named_buffers()).items():
@@ -162,7 +162,7 @@ class Twin:
             step = CompiledStep(program)
             for _ in range(STEPS):
                 state, metrics = step(state, batch)
-                parts = program.objective.minimised
+                parts = program.objective.minimized
                 found.append(sum(float(metrics[name]) for name in parts if name in metrics))
                 peer.zero_grad()
                 mean = loss(self.network(theirs))

@@ -135,7 +135,7 @@ class Pair:
         self.theirs.zero_grad()
         mean = self.loss(batch)
         mean.backward()
-        assert math.isclose(minimised(program, metrics), float(mean.detach()), rel_tol=OUTPUTS)
+        assert math.isclose(minimized(program, metrics), float(mean.detach()), rel_tol=OUTPUTS)
         wanted = {name: p.grad for name, p in self.theirs.named_parameters()}
         zero = {n: torch.zeros_like(p) for n, p in self.theirs.named_parameters()}
         wanted = self.ours({n: zero[n] if g is None else g for n, g in wanted.items()})
@@ -165,7 +165,7 @@ class Pair:
             for number in range(STEPS):
                 batch = batches[number % len(batches)]
                 state, metrics = step(state, batch)
-                ours.append(minimised(program, metrics))
+                ours.append(minimized(program, metrics))
                 peer.zero_grad()
                 mean = self.loss(batch)
                 mean.backward()
@@ -175,9 +175,9 @@ class Pair:
         np.testing.assert_allclose(ours, theirs, atol=LEARNED, rtol=LEARNED)
 
 
-def minimised(program: Any, metrics: dict[str, jax.Array]) -> float:
+def minimized(program: Any, metrics: dict[str, jax.Array]) -> float:
     """What the gradient is of, by a step's metrics."""
-    return sum(float(metrics.get(name, 0.0)) for name in program.objective.minimised)
+    return sum(float(metrics.get(name, 0.0)) for name in program.objective.minimized)
 
 
 class Apart(Pair):

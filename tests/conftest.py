@@ -12,7 +12,7 @@ from pathlib import Path
 
 # Compiling dominates the suite: LLVM's optimizations of the machine code are left out, XLA's own
 # passes (partitioning, fusion, memory) are not. Halves the time of the tests of the step; so does
-# the older way of writing a fusion's machine code, which jaxlib 0.12 refuses as an unknown flag.
+# the older way of writing a fusion's machine code, which jaxlib 0.12 rejects as an unknown flag.
 # Small programs gain nothing from several threads, neither where they run nor where they compile.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -185,7 +185,7 @@ def lower_step(program: Program, batch: Batch) -> jax.stages.Lowered:
 
 
 def compile_step(program: Program, batch: Batch) -> CompiledStep:
-    """The train step compiled for batches like this one; another program would be refused."""
+    """The train step compiled for batches like this one; another program would be rejected."""
     step = CompiledStep(program)
     with program.layout.active():
         step.compile(batch)

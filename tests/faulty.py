@@ -51,7 +51,7 @@ class FaultyPhases(Phases):
 
 
 def main(words: list[str], *, supervised: bool) -> int:
-    """The command line with these words; under a supervisor where that is asked for."""
+    """The command line with these words; under a supervisor where that is requested."""
     begin.Phases = FaultyPhases
     begin.SILENCE_SECONDS = 6.0
     if supervised and os.environ.get("JAXTRAIN_SUPERVISOR") is None:

@@ -174,7 +174,7 @@ def main(words: list[str]) -> int:
             value = value[key]
         out = f"{value}\n"
     if folder := options.get("--output-directory"):
-        # The real one refuses a folder that is not there.
+        # The real one rejects a folder that is not there.
         for worker in range(2):
             (Path(folder) / f"{worker}.log").write_text(f"log of worker {worker}\n")
     sys.stdout.write(out)

@@ -37,7 +37,7 @@ class Reader:
     words: tuple[bytes, ...] = ()
 
 
-# -- mutations -------------------------------------------------------------------------------------
+# -- mutations ------------------------------------------------------------------------------------
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 DEEP = "[" * 100_000
@@ -147,7 +147,7 @@ def _mutate_header(content: bytes, rng: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + content[8 + size :]
 
 
-# -- a bounded process -----------------------------------------------------------------------------
+# -- a bounded process ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Outcome:
     """How a reading ended.
 
     Attributes:
-      kind: "read", "refused" (an error that the command line prints in a sentence) or "failed".
+      kind: "read", "rejected" (an error that the command line prints in a sentence) or "failed".
       told: the sentence, or the traceback.
     """
 

@@ -27,7 +27,7 @@ ACTIVITY = Activity("step", 1, 10.0, 1)
 @pytest.mark.parametrize(
     "reason",
     [
-        lambda end: end.failed(1, "node2", "the same mistake"),
+        lambda end: end.failed(1, "node2", "the same error"),
         lambda end: end.lost(1, "node2", "closed its connection", {}),
         lambda end: end.stalled(ACTIVITY, 5.0),
         lambda end: end.interrupted(),
@@ -36,7 +36,7 @@ ACTIVITY = Activity("step", 1, 10.0, 1)
 )
 def test_a_thread_that_comes_second_is_not_waited_for_indefinitely(end, reason):
     """The main thread joins the others at its end: two processes that fail alike did not end."""
-    end.record(ValueError("the same mistake"))
+    end.record(ValueError("the same error"))
     other = threading.Thread(target=reason, args=(end,), daemon=True)
     other.start()
     other.join(20)

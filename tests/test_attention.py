@@ -1,4 +1,4 @@
-"""Attention kernels equal the reference, the reference equals PyTorch, the rest is refused."""
+"""Attention kernels equal the reference, the reference equals PyTorch, the rest is rejected."""
 
 import dataclasses
 import functools
@@ -134,7 +134,7 @@ def test_tpu_kernel_equals_reference(name: str) -> None:
     assert_equal(found, expected)
 
 
-# The window that the kernel has not is refused before it is called.
+# The window that the kernel has not is rejected before it is called.
 @pytest.mark.parametrize("name", ["full", "causal", "causal-grouped", "documents"])
 def test_triton_kernel_equals_reference(name: str) -> None:
     T = 256

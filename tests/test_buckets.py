@@ -53,7 +53,7 @@ def _fresh(gcs):
     assert beating == []  # one that is left writes into the next test's bucket
 
 
-# -- paths -----------------------------------------------------------------------------------------
+# -- paths ----------------------------------------------------------------------------------------
 
 
 def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
@@ -116,7 +116,7 @@ def test_names_that_lead_out_are_refused_wherever_they_are_listed(gcs, name):
         TextData(source="gs://box/text").open(seed=0)
 
 
-# -- data ------------------------------------------------------------------------------------------
+# -- data -----------------------------------------------------------------------------------------
 
 
 def test_text_from_a_bucket_is_the_text_on_a_disk(gcs, tmp_path):
@@ -300,7 +300,7 @@ def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa
     assert documents(there.train)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_a_bucket_that_is_away_is_no_mistake_of_the_users(gcs):
         buckets.require("--workdir", place("gs://box/run"))
 
 
-# -- locks -----------------------------------------------------------------------------------------
+# -- locks ----------------------------------------------------------------------------------------
 
 
 def wait_for(seen) -> None:
@@ -435,7 +435,7 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
         assert records.newest_attempt(workdir) == 2
 
 
-# -- staging ---------------------------------------------------------------------------------------
+# -- staging --------------------------------------------------------------------------------------
 
 
 def test_what_changed_is_pushed_and_nothing_else(gcs):
@@ -499,7 +499,7 @@ def test_an_attempt_that_the_bucket_is_slow_to_show_is_still_ours(gcs):
     held.release()
 
 
-# -- supervisor ------------------------------------------------------------------------------------
+# -- supervisor -----------------------------------------------------------------------------------
 
 COMMAND = """
 import json, os, sys

@@ -106,7 +106,7 @@ def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, 
         state = program.create(0)
     rng = np.random.default_rng(0)
     memory, text = Memory(), list[int]()
-    # Turns that go on; one that changes the end of what was said; one that begins anew.
+    # Turns that go on; one that changes the end of what was said; one that restarts.
     for change, new in ((0, 5), (0, 3), (0, 20), (4, 9), (0, 1), (60, 2)):
         text = text[: max(0, len(text) - change)] + rng.integers(0, 64, new).tolist()
         with program.layout.active():

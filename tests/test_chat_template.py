@@ -175,7 +175,7 @@ def test_today_is_written_where_a_day_is_given_and_refused_where_none_is():
 )
 def test_a_template_reaches_nothing_but_what_it_is_given(attack):
     template = ChatTemplate(attack, "it")
-    with contextlib.suppress(TemplateError):  # what is unsafe is undefined, or refused
+    with contextlib.suppress(TemplateError):  # what is unsafe is undefined, or rejected
         assert template.text(TALK) == ""
 
 

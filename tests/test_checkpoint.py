@@ -91,7 +91,7 @@ def saved(tmp_path, opened):
     return tmp_path
 
 
-# -- round trips -----------------------------------------------------------------------------------
+# -- round trips ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -175,7 +175,7 @@ def test_a_step_is_saved_once(saved, opened):
     assert checkpoints.steps() == [3]
 
 
-# -- which stay ------------------------------------------------------------------------------------
+# -- which stay -----------------------------------------------------------------------------------
 
 
 def test_the_newest_stay_and_every_so_many_for_ever(tmp_path, opened):
@@ -214,7 +214,7 @@ def test_looking_makes_nothing(tmp_path, opened):
         checkpoints.extra(3)
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 def refusal(saved, opened, state, **arguments):
@@ -267,7 +267,7 @@ def test_an_absent_step_is_refused_with_those_that_are_there(saved, opened):
         opened(saved).restore(4, abstract(make_state()))
 
 
-# -- looking inside --------------------------------------------------------------------------------
+# -- looking inside -------------------------------------------------------------------------------
 
 
 def test_the_tree_tells_names_shapes_dtypes_and_shardings(saved, opened):

@@ -102,7 +102,7 @@ def test_a_full_disk_is_survived_told_and_retried(disk, asynchronous):
     checkpoints.wait()
     assert checkpoints.steps() == [1, 4]
     limit(True)
-    for step in (5, 6):  # the count begins anew
+    for step in (5, 6):  # the count restarts
         checkpoints.save(step, noise(8), {})
     with pytest.raises(CheckpointError, match="step 6"):
         checkpoints.close()
@@ -173,7 +173,7 @@ def test_settings_that_never_fail_are_refused():
         Checkpoint(max_failed_saves=0)
 
 
-# -- another attempt owns the folder ---------------------------------------------------------------
+# -- another attempt owns the folder --------------------------------------------------------------
 
 
 class FencedOutError(RuntimeError):
@@ -185,7 +185,7 @@ def test_nothing_is_saved_or_sealed_or_removed_where_another_attempt_owns_the_fo
     tmp_path, error
 ):
     """Asked before a save, before it counts, and before leftovers are removed."""
-    calls, refused_at = [], {3}  # the calls that are refused, counted from 1
+    calls, refused_at = [], {3}  # the calls that are rejected, counted from 1
 
     def may_write():
         calls.append(None)

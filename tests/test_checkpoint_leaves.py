@@ -1,4 +1,4 @@
-"""Another model's arrays are refused with their differences, and none is cast."""
+"""Another model's arrays are rejected with their differences, and none is cast."""
 
 import jax
 import jax.numpy as jnp

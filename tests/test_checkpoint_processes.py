@@ -77,7 +77,7 @@ checkpoints.save(5, {"x": place("fsdp", "tensor")}, {"step": 5})
 checkpoints.wait()
 assert checkpoints.steps() == [2, 5], checkpoints.steps()
 
-# A damaged file is found by the process whose share it is: both go on from the step before.
+# A damaged file is found by the process whose share it is: both resume from the step before.
 if process == 0:
     file = max((workdir / "checkpoints/5").rglob("d/*"), key=lambda p: p.stat().st_size)
     content = bytearray(file.read_bytes())

@@ -1,4 +1,4 @@
-"""The command line as a user would try it: files, output, exit statuses and refusals."""
+"""The command line as a user would try it: files, output, exit statuses and rejections."""
 
 import contextlib
 import io

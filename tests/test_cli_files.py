@@ -1,4 +1,4 @@
-"""Commands that write files for people: timeline, plan, verify; refusals come before the work."""
+"""Commands that write files for people: timeline, plan, verify; rejections come before the work."""
 
 import sys
 

@@ -39,7 +39,7 @@ def test_a_curve_of_many_lines_is_means_of_its_neighbours():
     assert curve(few, "accuracy", 100)[0].shape == (0,)
 
 
-def test_each_run_is_drawn_in_each_panel_and_told_apart_without_colour():
+def test_each_run_is_drawn_in_each_panel_and_told_apart_without_color():
     runs = [Run(name, lines(9, eval_accuracy=0.9)) for name in "abcdefgh"]
     losses, accuracies, rates = figure(runs).axes
     labels = [line.get_label() for line in losses.get_lines()]

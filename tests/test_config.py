@@ -1,4 +1,4 @@
-"""gin files into dataclasses: what is read, what is refused, and with what sentence."""
+"""gin files into dataclasses: what is read, what is rejected, and with what sentence."""
 
 import dataclasses
 import re
@@ -166,7 +166,7 @@ def test_refusals_name_the_thing_the_value_and_the_way_out(bindings, words):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fence:
-    """A section that refuses by itself, at the first reason."""
+    """A section that rejects by itself, at the first reason."""
 
     posts: int
     rails: int = 2

@@ -110,7 +110,7 @@ from jaxtrain.models import GPT
 from jaxtrain.training.optimizers.sgd import SGD
 
 
-def refused(*source, **allowed):
+def rejected(*source, **allowed):
     try:
         load_config(*source, **allowed)
     except UserError as error:
@@ -119,11 +119,11 @@ def refused(*source, **allowed):
 
 
 chosen = ["Optimizer.name = 'own_rule'", "OwnRule.b1 = 0.5"]
-said = refused("gpt_quickstart", chosen[:1])
+said = rejected("gpt_quickstart", chosen[:1])
 assert "Optimizer.name = 'own_rule' is a str; it takes one of 'ad" in said
 assert said.count("adafactor") == 1, said
 imported = ["import own_rule", *chosen]
-said = refused("gpt_quickstart", imported)
+said = rejected("gpt_quickstart", imported)
 assert "--allow-imports" in said and "Optimizer.name" not in said, said
 found = load_config("gpt_quickstart", imported, allow_imports=True)
 import own_rule
@@ -140,7 +140,7 @@ class Nameless(SGD):
     pass
 
 
-said = refused([train, Optimizer(rule=Nameless())])
+said = rejected([train, Optimizer(rule=Nameless())])
 assert said.startswith("Nameless cannot be named: no 'name' of its own"), said
 """
 
@@ -165,7 +165,7 @@ def test_an_optimizer_of_ones_own_is_known_as_soon_as_its_module_is_imported(tmp
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unnamed(GPT):
-    """Sizes of one's own whose class nobody registered."""
+    """Sizes of your own whose class nobody registered."""
 
 
 def test_what_cannot_be_a_configuration_is_refused():

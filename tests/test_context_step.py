@@ -1,4 +1,4 @@
-"""Steps with sequences split equal one device; what cannot be split is refused."""
+"""Steps with sequences split equal one device; what cannot be split is rejected."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
 
-# -- the step equals one device -------------------------------------------------------------------
+# -- the step equals one device ------------------------------------------------------------------
 
 LENGTH = 32
 MODELS = {
@@ -126,7 +126,7 @@ def test_generation_does_not_split_its_tokens() -> None:
     assert drawn[0][0].tokens == drawn[1][0].tokens
 
 
-# -- settings and refusals ------------------------------------------------------------------------
+# -- settings and rejections -----------------------------------------------------------------------
 
 
 def test_the_setting_reaches_the_program() -> None:

@@ -39,7 +39,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def trained():
-    """Program, compiled step and the state after two steps, of each layout that is asked for."""
+    """Program, compiled step and the state after two steps, of each layout that is requested."""
     found = {}
 
     def get(name):
@@ -119,7 +119,7 @@ def test_a_flipped_bit_of_one_replica_is_named(trained):
         compare_replicas(altered, 17)
     assert str(error.value) == (
         "step 17: devices that should hold the same numbers do not: params/token_embedding on "
-        "device 5 (alone against the majority); go on from a checkpoint of an earlier step "
+        "device 5 (alone against the majority); resume from a checkpoint of an earlier step "
         "without these devices"
     )
 

@@ -40,7 +40,7 @@ def picture(seed=0, height=23, width=31):
     return ((smooth + noise) % 256).astype(np.uint8)
 
 
-# -- operations ------------------------------------------------------------------------------------
+# -- operations -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_rand_augment_has_torchvisions_operations_and_strengths(torchvision, nam
             np.testing.assert_array_equal(row.run(image, sign * theirs / scale), expected)
 
 
-def test_colours_are_torchvisions(torchvision):
+def test_colors_are_torchvisions(torchvision):
     functional = torchvision.transforms.functional
     image = Image.fromarray(picture())
     for strength in (0.0, 0.35, 1.0, 1.8):
@@ -170,7 +170,7 @@ def test_strengths_are_drawn_evenly_within_their_bounds():
     assert np.std(drawn) == pytest.approx(100 / math.sqrt(12), rel=0.15)
 
 
-# -- batches ---------------------------------------------------------------------------------------
+# -- batches --------------------------------------------------------------------------------------
 
 
 def data(crop="pad", **settings):
@@ -251,7 +251,7 @@ def test_a_mixed_image_is_shown_by_both_labels_and_their_shares():
     assert titles[0] == f"{first} {share:.0%}, {second} {1 - share:.0%}"
 
 
-# -- the loss --------------------------------------------------------------------------------------
+# -- the loss -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -297,7 +297,7 @@ def test_a_run_trains_and_is_evaluated_on_mixed_images():
     assert 0 <= found["eval_accuracy"] <= 1
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

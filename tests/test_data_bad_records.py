@@ -1,4 +1,4 @@
-"""Examples that cannot be read weigh nothing, everywhere the same ones, and are not many."""
+"""Examples that cannot be read have zero weight, everywhere the same ones, and are not many."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""ImageData: sources, the split by class, augmentation, and what is refused in which words."""
+"""ImageData: sources, the split by class, augmentation, and what is rejected in which words."""
 
 import sys
 
@@ -36,7 +36,7 @@ def rng(seed=0):
     return np.random.default_rng(seed)
 
 
-# -- sources ---------------------------------------------------------------------------------------
+# -- sources --------------------------------------------------------------------------------------
 
 
 def test_digits_are_scikit_learns():
@@ -101,7 +101,7 @@ def test_abstract_batch_is_what_examples_stack_to():
     assert data.image_shape == example.inputs.shape
 
 
-# -- split and digest ------------------------------------------------------------------------------
+# -- split and digest -----------------------------------------------------------------------------
 
 
 def test_the_split_is_by_class_and_disjoint(folder):
@@ -125,7 +125,7 @@ def test_the_digest_covers_content_and_settings_but_not_the_place(folder, tmp_pa
     assert opened(source=str(moved), **base).digest != first
 
 
-# -- transforms ------------------------------------------------------------------------------------
+# -- transforms -----------------------------------------------------------------------------------
 
 
 def ramp(height, width):
@@ -134,19 +134,19 @@ def ramp(height, width):
     return np.stack([rows, columns, np.full_like(rows, 7)], axis=-1).astype(np.uint8)
 
 
-def test_normalise_is_the_formula():
+def test_normalize_is_the_formula():
     pixels = ramp(5, 4)
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    found = transform.normalise(pixels, mean, std)
+    found = transform.normalize(pixels, mean, std)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, (pixels / 255 - mean) / std, rtol=1e-5, atol=1e-6)
 
 
-def test_normalise_equals_torchvisions_arithmetic():
+def test_normalize_equals_torchvisions_arithmetic():
     torch = pytest.importorskip("torch")
     pixels = ramp(5, 4)
     tensor = torch.from_numpy(pixels).float().div(255).sub(0.25).div(0.5)
-    found = transform.normalise(pixels, (0.25,), (0.5,))
+    found = transform.normalize(pixels, (0.25,), (0.5,))
     np.testing.assert_allclose(found, tensor.numpy(), atol=1e-6)
 
 
@@ -238,8 +238,8 @@ def test_channels_are_converted(tmp_path):
         for number in range(2):
             Image.new("RGBA", (4, 4), (255, 0, 0, 255)).save(tmp_path / name / f"{number}.png")
     base = {"source": str(tmp_path), "image_size": 4, "num_classes": 2, "heldout_fraction": 0.5}
-    colour = opened(channels=3, **base, **PLAIN).train.example(0, None).inputs
-    np.testing.assert_array_equal(colour[0, 0], [1, 0, 0])
+    color = opened(channels=3, **base, **PLAIN).train.example(0, None).inputs
+    np.testing.assert_array_equal(color[0, 0], [1, 0, 0])
     grey = opened(channels=1, **base, **PLAIN).train.example(0, None).inputs
     np.testing.assert_allclose(grey[0, 0], [76 / 255], atol=1e-6)
 
@@ -282,7 +282,7 @@ def test_augmented_batches_do_not_depend_on_threads_or_start():
     np.testing.assert_array_equal(next(part).inputs, whole[4].inputs[rows])
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 def read_everything(**settings):

@@ -1,4 +1,4 @@
-"""Images that Hugging Face's `datasets` saved or its hub holds: rows, splits, classes, refusals."""
+"""Images of Hugging Face's `datasets` and of its hub: rows, splits, classes, rejections."""
 
 import io
 import json

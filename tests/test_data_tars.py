@@ -1,4 +1,4 @@
-"""WebDataset's tar files: its own samples, read by their places; and what is refused."""
+"""WebDataset's tar files: its own samples, read by their places; and what is rejected."""
 
 import io
 import json

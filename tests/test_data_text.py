@@ -1,4 +1,4 @@
-"""TextData: what each source holds, how it is split, and what is refused in which words."""
+"""TextData: what each source holds, how it is split, and what is rejected in which words."""
 
 import dataclasses
 import math
@@ -40,7 +40,7 @@ def folder(tmp_path):
     return root
 
 
-# -- sources ---------------------------------------------------------------------------------------
+# -- sources --------------------------------------------------------------------------------------
 
 
 def test_embedded_text_is_the_standard_library_and_the_language_reference():
@@ -181,7 +181,7 @@ def test_paths_are_written_absolute_and_nothing_else_is(tmp_path, monkeypatch):
         assert written(binding) == [binding.split(" = ")[1]]
 
 
-# -- digest and split ------------------------------------------------------------------------------
+# -- digest and split -----------------------------------------------------------------------------
 
 
 def test_a_digest_knows_where_its_parts_end():
@@ -230,7 +230,7 @@ def test_a_twentieth_is_every_twentieth():
     assert np.flatnonzero(is_heldout(65, 0.05)).tolist() == [19, 39, 59]
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 def refusal(**settings):

@@ -92,9 +92,9 @@ def test_images_are_decoded_without_tensorflow(data_dir):
     assert opened.facts["class_names"] == "ant, bee"
     for number in range(10):
         example = opened.train.example(number, None)
-        colour = example.inputs * 255
+        color = example.inputs * 255
         expected = np.broadcast_to([number, 10 * number, 255 - number], (4, 4, 3))
-        np.testing.assert_allclose(colour, expected, atol=1e-4)
+        np.testing.assert_allclose(color, expected, atol=1e-4)
         assert example.targets == number % 2
     assert "tensorflow" not in sys.modules
 
@@ -118,7 +118,7 @@ def test_cifar10_goes_from_its_files_to_a_confusion_matrix(data_dir, tmp_path, c
     assert main(command) == 0
     assert "train_images 320, heldout_images 80" in capsys.readouterr().out
     trained = lines_of(tmp_path)[-1]
-    assert trained["eval_accuracy"] > 0.9  # of ten colours
+    assert trained["eval_accuracy"] > 0.9  # of ten colors
     truth = np.sum(trained["eval_confusion"], axis=1)
     assert truth.tolist() == [8] * 10
     assert np.trace(trained["eval_confusion"]) == 80 * trained["eval_accuracy"]
@@ -131,7 +131,7 @@ def test_cifar10_goes_from_its_files_to_a_confusion_matrix(data_dir, tmp_path, c
     assert lines_of(tmp_path)[-1]["eval_confusion"] == trained["eval_confusion"]
 
 
-# -- damage ----------------------------------------------------------------------------------------
+# -- damage ---------------------------------------------------------------------------------------
 
 
 def flipped(data_dir, folder, name, content):
@@ -182,7 +182,7 @@ def test_what_is_read_before_training_names_the_damaged_record(data_dir, damaged
     assert message.endswith("prepare the data set again")
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 def refusal(data):

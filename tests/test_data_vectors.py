@@ -1,4 +1,4 @@
-"""VectorData: files and small tables, their split, their scaling, and what is refused of them."""
+"""VectorData: files and small tables, their split, their scaling, and what is rejected of them."""
 
 import json
 

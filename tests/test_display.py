@@ -149,7 +149,7 @@ def shown(thing) -> dict:
 
 
 def text_of(thing) -> str:
-    """The text of the page that a notebook shows, without its colours."""
+    """The text of the page that a notebook shows, without its colors."""
     return html.unescape(re.sub("<[^>]*>", "", shown(thing)["text/html"]))
 
 

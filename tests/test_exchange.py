@@ -226,7 +226,7 @@ def test_diloco_without_momentum_at_rate_one_is_plain_averaging():
     assert_close(values(one.params), values(two.params), 1e-6)
 
 
-# -- gossip ------------------------------------------------------------------------------------
+# -- gossip -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
@@ -265,7 +265,7 @@ def test_gossip_is_a_step_alone_then_the_mean_with_both_neighbours():
         assert_close([x[r] for x in values(state.params)], expected)
 
 
-# -- metrics -----------------------------------------------------------------------------------
+# -- metrics ----------------------------------------------------------------------------------
 
 
 def test_losses_of_replicas_are_weighed_by_their_targets_and_read_only_where_due():
@@ -290,7 +290,7 @@ def test_losses_of_replicas_are_weighed_by_their_targets_and_read_only_where_due
         log.flush()  # before an evaluation or a checkpoint somebody does
 
 
-# -- whole runs --------------------------------------------------------------------------------
+# -- whole runs -------------------------------------------------------------------------------
 
 SMALL = ["GPT.num_layers = 1", "GPT.embed_dim = 16", "Train.log_every = 2"]
 DILOCO = [*SMALL, "Exchange.method = 'diloco'", "Exchange.period = 4", "Mesh.tensor = 1",
@@ -343,7 +343,7 @@ def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, t
     assert found[1] == expected[1]
 
 
-# -- refusals ----------------------------------------------------------------------------------
+# -- rejections ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

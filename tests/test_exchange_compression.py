@@ -24,7 +24,7 @@ from test_exchange import (
 from jaxtrain import load_config
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import on_each_device
-from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantise, quantise
+from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantize, quantize
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
 
@@ -70,10 +70,10 @@ def test_a_rounded_number_is_off_by_at_most_half_a_step():
     x = np.float32(
         np.random.default_rng(0).standard_normal((5, BLOCK)) * [[1e-8], [1], [9], [0], [1e8]]
     )
-    codes, scales = quantise(jnp.asarray(x))
+    codes, scales = quantize(jnp.asarray(x))
     assert codes.dtype == jnp.int8
     np.testing.assert_allclose(scales, np.abs(x).max(-1) / 127, rtol=1e-6)
-    error = np.abs(np.asarray(dequantise(codes, scales)) - x)
+    error = np.abs(np.asarray(dequantize(codes, scales)) - x)
     assert (error <= np.asarray(scales)[:, None] * 0.5001).all()
     assert np.abs(np.asarray(codes)).max() == 127
 

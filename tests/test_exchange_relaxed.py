@@ -48,7 +48,7 @@ OF_MODEL = [
 ]  # fmt: skip
 
 
-# -- asynchronous ----------------------------------------------------------------------------------
+# -- asynchronous ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_parameters_some_steps_ago(compensation):
     assert not np.allclose(losses[3], synchronous()[1][3]["loss"], atol=1e-4)
 
 
-# -- signs -----------------------------------------------------------------------------------------
+# -- signs ----------------------------------------------------------------------------------------
 
 
 def test_votes_are_those_of_torch():
@@ -182,7 +182,7 @@ def test_what_moves_is_its_formula(method):
     assert told == expected
 
 
-# -- narrow matrices -------------------------------------------------------------------------------
+# -- narrow matrices ------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -295,7 +295,7 @@ def test_where_all_is_told_whole_it_is_the_synchronous_step():
     assert_close(values(state.params), params)
 
 
-# -- graphs ----------------------------------------------------------------------------------------
+# -- graphs ---------------------------------------------------------------------------------------
 
 
 def second_of_ring(k: int) -> float:
@@ -343,7 +343,7 @@ def test_mixing_is_by_its_matrix(graph):
     np.testing.assert_allclose(mixed, expected / (1 + len(neighbours(graph, 8))), atol=1e-6)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def fragment_of(shape: tuple[int, ...], count: int) -> np.ndarray:
     return (np.arange(size) // -(-size // count)).reshape(shape)
 
 
-# -- fragments -------------------------------------------------------------------------------------
+# -- fragments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
@@ -89,7 +89,7 @@ def test_fragments_are_every_so_manyth_layer_and_together_everything(sizes):
         assert 16 <= whole <= 16 + 2 * layout.size(layout.moment(("embed",))[0])
 
 
-# -- whole programs --------------------------------------------------------------------------------
+# -- whole programs -------------------------------------------------------------------------------
 
 
 def loop(method: Exchange, steps: int):
@@ -192,7 +192,7 @@ def test_one_fragment_that_comes_at_once_is_diloco_bit_for_bit():
         np.testing.assert_array_equal(one, other)
 
 
-# -- traffic ---------------------------------------------------------------------------------------
+# -- traffic --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_step_sends_one_fragment_at_most(sizes, method):
     assert {one.every for one in told} == {method.period / P}
 
 
-# -- a whole run -----------------------------------------------------------------------------------
+# -- a whole run ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_run_resumed_with_a_fragment_on_its_way_is_the_run_never_stopped(tiny_
     stopped_and_not(load_config(tiny_config, [*DILOCO, *streamed]), tmp_path, on_its_way)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

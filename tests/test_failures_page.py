@@ -37,7 +37,7 @@ def pattern(pieces: list[str]) -> str:
     return ".*".join(re.escape(piece) for piece in pieces)
 
 
-# -- messages out of the source --------------------------------------------------------------------
+# -- messages out of the source -------------------------------------------------------------------
 
 
 def template(node: ast.expr) -> str:
@@ -82,12 +82,12 @@ def stands_in(message: str, sources: list[str]) -> bool:
     return bool(pieces) and ends(0)
 
 
-# -- messages that are provoked --------------------------------------------------------------------
+# -- messages that are provoked -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory) -> list[str]:
-    """What the program says to a mistake, a damage or a clash."""
+    """What the program says to an error, a damage or a clash."""
     return [
         *_bindings(),
         *load_config("mixtral_tiny", ["Optimizer.name=lion", "Train.model=@GPT()"]).notes,
@@ -102,7 +102,7 @@ def heard(tmp_path_factory) -> list[str]:
 
 
 def refused(*bindings: str, config: str = "gpt_quickstart") -> list[str]:
-    """The lines of a refusal, by the loading or by the check for 8 CPU devices."""
+    """The lines of a rejection, by the loading or by the check for 8 CPU devices."""
     with pytest.raises(UserError) as raised:
         preflight.check(load_config(config, bindings), device_count=8, platform="cpu")
     return str(raised.value).splitlines()
@@ -202,7 +202,7 @@ def _processes(folder: Path) -> list[str]:
     return [*said, str(missing.value), *map(str, tokens)]
 
 
-# -- the page --------------------------------------------------------------------------------------
+# -- the page -------------------------------------------------------------------------------------
 
 
 def test_every_message_of_the_page_is_printed_or_stands_in_the_source(heard):

@@ -14,7 +14,7 @@ BLOCK = [4, 8]
 SETTINGS = {"quant_method": METHOD, "fmt": "e4m3", "weight_block_size": BLOCK}
 
 
-def quantised(matrix):
+def quantized(matrix):
     """Codes and scales, each block's largest number 448, and the floats that they stand for."""
     rows, columns = matrix.shape
     filled = torch.zeros(-(-rows // 4) * 4, -(-columns // 8) * 8)
@@ -30,7 +30,7 @@ def quantised(matrix):
 def stored(tmp_path):
     save_file = pytest.importorskip("safetensors.torch").save_file
     torch.manual_seed(0)
-    codes, scales, floats = quantised(torch.randn(10, 19) * torch.logspace(-3, 3, 19))
+    codes, scales, floats = quantized(torch.randn(10, 19) * torch.logspace(-3, 3, 19))
     norm = torch.ones(3, dtype=torch.bfloat16)
     save_file({"w": codes, "w_scale_inv": scales, "n": norm}, tmp_path / "model.safetensors")
     return read_header(tmp_path / "model.safetensors"), floats.numpy()
@@ -76,7 +76,7 @@ def test_a_deepseek_in_float8_comes_in_as_the_floats_that_it_stands_for(tmp_path
     plain = load_file(source / "model.safetensors")
     for name, value in list(plain.items()):
         if name.endswith("_proj.weight") or name.endswith("_a_proj_with_mqa.weight"):
-            eight[name], eight[f"{name}_scale_inv"], plain[name] = quantised(value)
+            eight[name], eight[f"{name}_scale_inv"], plain[name] = quantized(value)
         else:
             eight[name] = value
     save_file(plain, floats / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""A training loop of one's own: init, train step and eval step, own steps' metrics, tensors."""
+"""A training loop of your own: init, train step and eval step, own steps' metrics, tensors."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Random damage to every kind of foreign file: each is read, or refused in a sentence.
+"""Random damage to every kind of foreign file: each is read, or rejected in a sentence.
 
 `make fuzz` runs it, in about ten minutes. What it finds is kept in test_hostile_files.py.
 """

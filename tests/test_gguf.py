@@ -1,4 +1,4 @@
-"""GGUF: blocks give back their numbers, a Llama's file is its folder, and bad files are refused."""
+"""GGUF: blocks dequantize, a Llama's file equals its folder, and bad files are rejected."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ SIZES = Llama(
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 
 
-# -- a writer, as the format is described ------------------------------------------------------
+# -- a writer, as the format is described -----------------------------------------------------
 
 
 def text(value: str) -> bytes:
@@ -67,7 +67,7 @@ def gguf(said: dict, tensors: dict[str, tuple[tuple[int, ...], int, bytes]]) -> 
     return head + b"\0" * (-len(head) % 32) + body
 
 
-# -- numbers -----------------------------------------------------------------------------------
+# -- numbers ----------------------------------------------------------------------------------
 
 
 def test_blocks_give_back_the_numbers_that_they_stand_for(tmp_path):
@@ -108,7 +108,7 @@ SAID = {
 }  # fmt: skip
 
 
-# -- a whole model -----------------------------------------------------------------------------
+# -- a whole model ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def tokenizer() -> tokenizers.Tokenizer:
     found = tokenizers.Tokenizer(tokenizers.models.BPE())
     digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
     words = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    found.pre_tokenizer = words  # so that it learns digits together, which are then kept apart
+    found.pre_tokenizer = words  # so that it learns digits together, which are then kept separate
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=SIZES.vocab_size,
         special_tokens=["<|endoftext|>", "<|im_end|>"],
@@ -239,7 +239,7 @@ def test_an_import_that_names_no_text_reads_the_embedded_one_with_its_tokenizer(
     assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
 
 
-# -- what is refused ---------------------------------------------------------------------------
+# -- what is rejected --------------------------------------------------------------------------
 
 ONE = {"x": ((2,), F32, b"\0" * 8)}
 
@@ -254,7 +254,7 @@ ONE = {"x": ((2,), F32, b"\0" * 8)}
         (gguf({}, ONE)[:-32], "x ends after the file"),
         (
             gguf({}, {"x": ((2,), 14, b"")}),
-            "x is quantised in a way that is not known here (type 14)",
+            "x is quantized in a way that is not known here (type 14)",
         ),
         (gguf({}, {"x": ((33,), Q8_0, b"\0" * 68)}), "x is [33]"),
         (gguf({"general.alignment": 0}, ONE), "an alignment of 0"),
@@ -296,7 +296,7 @@ def test_another_tokenizer_does_not_come_along(tmp_path):
     assert GgufFile(file).carried().keys() == {"config.json"}
 
 
-# -- a real one --------------------------------------------------------------------------------
+# -- a real one -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def program_on(layout: str, guard: Guard):
 
 @functools.cache
 def compiled(layout: str, guard: Guard = SKIP):
-    """The program and its step, compiled: another program would be refused, not made."""
+    """The program and its step, compiled: another program would be rejected, not made."""
     program = program_on(layout, guard)
     return program, compile_step(program, FIRST)
 

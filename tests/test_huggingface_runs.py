@@ -304,7 +304,7 @@ def test_a_checkpoint_names_what_it_came_from_through_restart_export_and_import(
     other = of_published(tmp_path / "out")[0]
     assert other["path"] == found[0]["path"]
     assert other["digest"] != found[0]["digest"]
-    # What is no list of ancestors is passed over.
+    # What is no list of ancestors is skipped.
     (tmp_path / "out" / "parity.json").write_text('{"ancestors": [3]}')
     assert len(of_published(tmp_path / "out")) == 1
 

@@ -1,4 +1,4 @@
-"""Initialisers have the variance that their papers say and PyTorch draws, in every model."""
+"""Initializers have the variance that their papers say and PyTorch draws, in every model."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What kernels refuse, what 'auto' means on a platform, and that steps are made of that."""
+"""What kernels reject, what 'auto' means on a platform, and that steps are made of that."""
 
 import dataclasses
 import types
@@ -176,7 +176,7 @@ def test_auto_takes_the_fastest_that_can_and_says_why(name: str) -> None:
     found = choose(asked(**changes))
     assert found.kernel == kernel
     assert why in found.why
-    # What it takes is not refused; what stands before it in the table is, or merges no blocks.
+    # What it takes is not rejected; what stands before it in the table is, or merges no blocks.
     assert list(refuse(kernel, asked(**changes))) == []
 
 
@@ -242,7 +242,7 @@ def test_on_a_cpu_auto_gives_the_loss_and_gradients_of_the_reference(tiny_config
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-6)
 
 
-# -- what is compiled -----------------------------------------------------------------------------
+# -- what is compiled ----------------------------------------------------------------------------
 
 SMALL = [
     "SOURCE = 'synthetic'", "TextData.synthetic_vocab_size = 256",

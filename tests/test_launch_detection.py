@@ -100,7 +100,7 @@ def test_a_jobset_restarts_and_runs_what_supervise_takes(name):
     pod = spec["template"]["spec"]
     assert spec["completionMode"] == "Indexed"
     assert spec["completions"] == spec["parallelism"]
-    # Any lost pod starts the whole set again; a user's mistake ends it.
+    # Any lost pod starts the whole set again; a user's error ends it.
     assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     [rule] = spec["podFailurePolicy"]["rules"]
     assert rule["onExitCodes"]["values"] == [supervise.USER_ERROR]

@@ -20,7 +20,7 @@ def shell(tmp_path):
     return Shell(tmp_path)
 
 
-# -- the scripts as texts --------------------------------------------------------------------------
+# -- the scripts as texts -------------------------------------------------------------------------
 
 
 def test_the_scripts_are_short_and_strict():
@@ -67,7 +67,7 @@ def test_help_needs_nothing_and_names_every_option_and_variable(shell, name):
         assert word in done.stdout, word
 
 
-# -- dry runs --------------------------------------------------------------------------------------
+# -- dry runs -------------------------------------------------------------------------------------
 
 SEEN_THROUGH = {
     "tpu-vm describe": ["preempted", "ready"],
@@ -172,7 +172,7 @@ def test_a_firewall_lets_in_the_run_s_own_machines_and_leaves_ssh_to_the_network
     assert "'compute.firewalls.create' permission" in done.stderr
 
 
-# -- the token -------------------------------------------------------------------------------------
+# -- the token ------------------------------------------------------------------------------------
 
 
 def test_setup_makes_a_token_once_and_gives_it_to_all_workers_as_a_file(shell):
@@ -240,7 +240,7 @@ def test_fetched_logs_stand_by_node_and_worker(shell):
     assert [str(log) for log in logs] == places
 
 
-# -- what goes wrong -------------------------------------------------------------------------------
+# -- what goes wrong ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_fetched_logs_stand_by_node_and_worker(shell):
     ],
 )
 def test_a_refusal_is_one_sentence(shell, words, answer, sentence, status):
-    # After a refusal nothing of ours is there; a taken name is somebody's.
+    # After a rejection nothing of ours is there; a taken name is somebody's.
     there = {"name taken": "ready", "wrong zone": "wrong zone"}.get(answer, "gone")
     answers = {"describe": [there]} if words[0] == "create" else {}
     done = shell(*words, answers={**answers, "": [answer]})

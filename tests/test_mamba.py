@@ -1,4 +1,4 @@
-"""Mamba's scan and convolution in chunks, place after place; and what it refuses."""
+"""Mamba's scan and convolution in chunks, place after place; and what it rejects."""
 
 import jax
 import numpy as np

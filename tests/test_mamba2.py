@@ -1,4 +1,4 @@
-"""Mamba 2's scan in chunks, place after place; and what it refuses."""
+"""Mamba 2's scan in chunks, place after place; and what it rejects."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Mesh sizes, the refusals of meshes that do not fit, device order, and slices."""
+"""Mesh sizes, the rejections of meshes that do not fit, device order, and slices."""
 
 import collections
 import dataclasses
@@ -89,7 +89,7 @@ def test_simulating_another_count_in_a_running_process_is_refused(devices):
         simulate_devices(4)
 
 
-# -- slices --------------------------------------------------------------------------------------
+# -- slices -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ PEER = Mixtral(
     context_length=C, rope_theta=10000.0,
 )  # fmt: skip
 
-# -- the same as transformers ---------------------------------------------------------------------
+# -- the same as transformers --------------------------------------------------------------------
 
 
 def peer(sizes: Mixtral) -> Any:
@@ -175,7 +175,7 @@ def test_auxiliary_losses_are_means_over_tokens_as_in_transformers():
     assert 0 < norms[2] < norms[0]
 
 
-# -- on a mesh as on one device -------------------------------------------------------------------
+# -- on a mesh as on one device ------------------------------------------------------------------
 
 SIZES = Mixtral(
     vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, num_kv_heads=2, mlp_dim=48,
@@ -293,7 +293,7 @@ def test_experts_inside_the_stages_of_a_pipeline(name):
     assert_equal(evaluate(program, BATCH), one_device(name))
 
 
-# -- memory and traffic ---------------------------------------------------------------------------
+# -- memory and traffic --------------------------------------------------------------------------
 
 
 @pytest.mark.slow_cases("capacity")
@@ -329,7 +329,7 @@ def exchanges(text: str) -> dict[str, list[int]]:
     return found
 
 
-# -- generation and refusals ----------------------------------------------------------------------
+# -- generation and rejections ---------------------------------------------------------------------
 
 
 @pytest.mark.slow

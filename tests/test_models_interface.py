@@ -218,7 +218,7 @@ def checked(folder: Path, lines: list[str]) -> str:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaysLittle:
-    """A model in the manner of one's own first try."""
+    """A model in the manner of your own first try."""
 
     num_layers: int = 2
     objective = "next_token"

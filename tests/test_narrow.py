@@ -1,4 +1,4 @@
-"""Products of 8 bits in a model: a pipeline's loss, learning alike, and where they are refused."""
+"""Products of 8 bits in a model: a pipeline's loss, learning alike, and where they are rejected."""
 
 import collections
 import dataclasses
@@ -82,7 +82,7 @@ def test_a_model_learns_as_in_bfloat16(matmul):
     assert np.abs(narrow - plain).max() < spread, (narrow[:, -1], plain[:, -1])
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 FLOAT8 = (
     "which is not known to multiply float8 faster than bfloat16 (H100, H200, B200, L40 and TPU7x "

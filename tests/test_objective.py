@@ -92,7 +92,7 @@ def test_only_models_and_its_own_file_say_an_objectives_name():
     }
 
 
-def test_sums_are_divided_by_their_counts_and_some_are_minimised():
+def test_sums_are_divided_by_their_counts_and_some_are_minimized():
     objective = NextToken()
     sums = {"loss": jnp.array(6.0), "auxiliary_loss": jnp.array(4.0), "router_load": jnp.array(8.0)}
     counts = {"weight": jnp.array(2.0), "tokens": jnp.array(8.0)}

@@ -28,7 +28,7 @@ def tree(value, shape=(16, 32), axes=("embed", "mlp"), dtype=jnp.bfloat16):
 
 def test_updates_below_the_last_bit_add_up():
     """4,000 updates of 1e-4 to 1, whose last bit is 2^-7: each goes up with probability 1e-4 times
-    2^7, so that the sum's variance is known; rounded to the nearest, 1 stays 1 for ever."""
+    2^7, so that the sum's variance is known; rounded to the nearest, 1 stays 1 indefinitely."""
     steps, update, bit = 4000, 1e-4, 2.0**-7
     updates = tree(update, dtype=jnp.float32)
 

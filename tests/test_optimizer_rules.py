@@ -30,7 +30,7 @@ from jaxtrain.training.optimizers.average import averaged
 from jaxtrain.training.optimizers.lamb import LAMB
 from jaxtrain.training.optimizers.lars import LARS
 from jaxtrain.training.optimizers.matrices import sides
-from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalised
+from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalized
 from jaxtrain.training.optimizers.nadamw import NAdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.radam import RAdam, memory_length
@@ -344,7 +344,7 @@ def test_schedule_free_equals_its_published_rule_and_evaluates_its_average():
                 np.testing.assert_allclose(average[name][i], xs[name][i], rtol=1e-5, atol=2e-6)
 
 
-# -- which parameters are matrices -----------------------------------------------------------------
+# -- which parameters are matrices ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -356,7 +356,7 @@ def test_sides_are_those_of_the_matrices(name):
     assert of == [count, *size] if len(size) == 2 else of == [count, 1, *size]
 
 
-# -- on a mesh -------------------------------------------------------------------------------------
+# -- on a mesh ------------------------------------------------------------------------------------
 
 SPREAD = {
     "weight": ((8, 16), ("embed", "mlp")),
@@ -461,7 +461,7 @@ def test_muon_sends_layers_to_their_devices_where_they_divide_and_gathers_one_at
             jnp.ones((4, 32, 48)), layout.named(layout.moment(("layers", "embed", "mlp")))
         )
         with layout.active():
-            function = functools.partial(orthogonalised, dims=sides(("layers", "embed", "mlp")))
+            function = functools.partial(orthogonalized, dims=sides(("layers", "embed", "mlp")))
             return jax.jit(function).lower(x).compile().as_text()
 
     shared, gathered = text(fsdp=4), text(fsdp=8)
@@ -561,7 +561,7 @@ def test_losses_and_evaluation_on_a_mesh_are_those_of_one_device(name, zero):
     np.testing.assert_allclose(losses(fsdp=2, tensor=2, zero=zero), losses(), rtol=2e-6)
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 def test_two_averages_are_refused():

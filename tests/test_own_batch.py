@@ -1,4 +1,4 @@
-"""A batch of one's own: what stands where nothing counts changes nothing, all else is refused."""
+"""A batch of your own: what stands where nothing counts changes nothing, all else is rejected."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.tokens import token_loss
 
-# -- where nothing counts --------------------------------------------------------------------------
+# -- where nothing counts -------------------------------------------------------------------------
 
 MODEL = GPT(vocab_size=64, num_layers=1, embed_dim=16, num_heads=2, context_length=8)
 TEXT = text_batch(rows=8, length=8, vocab_size=64)
@@ -126,7 +126,7 @@ def test_logits_that_do_not_count_may_be_no_numbers():
     assert_same_bits(found(spoiled), found(logits))
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

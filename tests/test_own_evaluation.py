@@ -1,4 +1,4 @@
-"""Evaluation on batches of one's own, generation from token ids, logits of images."""
+"""Evaluation on batches of your own, generation from token ids, logits of images."""
 
 import dataclasses
 

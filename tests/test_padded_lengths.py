@@ -92,7 +92,7 @@ def test_a_batch_is_a_function_of_seed_and_number_whatever_rows_are_made():
     assert others != [batch(number, range(8)).inputs.shape for number in range(12)]
 
 
-# -- runs ------------------------------------------------------------------------------------------
+# -- runs -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_run_compiles_each_length_at_its_start_and_none_later(corpus):
         assert line["tokens_per_second"] == pytest.approx(rate)
         assert line["mfu"] is None
     assert lines[-1]["loss"] < lines[0]["loss"]
-    # A batch of one's own may have yet another length.
+    # A batch of your own may have yet another length.
     row = trainer.dataset.train.examples(np.zeros(8, np.int64))
     own = jax.tree.map(lambda leaf: leaf[:, :12], row)
     assert np.isfinite(float(trainer.step(own)["loss"]))
@@ -163,7 +163,7 @@ def test_padding_changes_no_loss(corpus):
     assert one == pytest.approx(other, rel=1e-5)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- what is rejected ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

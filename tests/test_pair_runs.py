@@ -1,4 +1,4 @@
-"""Runs of encoder-decoders: trained, evaluated, told of, planned, proved, refused with a reason."""
+"""Runs of encoder-decoders: trained, evaluated, planned, verified, rejected with a reason."""
 
 import dataclasses
 import json
@@ -97,7 +97,7 @@ def test_cached_decoding_tells_what_uncached_does(runs, name):
             expected = expected[: expected.index(0)]
         assert answer.tokens == expected
         assert answer.ended == ("length" if len(expected) == 6 else "end")
-    # What stands beside a source, and how many are told of at one time, changes nothing.
+    # What stands beside a source, and how many are told of at once, changes nothing.
     alone = trainer.answers(sources[1:2], max_new_tokens=6, sampling=greedy)[0]
     assert alone.tokens == answers[1].tokens
     np.testing.assert_allclose(alone.log_probabilities, answers[1].log_probabilities, atol=1e-5)

@@ -170,7 +170,7 @@ def test_nothing_starts_before_what_it_needs_whatever_it_costs():
 
 
 def test_in_lockstep_a_tick_lasts_as_long_as_its_longest_action():
-    # Stages that are not alike: in a tick of all four the dearest tells.
+    # Stages that are not alike: in a tick of all four the most expensive tells.
     p, m = 4, 8
     one, costs = make("1f1b", p, m), [1.0, 2.0, 3.0, 1.0]
     lockstep = simulate(one, backward=2.0, stage_costs=costs, lockstep=True)

@@ -132,7 +132,7 @@ def test_chunks_of_the_loss_that_are_too_small_are_told_with_one_that_is_not():
 
 
 def test_a_gpu_s_memory_that_jax_leaves_alone_is_the_first_way_out():
-    """59.3 of an H100's 79.1 GiB by itself, 74.4 of them where 0.94 is asked for."""
+    """59.3 of an H100's 79.1 GiB by itself, 74.4 of them where 0.94 is requested."""
     bindings = ["Train.accumulation=8", "Remat.policy='none'"]
     config, target = load_config("gpt2_124m", bindings), parse_target("h100:1x1")
     found = fixes_for(config, target, over=10 * 2**30)[0]

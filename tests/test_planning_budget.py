@@ -1,4 +1,4 @@
-"""A budget's plan: its numbers, its table, its refusals."""
+"""A budget's plan: its numbers, its table, its rejections."""
 
 import io
 import math

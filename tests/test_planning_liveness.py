@@ -1,4 +1,4 @@
-"""What is alive at the fullest moment, against hand-made programs and the TPU compiler's sum."""
+"""What is alive at the memory peak, against hand-made programs and the TPU compiler's sum."""
 
 from typing import Any
 
@@ -154,7 +154,7 @@ def test_a_fusion_that_writes_elsewhere_makes_an_array():
 
 def test_of_a_tuple_only_the_part_that_is_used_stays():
     """After the loop 4096 bytes are read; the other carried array (1024) is gone. What comes last
-    is made larger than the body's temporaries, so that the fullest moment is there."""
+    is made larger than the body's temporaries, so that the memory peak is there."""
     text = LOOP.replace("f32[100]", "f32[10000]")
     assert names(fullest(text)) == [("f32[10000]", 40000), ("f32[64,16]", 4096)]
 

@@ -179,7 +179,7 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     [
         ("h100:1x4", 2**40, "compiles, but would run out of memory"),
         ("h100:1x4", 2**20, "fits"),
-        ("v5e:2x2", 2**40, "fits"),  # its compiler would have refused it
+        ("v5e:2x2", 2**40, "fits"),  # its compiler would have rejected it
     ],
 )
 def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, temporaries, verdict):
@@ -192,7 +192,7 @@ def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, te
     report = dataclasses.replace(estimate, compiled=compiled)
     assert report.verdict == verdict
     assert f"{verdict.upper()}: " in report.table()
-    assert ("compiler refuses no program" in report.table()) == (not report.fits)
+    assert ("compiler rejects no program" in report.table()) == (not report.fits)
 
 
 @needs_libtpu
@@ -291,7 +291,7 @@ def test_a_pipeline_of_patches_is_planned():
 def test_a_search_whose_first_layouts_do_not_compile_shows_one_that_may_run(
     llama_file, monkeypatch
 ):
-    """Of made results: the compiler refuses all but the ninth layout, or as many as are tried."""
+    """Of made results: the compiler rejects all but the ninth layout, or as many as are tried."""
     tried, real, fits_from = [], plans._plan, 8
 
     def compiled(config, machine, effort, **more):

@@ -46,7 +46,7 @@ replica_groups={{0,1,2,3}}, to_apply=%add
   ROOT %same = f32[256,256] copy(%x)
 }
 
-%dear (x: f32[256,256]) -> f32[256,256] {
+%expensive (x: f32[256,256]) -> f32[256,256] {
   %x = f32[256,256] parameter(0)
   %once = f32[256,256] negate(%x)
   ROOT %twice = f32[256,256] negate(%once)
@@ -60,7 +60,7 @@ ENTRY %main (i: s32[], x: f32[256,256], which: s32[]) -> f32[256,256] {
   %loop = (s32[], f32[256,256]) while(%start), condition=%condition, body=%body
   %out = f32[256,256] get-tuple-element(%loop), index=1
   ROOT %branch = f32[256,256] conditional(%which, %out, %out), \
-branch_computations={%cheap, %dear}
+branch_computations={%cheap, %expensive}
 }
 """
 _BYTES = 4 * 256 * 256
@@ -107,8 +107,8 @@ def test_each_kind_of_collective_waits_for_its_own_part():
 def test_what_stands_in_a_branch_of_a_pipeline_runs_as_often_as_is_given():
     """A scope with a count of its own, in which a loop multiplies."""
     text = _PROGRAM.replace(
-        "branch_computations={%cheap, %dear}",
-        'branch_computations={%cheap, %dear}, metadata={op_name="jit(step)/stage/cond"}',
+        "branch_computations={%cheap, %expensive}",
+        'branch_computations={%cheap, %expensive}, metadata={op_name="jit(step)/stage/cond"}',
     ).replace("body=%body", 'body=%body, metadata={op_name="jit(step)/stage/while"}')
     target = parse_target("h100:1x4")
     moved = by_launch(collectives(text, {"fsdp": 4}, {"stage": 5}), lambda one: 0.0)

@@ -168,7 +168,7 @@ def test_nothing_fits():
 
 
 def test_what_cannot_fit_in_any_layout_is_refused_before_one_is_traced(monkeypatch):
-    monkeypatch.setattr(searching, "_allowed", None)  # nothing is asked for a layout
+    monkeypatch.setattr(searching, "_allowed", None)  # nothing is requested a layout
     sizes = {"V": 128_256, "L": 320, "D": 4096, "N": 32, "K": 8, "F": 14_336}
     weights = 2 * llama_parameters(**sizes)
     room = parse_target("v5e:2x2").chip.hbm_bytes

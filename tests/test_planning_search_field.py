@@ -40,7 +40,7 @@ def test_what_published_runs_have_is_tried():
     ]
     for layout in published:
         assert any(layout.items() <= one.items() for one in tried), layout
-    # Stages that keep what they need keep it on the device: `jaxtrain train` refuses the others.
+    # Stages that keep what they need keep it on the device: `jaxtrain train` rejects the others.
     assert not any(
         one.get("Remat.offload") and one.get("Pipeline.backward") == "residuals" for one in tried
     )

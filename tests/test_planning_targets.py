@@ -193,7 +193,7 @@ def test_what_libtpu_says_is_in_the_refusal(monkeypatch):
         raise RuntimeError("no such topology")
 
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
-    with pytest.raises(UserError, match="'v5e:2x4': libtpu refuses it: no such topology"):
+    with pytest.raises(UserError, match="'v5e:2x4': libtpu rejects it: no such topology"):
         tpu_devices("v5e:2x4")
 
 
@@ -201,7 +201,7 @@ def test_what_libtpu_says_is_in_the_refusal(monkeypatch):
 
 
 def test_simulated_devices_are_those_of_this_process():
-    devices = jax.devices()  # opened first: what is asked for then finds them
+    devices = jax.devices()  # opened first: what is requested then finds them
     assert target_devices(parse_target("cpu:4")) == devices[:4]
     with pytest.raises(UserError, match="plan for 'cpu:8'"):
         target_devices(parse_target("cpu:9"))

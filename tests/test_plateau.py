@@ -1,4 +1,4 @@
-"""A learning rate that falls on plateaus: PyTorch's, over a restart too, and what is refused."""
+"""A learning rate that falls on plateaus: PyTorch's, over a restart too, and what is rejected."""
 
 from typing import Any
 

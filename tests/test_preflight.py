@@ -1,4 +1,4 @@
-"""What cannot run is refused before any compile, everything wrong in one message."""
+"""What cannot run is rejected before any compile, everything wrong in one message."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ def test_numbers_that_make_no_model_are_refused(binding, config, words):
 
 
 def test_a_way_out_of_a_size_that_does_not_divide_is_a_mesh_of_all_devices():
-    """`set Mesh.fsdp=1` alone left 14 of 15 devices idle, which the mesh then refused."""
+    """`set Mesh.fsdp=1` alone left 14 of 15 devices idle, which the mesh then rejected."""
     bindings = ["GPT.embed_dim = 128", "Train.global_batch_size = 15", "Mesh.tensor = 1"]
 
     def said(*mesh):
@@ -351,7 +351,7 @@ def test_a_model_refuses_the_other_kind_of_data(tmp_path):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizeless:
-    """Data of one's own, of tokens or of images, that does not say how many there are of what."""
+    """Data of your own, of tokens or of images, that does not say how many there are of what."""
 
     shape: tuple[int, ...]
 

@@ -145,7 +145,7 @@ def test_a_run_that_stops_among_the_steps_leaves_no_trace_running(tmp_path):
     recorder.close()
     assert "left out" in console.file.getvalue()
     assert not any(recorder.turns_at(step) for step in range(10))
-    jax.profiler.start_trace(tmp_path)  # refuses while another goes on
+    jax.profiler.start_trace(tmp_path)  # rejects while another goes on
     jax.profiler.stop_trace()
 
 

@@ -1,4 +1,4 @@
-"""Weights in few bits under adapters: bitsandbytes' codes, and the floats' losses on every mesh."""
+"""Quantized weights under adapters: bitsandbytes' codes, and the floats' losses on every mesh."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from parity import TOLERANCE, evaluate
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantised import NF4, dequantised, quantise
+from jaxtrain.nn.products.quantized import NF4, dequantized, quantize
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.weights import merged
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
@@ -51,14 +51,14 @@ def test_nf4_is_the_nearest_of_its_numbers_times_the_blocks_largest(side):
     shape = (2, 128, 4, 64) if side == "query" else (2, 4, 64, 128)
     outs = 256 if side == "query" else 128
     value = weight(shape)
-    found = quantise(value, axes, summed, "nf4")
+    found = quantize(value, axes, summed, "nf4")
     blocks = as_matrices(value, order, outs).reshape(-1, 64)
     largest = np.abs(blocks).max(1)
     np.testing.assert_array_equal(as_matrices(found.scales, order, outs).reshape(-1), largest)
     code = np.abs(blocks[..., None] / largest[:, None, None] - NF4).argmin(-1)
     packed = as_matrices(found.codes, order, outs).reshape(-1, 32)
     np.testing.assert_array_equal(packed, code[:, ::2] << 4 | code[:, 1::2])
-    floats = as_matrices(dequantised(found), order, outs).reshape(-1, 64)
+    floats = as_matrices(dequantized(found), order, outs).reshape(-1, 64)
     np.testing.assert_array_equal(floats, NF4[code] * largest[:, None])
 
 
@@ -73,11 +73,11 @@ def test_codes_and_scales_are_those_of_bitsandbytes(side):
     value = weight(shape)
     theirs = torch.tensor(as_matrices(value, order, outs)[0].copy())
     codes, state = functional.quantize_4bit(theirs, quant_type="nf4", blocksize=64)
-    found = quantise(value, axes, summed, "nf4")
+    found = quantize(value, axes, summed, "nf4")
     np.testing.assert_array_equal(as_matrices(found.codes, order, outs).reshape(-1, 1), codes)
     np.testing.assert_array_equal(as_matrices(found.scales, order, outs).ravel(), state.absmax)
     codes, scales, _ = functional.int8_vectorwise_quant(theirs)
-    found = quantise(value, axes, summed, "int8")
+    found = quantize(value, axes, summed, "int8")
     np.testing.assert_array_equal(as_matrices(found.codes, order, outs)[0], codes)
     np.testing.assert_array_equal(np.asarray(found.scales).reshape(-1), scales)
 
@@ -88,10 +88,10 @@ def test_int8_rounds_to_a_127th_of_the_largest_of_each_result(side):
     shape = (2, 128, 4, 64) if side == "query" else (2, 4, 64, 128)
     outs = 256 if side == "query" else 128
     value = weight(shape)
-    found = quantise(value, axes, summed, "int8")
+    found = quantize(value, axes, summed, "int8")
     rows = as_matrices(value, order, outs)
     step = np.abs(rows).max(-1, keepdims=True) / 127
-    error = as_matrices(dequantised(found), order, outs) - rows
+    error = as_matrices(dequantized(found), order, outs) - rows
     assert (np.abs(error) <= step * 0.5001).all()
     assert np.abs(found.codes).max() == 127
 

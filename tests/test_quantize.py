@@ -1,4 +1,4 @@
-"""Weights in few bits for use after training.
+"""Quantized weights for use after training.
 
 AWQ is what a PyTorch statement of the paper has, its folder what AutoAWQ's published unpacking
 reads, and runs read what they were told to hold.
@@ -22,7 +22,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.awq import merged
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.safetensors import read_header
-from jaxtrain.nn.products.quantised import dequantised, quantise, unpacked
+from jaxtrain.nn.products.quantized import dequantized, quantize, unpacked
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
@@ -59,13 +59,13 @@ def test_codes_and_floats_are_those_of_even_steps_between_a_groups_ends():
     weight = drawn(2, 2, 32, 24) + 0.3
     weight[0, 0, :16] = np.abs(weight[0, 0, :16])  # a group of which none is negative
     weight[1, 1, 16:] = 0.0
-    found = quantise(weight, axes, (1, 2), "int4", group=GROUP)
+    found = quantize(weight, axes, (1, 2), "int4", group=GROUP)
     theirs = torch.tensor(weight.transpose(0, 3, 1, 2).copy())
     floats, codes = rounded_by_torch(theirs.reshape(2 * 24, -1), GROUP)
     ours = np.asarray(unpacked(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
     told = ~np.isnan(codes.numpy())  # of zeros alone 0 / 0
     np.testing.assert_array_equal(ours[told], codes.numpy()[told])
-    made = np.asarray(dequantised(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
+    made = np.asarray(dequantized(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
     np.testing.assert_array_equal(made[told], floats.numpy()[told])
     assert (made[~told] == 0).all()
     assert (~told).sum() == 24 * 16
@@ -319,7 +319,7 @@ def test_eight_bits_are_rounded_as_they_are_and_keep_what_an_import_carried(run,
         (["--group-size", "16", "--calibrate", "no/where"], "--calibrate no/where"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(words, said, run, tmp_path, capsys):
+def test_what_cannot_be_quantized_is_refused(words, said, run, tmp_path, capsys):
     out = tmp_path / "few"
     assert main(["quantize", "--workdir", str(run), "--out", str(out), *words]) == 2
     assert said in capsys.readouterr().err
@@ -347,7 +347,7 @@ def test_a_folder_that_holds_a_run_and_floats_as_awq_are_refused(run, tmp_path, 
 
 
 def test_a_run_that_finds_no_room_is_not_half_there(run, tmp_path, monkeypatch, capsys):
-    """A folder with an empty `checkpoints` was refused as a run by the next try."""
+    """A folder with an empty `checkpoints` was rejected as a run by the next try."""
     full = CheckpointError("the checkpoint of step 0 could not be written")
 
     def unsaved(*_, **__):

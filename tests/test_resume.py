@@ -127,7 +127,7 @@ def assert_equal(found, expected):
 
 @pytest.fixture(scope="module")
 def run(tiny_config, tmp_path_factory):
-    """The uninterrupted run in each layout that is asked for."""
+    """The uninterrupted run in each layout that is requested."""
     lines = tiny_config.read_text().splitlines()
     llama = tmp_path_factory.mktemp("config") / "llama.gin"
     llama.write_text("\n".join(line for line in lines if not line.startswith("GPT.")) + LLAMA)

@@ -1,4 +1,4 @@
-"""Safetensors: the format's own package reads our files and we read its; bad ones are refused."""
+"""Safetensors: the format's own package reads our files and we read its; bad ones are rejected."""
 
 import json
 import re

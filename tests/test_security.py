@@ -1,4 +1,4 @@
-"""Secrets stay out of files and output, and files that run code or lead elsewhere are refused."""
+"""Secrets stay out of files and output, and files that run code or lead elsewhere are rejected."""
 
 import ast
 import pickle  # noqa: TID251 - to make what must not be loaded

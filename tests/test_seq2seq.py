@@ -127,7 +127,7 @@ def test_flops_are_six_a_parameter_and_token_and_the_scores():
     assert both.flops((S, T)) == 6 * (products - S * 2 * 3 * D * D // 2)
 
 
-# -- meshes, and what must not matter --------------------------------------------------------------
+# -- meshes, and what must not matter -------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
 
 
 def test_rows_of_several_pairs_are_refused():
-    """The decoder would go on from the last source's states in all of them."""
+    """The decoder would resume from the last source's states in all of them."""
     program = make_program(SHAPES["attends"], make_layout())
     batch = pairs(rows=4, source=6, target=4, vocab_size=64)
     twice = dataclasses.replace(batch, source_segment_ids=2 * batch.source_segment_ids)

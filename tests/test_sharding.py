@@ -1,4 +1,4 @@
-"""The table: what it resolves to, what it refuses, and that every model's axes stand in it."""
+"""The table: what it resolves to, what it rejects, and that every model's axes stand in it."""
 
 import dataclasses
 

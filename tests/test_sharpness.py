@@ -1,4 +1,4 @@
-"""Sharpness-aware minimisation: PyTorch's steps, on every mesh, and what it is refused with."""
+"""Sharpness-aware minimization: PyTorch's steps, on every mesh, and what it is rejected with."""
 
 import dataclasses
 from typing import Any

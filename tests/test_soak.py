@@ -89,7 +89,7 @@ def test_a_short_run_is_left_to_python(nothing_frozen):
         assert gc.get_freeze_count() == 0
 
 
-# Threads that all hold memory at one time, each from an arena where there are enough of them.
+# Threads that all hold memory at once, each from an arena where there are enough of them.
 MANY_THREADS = """
 import ctypes, os, sys, threading
 from jaxtrain.run.malloc import share_arenas

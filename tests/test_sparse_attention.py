@@ -132,7 +132,7 @@ def test_longnets_segments_are_mixed_by_their_softmaxes_denominators() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-# -- the kernel ------------------------------------------------------------------------------------
+# -- the kernel -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -241,7 +241,7 @@ def test_on_a_mesh_equals_its_dense_mask(sizes: dict[str, int], name: str, kerne
     assert_equal(found, dense(name, T, True))
 
 
-# -- a model ---------------------------------------------------------------------------------------
+# -- a model --------------------------------------------------------------------------------------
 
 
 WITH_PATTERNS: dict[str, Any] = {
@@ -313,7 +313,7 @@ def test_llama_on_a_mesh_equals_its_dense_mask_on_one_device(
     parity.assert_equal(found, expected)
 
 
-# -- how much work ---------------------------------------------------------------------------------
+# -- how much work --------------------------------------------------------------------------------
 
 LENGTHS = (64, 256, 1024)
 # name: the pattern for rows of so many tokens, and what its FLOPs become where they are four times.
@@ -400,7 +400,7 @@ def test_plans_count_the_same() -> None:
     assert less == pytest.approx(12 * 128 * heads * (64 - model.attention_pattern.mean_keys(128)))
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 REFUSED = {
     "ring": (

@@ -74,7 +74,7 @@ class Pair:
         self.peers.sort(key=lambda peers: peers.process_id)
 
     def connect(self) -> socket.socket:
-        """A stranger's connection to process 0."""
+        """An unauthenticated client's connection to process 0."""
         for _ in range(500):
             with contextlib.suppress(ConnectionRefusedError):
                 return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -82,7 +82,7 @@ class Pair:
         raise AssertionError("nobody listens")
 
     def strangers(self) -> list[str]:
-        """The lines about strangers."""
+        """The lines about unauthenticated clients."""
         return [line for line in self.said if "stranger" in line]
 
     def end(self):
@@ -112,7 +112,7 @@ def pair():
         peers.close()
 
 
-# -- what strangers try ----------------------------------------------------------------------------
+# -- what unauthenticated clients try
 
 
 def drained(connection: socket.socket) -> bytes:
@@ -166,7 +166,7 @@ def stop_in_plain_words(pair, stack):
 
 def stop_under_a_guessed_seal(pair, stack):
     connection = stack.enter_context(pair.connect())
-    body = b'{"kind":"stop","reason":"a stranger"}'
+    body = b'{"kind":"stop","reason":"an unauthenticated client"}'
     sealed = struct.pack("!I", len(body)) + Seal(b"a guess").mark(body) + body
     connection.sendall(PROTOCOL + bytes(32) + bytes(32) + sealed)
     drained(connection)
@@ -224,8 +224,8 @@ def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monk
     pair.end()
     (line,) = pair.strangers()
     assert line == (
-        "a stranger at this run's port turned away (127.0.0.1 proved nothing within 0.5 s); the "
-        "run goes on, and others are told of once in an hour"
+        "an unauthenticated client at this run's port turned away (127.0.0.1 proved nothing "
+        "within 0.5 s); the run goes on, and others are told of once in an hour"
     )
 
 
@@ -274,10 +274,12 @@ def test_strangers_are_told_of_once_in_an_hour(monkeypatch):
     now[0] = 3600.0
     strangers.note("10.0.0.8", "has another token")
     assert len(said) == 2
-    assert said[1].startswith("1000 strangers at this run's port turned away (10.0.0.8 has")
+    assert said[1].startswith(
+        "1000 unauthenticated clients at this run's port turned away (10.0.0.8 has"
+    )
 
 
-# -- recordings and changes on the way -------------------------------------------------------------
+# -- recordings and changes on the way ------------------------------------------------------------
 
 
 class Wiretap:
@@ -398,7 +400,7 @@ def test_what_is_changed_on_the_way_is_noticed_and_not_believed(pair, make):
         pair.peers[0].tick(1)
 
 
-# -- what a process does at the port of a stranger -------------------------------------------------
+# -- what a process does at the port of an unauthenticated client
 
 
 @contextlib.contextmanager
@@ -468,7 +470,7 @@ def test_a_process_without_a_token_is_refused_with_the_way_out(pair, tmp_path, m
         f"JAXTRAIN_TOKEN is not set, and there is no {file}; give all processes of the run the "
         "same JAXTRAIN_TOKEN, or none of them and a --workdir that they share"
     )
-    # It connected, said nothing and went: no stranger.
+    # It connected, said nothing and went: no unauthenticated client.
     assert pair.strangers() == []
     pair.join()
     pair.end()
@@ -486,7 +488,7 @@ def test_a_token_that_comes_late_is_waited_for(pair, tmp_path):
     pair.end()
 
 
-# -- the greeting itself ---------------------------------------------------------------------------
+# -- the greeting itself --------------------------------------------------------------------------
 
 
 def greet(joiner_token: bytes, host_token: bytes):

@@ -104,7 +104,7 @@ def test_an_unquoted_value_hides_nothing():
 
 def test_what_nobody_calls_a_setting_leads_nowhere():
     assert refused("Garten = 3").endswith("; a setting is written Section.name = value")
-    assert "did you mean" not in refused("GPT.colour = 3")
+    assert "did you mean" not in refused("GPT.color = 3")
     # A model has no dropout because another one has.
     assert "did you mean" not in refused("GPT.dropout = 0.1")
 

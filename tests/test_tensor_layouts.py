@@ -67,7 +67,7 @@ def test_loss_and_gradients_equal_one_device(model, name, capfd):
     assert_equal(found, expected)
 
 
-# -- bytes per device ----------------------------------------------------------------------------
+# -- bytes per device ---------------------------------------------------------------------------
 
 
 def parts(axes: tuple[str, ...], name: str) -> int:
@@ -139,7 +139,7 @@ def test_activations_take_what_the_papers_say(model, name, monkeypatch):
     assert held == dict.fromkeys(("residual", "last", "queries", "mlp"), replicas * devices)
 
 
-# -- traffic -------------------------------------------------------------------------------------
+# -- traffic ------------------------------------------------------------------------------------
 
 WAYS = {
     # equation, weight's axes, activation's axes, result's axes
@@ -284,7 +284,7 @@ def test_generation_equals_one_device(name):
     np.testing.assert_array_equal(drawn(layout), drawn(make_layout()))
 
 
-# -- refusals ------------------------------------------------------------------------------------
+# -- rejections -----------------------------------------------------------------------------------
 
 RUN = ["Mesh.data = 1", "Mesh.fsdp = 1", "GPT.vocab_size = 256", "Train.global_batch_size = 16"]
 

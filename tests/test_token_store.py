@@ -160,7 +160,7 @@ def test_a_stopped_start_goes_on_to_the_same_bytes(source, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_a_killed_command_goes_on(tmp_path):
-    """SIGKILL, in the middle of it; a second start meanwhile is refused."""
+    """SIGKILL, in the middle of it; a second start meanwhile is rejected."""
     (tmp_path / "big.txt").write_text("".join(f"line {n} of many\n" for n in range(1_500_000)))
     out = tmp_path / "store"
     words = ["prepare", str(tmp_path / "big.txt"), "--out", str(out)]
@@ -300,7 +300,7 @@ def small(folder: Path) -> Path:
     return root
 
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- parts ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -340,7 +340,7 @@ def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path, monkeypatch):
             made(TextData(source=str(file)), tmp_path / f"store{number}")
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 @pytest.fixture

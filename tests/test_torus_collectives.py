@@ -60,7 +60,7 @@ LINKS = 4
 
 def test_a_sum_along_both_directions_of_v5e_takes_as_long_as_two_scatters():
     """Of n bytes a sum sends 2 n through four links at once, a scatter along each direction n
-    through two: the one that is asked for and not formed, and the two that would be."""
+    through two: the one that is requested and not formed, and the two that would be."""
     side, devices = 4, tpu_devices("v5e:4x4")
     square = np.empty((side, side), dtype=object)
     for device in devices:

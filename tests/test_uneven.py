@@ -1,4 +1,4 @@
-"""Batches that do not divide over the devices: rows that weigh nothing change nothing."""
+"""Batches that do not divide over the devices: rows that have zero weight change nothing."""
 
 import functools
 
@@ -154,7 +154,7 @@ def test_what_a_filled_batch_is_filled_with_is_said_in_one_line(tiny_config, dev
     (line,) = [text for text in said if "global_batch_size" in str(text)]
     assert line == (
         "Train.global_batch_size=7 is filled to 8 rows, a multiple of its 4 devices and their "
-        "microbatches: 1 weigh nothing, 12.5% of the work"
+        "microbatches: 1 have zero weight, 12.5% of the work"
     )
 
 

@@ -148,7 +148,7 @@ def autoencoder_pair(torch, widths, reaches):
     return Twin(sizes, network, ours), batch, loss
 
 
-# -- meshes ----------------------------------------------------------------------------------------
+# -- meshes ---------------------------------------------------------------------------------------
 
 DROPPING = MLP(widths=(16, 32, 24, 10), dropout=0.5)
 NARROW = Autoencoder(widths=(16, 8, 3))
@@ -205,7 +205,7 @@ def test_dropout_leaves_the_mean_and_drops_the_rate():
     np.testing.assert_array_equal(dropout(x[5:9], 0.3, rows, 0), dropped[5:9])
 
 
-# -- refusals --------------------------------------------------------------------------------------
+# -- rejections
 
 
 @pytest.mark.parametrize(

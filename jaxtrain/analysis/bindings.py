@@ -66,7 +66,7 @@ def patterns() -> list[type]:
 
 def objectives() -> list[type]:
     """What `Train.objective` takes."""
-    found = _settings_in(jaxtrain.training.objectives, "minimised")
+    found = _settings_in(jaxtrain.training.objectives, "minimized")
     return sorted(found, key=lambda one: one.__name__)
 
 

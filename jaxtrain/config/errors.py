@@ -8,7 +8,7 @@ _LONGEST_LINE, _MOST_LINES = 2000, 100  # of a message
 
 
 class UserError(ValueError):
-    """A mistake of the user's: the command line prints the sentence alone and exits with status 2.
+    """An error of the user's: the command line prints the sentence alone and exits with status 2.
 
     The sentence names the thing, the value, what is allowed and the nearest valid choice. A value
     may be somebody else's: control characters are escaped, and long lines and lists are cut.
@@ -44,7 +44,7 @@ class NoCompilerError(UserError):
 
 
 class ConfigError(UserError):
-    """Everything that was refused while a configuration was read, a sentence a line.
+    """Everything that was rejected while a configuration was read, a sentence a line.
 
     Attributes:
       config: the configuration as far as it was read: see `partial.as_far_as_read`.

@@ -14,7 +14,7 @@ from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-# What a path is to blame for. A disk that is full, away or broken is no mistake of the user's.
+# What a path is to blame for. A disk that is full, away or broken is no error of the user's.
 _REFUSALS = {
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
@@ -23,7 +23,7 @@ _REFUSALS = {
 
 @contextlib.contextmanager
 def refused_path(named: str, *, needs: str) -> Iterator[None]:
-    """Around the first use of a path of the user's: what the system refuses is the user's mistake.
+    """Around the first use of a path of the user's: what the system rejects is the user's error.
 
     Args:
       named: the argument or binding and its value, for the message.

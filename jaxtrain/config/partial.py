@@ -9,7 +9,7 @@ from jaxtrain.config.errors import UserError
 
 
 class NotRead(Exception):  # noqa: N818 - whoever asks has nothing to say, which is no error
-    """A setting is asked for whose value was refused: what depends on it is not known."""
+    """A setting is requested whose value was rejected: what depends on it is not known."""
 
 
 def as_far_as_read(cls: type, values: Mapping[str, Any], unread: Collection[str]) -> Any:
@@ -42,7 +42,7 @@ def as_far_as_read(cls: type, values: Mapping[str, Any], unread: Collection[str]
 def own_refusals(
     cls: type, values: Mapping[str, Any], unread: Collection[str]
 ) -> tuple[list[str], set[str]]:
-    """Everything that a dataclass's `__post_init__` refuses, though it raises at the first.
+    """Everything that a dataclass's `__post_init__` rejects, though it raises at the first.
 
     It is asked again without the fields that it named, until it has nothing more to say: what it
     says of a field that was not written, or was named before, is not said.

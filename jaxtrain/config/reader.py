@@ -158,7 +158,7 @@ class _Bindings:
 
     @contextlib.contextmanager
     def _noting_what_is_lacking(self) -> Iterator[None]:
-        """Within, a mistake is kept for the end, and what it kept from being read is lacking."""
+        """Within, an error is kept for the end, and what it kept from being read is lacking."""
         try:
             yield
         except UserError as error:
@@ -260,7 +260,7 @@ class _Bindings:
         if module not in self.imports:
             self.imports.append(module)
 
-    # -- building ------------------------------------------------------------------------------
+    # -- building -----------------------------------------------------------------------------
 
     def whole(self) -> Any:
         """The root, built of the bindings."""
@@ -270,7 +270,7 @@ class _Bindings:
     def build(self, cls: type) -> Any:
         """An instance of a registered dataclass, its fields from the bindings or its defaults.
 
-        Where something is refused, `mistakes` says what, and the instance has holes.
+        Where something is rejected, `mistakes` says what, and the instance has holes.
         """
         name, values, unread = cls.__name__, {}, set()
         self._being_built.append(name)
@@ -302,7 +302,7 @@ class _Bindings:
         return as_far_as_read(cls, values, unread)
 
     def _value(self, name: str, binding: Binding, annotation: Any) -> Any:
-        """A field's value; NotRead where it is refused, and `mistakes` says why."""
+        """A field's value; NotRead where it is rejected, and `mistakes` says why."""
         value = None
         try:
             value = self._resolve(binding.value, binding.origin)

@@ -124,7 +124,7 @@ def located(value: Any, annotation: Any) -> Any:
 
 
 def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
-    """`value` if it fits the annotation (an int where a float is asked for becomes one).
+    """`value` if it fits the annotation (an int where a float is requested becomes one).
 
     Raises:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
@@ -238,7 +238,7 @@ def choices(annotation: Any) -> list[Any]:
     ]
 
 
-class _Misfit(Exception):  # noqa: N818 - no mistake yet: another annotation may be tried
+class _Misfit(Exception):  # noqa: N818 - no error yet: another annotation may be tried
     """A value does not fit an annotation."""
 
 
@@ -251,7 +251,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _fitted(value: Any, annotation: Any) -> Any:
-    """The value as the annotation takes it: an int becomes the float that is asked for.
+    """The value as the annotation takes it: an int becomes the float that is requested.
 
     Raises:
       _Misfit: the annotation does not take it.

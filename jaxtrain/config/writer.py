@@ -95,5 +95,5 @@ def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool, defa
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, float) and math.isinf(value):
-        return "1e999" if value > 0 else "-1e999"  # read, it is refused as what it is
+        return "1e999" if value > 0 else "-1e999"  # read, it is rejected as what it is
     return repr(value)

@@ -15,7 +15,7 @@ from jaxtrain.data.source import Examples
 # What reading a damaged record raises: array_record RuntimeError (a chunk's hash differs), files
 # OSError and EOFError, Pillow any of them and UserError (a ValueError) from image_source.decode,
 # text UnicodeDecodeError (a ValueError), TFDS LookupError for a feature that is missing.
-# TypeError, AttributeError and AssertionError are mistakes in a program: those go through.
+# TypeError, AttributeError and AssertionError are errors in a program: those go through.
 UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, LookupError, zlib.error, struct.error)
 
 

@@ -7,7 +7,7 @@ from jaxtrain.data.verified import Verified
 
 
 class Joined:
-    """Arrays of one dtype laid end to end; nothing is copied but what is asked for.
+    """Arrays of one dtype concatenated; nothing is copied but what is requested.
 
     Args:
       parts: at least one.

@@ -46,7 +46,7 @@ def batches(
       start: the batch to begin with: batch `start` of the stream, not a new stream.
       rows: the rows of the global batch to make, in this order; None makes all of them.
       train: augment; False gives the same examples without augmentation.
-      threads: batches made at the same time; 0 makes each when it is asked for; None is 0 for
+      threads: batches made at the same time; 0 makes each when it is requested; None is 0 for
         WholeBatches, of which a `Prefetcher`'s one thread makes more than two that take the
         interpreter from each other (benchmarks/loader.py), and 2 for others.
       prefetch: batches kept ready.
@@ -220,7 +220,7 @@ class Prefetcher(Generic[T]):
         self._closed = True
         self._orders.put(False)
         self._worker.join()
-        # After the worker has stopped: a generator that is running refuses to be closed.
+        # After the worker has stopped: a generator that is running rejects to be closed.
         close_source = getattr(self._source, "close", None)
         if close_source is not None:
             close_source()

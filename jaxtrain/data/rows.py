@@ -52,7 +52,7 @@ class TrainingRows:
     order: Order | None
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
-        """These rows of batch `number`, in their order; any past the last weigh nothing."""
+        """These rows of batch `number`, in their order; any past the last have zero weight."""
         size = self.global_batch_size
         made = self._within(number, np.minimum(rows, size - 1), bad)
         return made if rows.max() < size else without_weight(made, rows >= size)
@@ -108,7 +108,7 @@ class HeldoutRows:
     global_batch_size: int
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
-        """These rows of batch `number`; those past the last example weigh nothing."""
+        """These rows of batch `number`; those past the last example have zero weight."""
         places, count = number * self.global_batch_size + rows, len(self.examples)
         indices = self._order[np.minimum(places, count - 1)]
         made = _read_rows(self.examples, indices, lambda row: None, "held-out", bad)

@@ -40,7 +40,7 @@ def _block(number: int, count: int, seed: int) -> np.ndarray:
 
 
 def shuffled(places: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The examples at these places of epochs laid end to end, each epoch in an order of its own.
+    """The examples at these places of epochs concatenated, each epoch in an order of its own.
 
     Args:
       places: not negative, [n].

@@ -95,7 +95,7 @@ class ExpertsFacts:
 
 @runtime_checkable
 class Model(Protocol):
-    """What is asked of an architecture's settings, a frozen dataclass of sizes.
+    """What is required of an architecture's settings, a frozen dataclass of sizes.
 
     What a model says besides stands in `TokenModel`, `PairModel`, `ImageModel` and `VectorModel`.
 
@@ -357,7 +357,7 @@ def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
 def features_of(model: Model) -> int | None:
     """Numbers of the vectors that a model reads one after the other in place of tokens; None: it
     reads something else."""
-    # A protocol would ask for all the rest too, which a section that was refused may not have.
+    # A protocol would ask for all the rest too, which a section that was rejected may not have.
     return getattr(model, "features", None) if reads_tokens(model) else None
 
 

@@ -33,9 +33,9 @@ def batch_norm(
       epsilon: added to the variance.
 
     Returns:
-      the normalised activations in x's dtype, mean [C] and biased variance [C] in float32.
+      the normalized activations in x's dtype, mean [C] and biased variance [C] in float32.
     """
-    # Sums of x and x^2 come from one pass over x (and one reduction between devices), those of
+    # Sums of x and x^2 come from one skip x (and one reduction between devices), those of
     # x and (x - mean)^2 from two; but mean(x^2) - mean(x)^2 cancels where the mean is large.
     from_shift = x_BHWC.astype(jnp.float32) - shift_C
     offset_C, square_C = mean_over_batch(
@@ -43,10 +43,10 @@ def batch_norm(
     )
     variance_C = jnp.maximum(square_C - jnp.square(offset_C), 0)
     mean_C = shift_C + offset_C
-    return normalised(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
+    return normalized(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
 
 
-def normalised(
+def normalized(
     x_BHWC: jax.Array,
     mean_C: jax.Array,
     variance_C: jax.Array,
@@ -54,7 +54,7 @@ def normalised(
     bias_C: jax.Array,
     epsilon: float,
 ) -> jax.Array:
-    """x normalised by a given mean and variance, in x's dtype."""
+    """x normalized by a given mean and variance, in x's dtype."""
     factor_C = jax.lax.rsqrt(variance_C + epsilon) * scale_C
     y_BHWC = (x_BHWC.astype(jnp.float32) - mean_C) * factor_C + bias_C
     return y_BHWC.astype(x_BHWC.dtype)
@@ -73,15 +73,15 @@ def _backward(
     """JAX's own sums twice more over the activations: what is zero, or `bias`'s times a factor."""
     x_BHWC, scale_C, mean_C, variance_C = kept
     of_y, of_mean_C, of_variance_C = gradients
-    centred, of_y = x_BHWC.astype(jnp.float32) - mean_C, of_y.astype(jnp.float32)
-    of_bias_C, along_x_C = of_y.sum(_OVER), (of_y * centred).sum(_OVER)
+    centered, of_y = x_BHWC.astype(jnp.float32) - mean_C, of_y.astype(jnp.float32)
+    of_bias_C, along_x_C = of_y.sum(_OVER), (of_y * centered).sum(_OVER)
     inverse_C = jax.lax.rsqrt(variance_C + epsilon)
     count = of_y.size // of_y.shape[-1]
     factor_C = inverse_C * scale_C
     offset_C = (of_mean_C - factor_C * of_bias_C) / count
     slope_C = (2 * of_variance_C - factor_C * inverse_C**2 * along_x_C) / count
     offset_C, slope_C = mean_over_batch((offset_C, slope_C))
-    of_x = of_y * factor_C + centred * slope_C + offset_C
+    of_x = of_y * factor_C + centered * slope_C + offset_C
     of_scale_C = inverse_C * along_x_C
     dtype = scale_C.dtype
     return of_x.astype(x_BHWC.dtype), of_scale_C.astype(dtype), of_bias_C.astype(dtype), None
@@ -91,7 +91,7 @@ batch_norm.defvjp(_forward, _backward)
 
 
 class BatchNorm(nnx.Module):
-    """Batch normalisation of C channels and its running statistics.
+    """Batch normalization of C channels and its running statistics.
 
     In training the mean and the variance are those of the GLOBAL batch: a mean over a sharded batch
     dimension is reduced over the mesh.
@@ -125,7 +125,7 @@ class BatchNorm(nnx.Module):
         scale_C, bias_C = gather(self.scale), gather(self.bias)
         if not train:
             of_runs = mean.get_value(), variance.get_value()
-            x_BHWC = normalised(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
+            x_BHWC = normalized(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
             return x_BHWC, {"mean": mean, "variance": variance}
         x_BHWC, mean_C, variance_C = batch_norm(
             x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
@@ -133,7 +133,7 @@ class BatchNorm(nnx.Module):
         count = size_of_batch(x_BHWC.size // x_BHWC.shape[-1])
         return x_BHWC, {
             "mean": self._moved(mean, mean_C),
-            # The running variance is the unbiased estimate, the one that normalises is not.
+            # The running variance is the unbiased estimate, the one that normalizes is not.
             "variance": self._moved(variance, variance_C * (count / max(count - 1, 1))),
         }
 

@@ -55,7 +55,7 @@ class BothWays:
         del start
         assert cache is None, "nothing is generated with what comes later"
         first, _, _ = self.one_way(under("forward", own), x_BTD, positions_BT, mask, execution)
-        # Padding, at the end, is a document of its own: from the right each text begins anew.
+        # Padding, at the end, is a document of its own: from the right each text restarts.
         turned = jax.tree.map(lambda ids_BT: jnp.flip(ids_BT, 1), mask)
         last, _, _ = self.one_way(
             under("backward", own), jnp.flip(x_BTD, 1), positions_BT, turned, execution

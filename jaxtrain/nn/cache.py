@@ -56,7 +56,7 @@ def empty_cache(
     Args:
       cached: what each layer keeps.
       layers: how many equal ones there are.
-      rows: texts that are written at one time.
+      rows: texts that are written at once.
       room: tokens that fit into a row.
       dtype: what is computed in.
     """

@@ -175,7 +175,7 @@ def plan_multiply_adds(plan: Plan, height: int, width: int) -> int:
 
 
 class Convolved(nnx.Module):
-    """A convolution with bias, and a norm where one is asked for.
+    """A convolution with bias, and a norm where one is requested.
 
     The channels that come out are split over `tensor` where they are a multiple of 8; those that
     go in are gathered. `of` is what it reads: IMAGES or SIGNALS.
@@ -244,7 +244,7 @@ class ConvNet(nnx.Module):
         self.convolutions = nnx.List([Convolved(c, next(keys), norm, init) for c in convolutions])
         self.dense = nnx.List([Dense(next(keys), *pair, init) for pair in pairs[:-1]])
         # A small last layer, as a ResNet's (arXiv 1706.02677, section 5.1): poolings of the largest
-        # make activations larger than their initialisation means.
+        # make activations larger than their initialization means.
         self.head = Dense(next(keys), *pairs[-1], normal(0.01), role="output")
         self.plan, self.side, self.rates = tuple(plan), side, tuple(rates)
         self.activation = activation

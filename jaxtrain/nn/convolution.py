@@ -115,7 +115,7 @@ def _kernel_gradient(x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Ar
 _with_tiles.defvjp(lambda x, kernel: (_convolved(x, kernel), (x, kernel)), _backward)
 
 
-# -- pooling --------------------------------------------------------------------------------------
+# -- pooling -------------------------------------------------------------------------------------
 
 
 class Window(NamedTuple):
@@ -198,7 +198,7 @@ def _pooled_forward(
 def _pooled_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """The places of the window, each spread over the image: one pass over it."""
+    """The places of the window, each spread over the image: one skip it."""
     index, like = kept
     size, stride, rows, columns = window
     H, W = like.shape[1:3]

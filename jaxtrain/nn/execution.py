@@ -13,12 +13,12 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.products import quantised
+from jaxtrain.nn.products import quantized
 from jaxtrain.nn.products.contract import contract, project
 from jaxtrain.nn.products.dot import Einsum, einsum
 from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.nn.products.low_rank import LowRank, adapted
-from jaxtrain.nn.products.quantised import Quantised
+from jaxtrain.nn.products.quantized import Quantized
 from jaxtrain.nn.products.watched import Watched, watched
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, named, remat
 from jaxtrain.parallel.sharding import shard
@@ -104,8 +104,8 @@ class Execution:
             return adapted(
                 equation, x, weight, out, by=self.einsum, draws=self.draws, layer=self.layer
             )
-        if isinstance(weight.get_value(), Quantised):
-            return quantised.product(equation, x, weight, out, by=self.einsum)
+        if isinstance(weight.get_value(), Quantized):
+            return quantized.product(equation, x, weight, out, by=self.einsum)
         if isinstance(weight.get_value(), Watched):
             return watched(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
@@ -117,7 +117,7 @@ class Execution:
           x_BTD: laid out as the stream is, or whole along length.
           products: of each its equation and its weight, as in `contract`.
         """
-        kinds = (LowRank, Quantised, Watched)
+        kinds = (LowRank, Quantized, Watched)
         if not any(isinstance(weight.get_value(), kinds) for _, weight in products):
             found = project(x_BTD, products, by=self.einsum)
             if found is not None:

@@ -16,8 +16,8 @@ class GroupNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32 (arXiv 1803.08494).
 
     Mean and variance are of all pixels of a group's channels, in one image: neither the batch nor
-    what ran before it says anything. One group is layer normalisation (arXiv 1607.06450), a group a
-    channel instance normalisation (arXiv 1607.08022).
+    what ran before it says anything. One group is layer normalization (arXiv 1607.06450), a group a
+    channel instance normalization (arXiv 1607.08022).
     """
 
     def __init__(

@@ -192,13 +192,13 @@ def _sum_over(spec: Iterable[MeshAxes], x: jax.Array) -> jax.Array:
 
 @jax.named_scope("norm")
 def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: float) -> jax.Array:
-    """Layer normalisation (arXiv 1607.06450) over the last dimension, in float32."""
+    """Layer normalization (arXiv 1607.06450) over the last dimension, in float32."""
     return _normed(True, epsilon, x, gather(scale), gather(bias))
 
 
 @jax.named_scope("norm")
 def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float, offset: float = 0.0) -> jax.Array:
-    """Root-mean-square normalisation (arXiv 1910.07467) over the last dimension, in float32.
+    """Root-mean-square normalization (arXiv 1910.07467) over the last dimension, in float32.
 
     What is normed is multiplied by offset + scale.
     """
@@ -208,18 +208,18 @@ def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float, offset: float = 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _normed(
-    centred: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
+    centered: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
-    """x over its root mean square, or its standard deviation where it is centred, times factor,
+    """x over its root mean square, or its standard deviation where it is centered, times factor,
     plus bias. Its derivative is by hand: JAX's own keeps x four times, in float32."""
-    return _norm_forward(centred, epsilon, x, factor, bias)[0]
+    return _norm_forward(centered, epsilon, x, factor, bias)[0]
 
 
 def _norm_forward(
-    centred: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
+    centered: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     x32 = x.astype(jnp.float32)
-    mean = x32.mean(-1, keepdims=True) if centred else None
+    mean = x32.mean(-1, keepdims=True) if centered else None
     # Two passes: mean(x^2) - mean(x)^2 cancels where the mean is large.
     apart = x32 if mean is None else x32 - mean
     inverse = jax.lax.rsqrt(jnp.square(apart).mean(-1, keepdims=True) + epsilon)
@@ -229,7 +229,7 @@ def _norm_forward(
 
 
 def _norm_backward(
-    centred: bool, epsilon: float, kept: Any, d_y: jax.Array
+    centered: bool, epsilon: float, kept: Any, d_y: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     del epsilon
     x, mean, inverse, factor, bias = kept
@@ -237,7 +237,7 @@ def _norm_backward(
     normed = (x32 if mean is None else x32 - mean) * inverse
     d_normed = d_y * factor
     d_x = d_normed - normed * (d_normed * normed).mean(-1, keepdims=True)
-    if centred:
+    if centered:
         d_x -= d_normed.mean(-1, keepdims=True)
     before = tuple(range(x.ndim - 1))
     d_factor = (d_y * normed).sum(before).astype(factor.dtype)

@@ -23,7 +23,7 @@ class Norm(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RMSNorm:
-    """Root-mean-square normalisation with a scale.
+    """Root-mean-square normalization with a scale.
 
     Attributes:
       dim: numbers that are normed.
@@ -47,7 +47,7 @@ class RMSNorm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNorm:
-    """Layer normalisation with a scale and a bias."""
+    """Layer normalization with a scale and a bias."""
 
     dim: int
     epsilon: float

@@ -42,7 +42,7 @@ class PairModule(TellsTokens, Protocol):
 
     def remember(self, memory: Any, execution: Execution, /) -> Any:
         """What generation keeps of the memory: made once, and read for every token. The second
-        dimension of each array is the row, as of a cache, so that beams can be told apart."""
+        dimension of each array is the row, as of a cache, so that beams can be distinguished."""
         ...
 
     def go_on(

@@ -38,7 +38,7 @@ class Precision:
         gradients, in int8 with int32 sums, each row scaled by its own largest element. The
         embedding, the head, attention's scores and the norms stay as they are. For devices with
         units for them; a CPU computes the same numbers, slowly, for tests. 'mxfp8' and 'nvfp4' (a
-        scale for 32 and for 16 numbers) are refused until there is a device to try them on.
+        scale for 32 and for 16 numbers) are rejected until there is a device to try them on.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"

@@ -24,7 +24,7 @@ class Predictor(Protocol):
           inputs: float images [B, H, W, C], or vectors [B, D].
           statistics: the running statistics, as `nnx.split` gives them.
           execution: how the mathematics is run, and what dropout draws from.
-          train: normalise with the batch's own statistics and update the running ones.
+          train: normalize with the batch's own statistics and update the running ones.
         """
         ...
 

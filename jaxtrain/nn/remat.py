@@ -45,7 +45,7 @@ def named(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-# What is as quick to do again as to read back: one pass over what it is given, fused into the pass
+# What is as quick to do again as to read back: one skip what it is given, fused into the pass
 # that asks for it.
 _CHEAP = frozenset(
     {
@@ -122,7 +122,7 @@ def _is_attention(primitive: Any, parameters: dict[str, Any]) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def elementwise(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
-    """function(*inputs), one pass over them, whose backward pass keeps them alone.
+    """function(*inputs), one skip them, whose backward pass keeps them alone.
 
     It does the function again. JAX's own keeps every step on the way, in float32 where it is that.
     """
@@ -167,7 +167,7 @@ class Remat:
 
     Attributes:
       policy: 'none' keeps everything but weights gathered over fsdp; 'elementwise' keeps what is
-        dear (results of products, reductions and kernels) and does elementwise work again, which
+        expensive (results of matmuls, reductions, kernels) and does elementwise work again, which
         is faster where memory is slow, as on CPUs; 'dots' keeps the results of
         matrix products with weights and recomputes the rest; 'full' keeps each layer's input only
         (arXiv 1604.06174); 'offload' keeps each layer's input too, but in host memory.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.sharding import shard
 
-# Places whose states exist at one time: the backward pass makes those of each chunk again.
+# Places whose states exist at once: the backward pass makes those of each chunk again.
 CHUNK = 64
 
 LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
@@ -91,7 +91,7 @@ def selective_scan(
       into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
       goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
       state_BFS: before the first place; None: zeros.
-      chunk: places that are scanned at one time.
+      chunk: places that are scanned at once.
     """
     B, T, F = x_BTF.shape
     if state_BFS is None:

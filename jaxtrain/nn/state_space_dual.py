@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.sharding import shard
 
-CHUNK = 64  # places whose scores among each other exist at one time
+CHUNK = 64  # places whose scores among each other exist at once
 
 STATE = ("inner_batch", "mlp", "head_dim", "state")
 

@@ -20,7 +20,7 @@ class Processor:
       accelerated: its tensor cores have instructions of their own ("sm_90a").
       cores: streaming multiprocessors.
       fpus_per_core: float32 units of one.
-      threads_per_core: of one, at one time.
+      threads_per_core: of one, at once.
       shared_bytes_per_core, shared_bytes_per_block: shared memory of one, and what a block may
         opt into.
       l2_bytes: cache that all share.
@@ -160,7 +160,7 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 # - bf16_flops, float32_flops: NVIDIA's white papers "Ampere GA102", "Ada" (with L4 in its version
 #   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's products do: half
 #   of those that accumulate in float16 on GeForce. L4: its data sheet, "with sparsity" halved.
-# - float8_flops and int8_flops: L4's data sheet. None for GeForce, where Precision.matmul refuses
+# - float8_flops and int8_flops: L4's data sheet. None for GeForce, where Precision.matmul rejects
 #   them.
 # - hbm_bandwidth: the same papers. hbm_bytes: GPU_MEMORY_FRACTION of what PyTorch reports as total
 #   capacity on Linux, 23.70, 23.64, 31.36 and 22.03 GiB (issues 137 of Lightning-AI/lit-llama, 104
@@ -179,7 +179,7 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 # B300 and GB300, a ConnectX-8 (800 Gb/s) for each GPU.
 # MI300X: AMD's data sheet; its seven Infinity Fabric links of 64 GB/s each way lead to the other
 # seven GPUs of a host; 400 Gb/s for each GPU of Azure's ND MI300X v5. JAX's CUDA plugin has no
-# compiler for it, and Precision.matmul refuses 8 bits.
+# compiler for it, and Precision.matmul rejects 8 bits.
 # watts: the same sheets, "max thermal design power", the most it can be set to; of v4 the most that
 # was measured running (arXiv 2304.01433, table 4). Google publishes none of the later TPUs.
 # v5p 16x20x28 is a whole pod of 8,960 chips; the largest slice that is let is 6,144 of them.

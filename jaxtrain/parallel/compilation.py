@@ -191,7 +191,7 @@ def with_known_options(
 ) -> _Compiled:
     """What is compiled with those of the options that this version's compiler has.
 
-    Compilers drop options without notice, and refuse a program over one that they do not know.
+    Compilers drop options without notice, and reject a program over one that they do not know.
 
     Args:
       options: as of `xla_options`.

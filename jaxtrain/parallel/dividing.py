@@ -235,7 +235,7 @@ def _sentence(
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
     set_to = f"or set {mesh_axes}={smaller}"
     if free in (None, *parts_of(part)):
-        # The devices that the axis leaves would be idle, which is refused next.
+        # The devices that the axis leaves would be idle, which is rejected next.
         replicas = layout.mesh.shape["data"] * (over // smaller)
         set_to += f" and Mesh.data={replicas}"
     way_out = "; ".join(part for part in (fits, set_to) if part)

@@ -1,7 +1,7 @@
 """Best evaluation so far, and early stopping.
 
 It is read from metrics.jsonl at every start, which loses what lies past the checkpoint that a run
-goes on from: so a restart, and a rewind, know what the run knew at that step.
+resumes from: so a restart, and a rewind, know what the run knew at that step.
 """
 
 import dataclasses

@@ -263,7 +263,7 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
             file = Path(copies) / file.name
             file.write_bytes((folder / file.name).read_bytes())
         config = load_config(file, bindings, allow_imports=allow_imports)
-    # Standard output is for the result; a damaged checkpoint that is passed over is said beside it.
+    # Standard output is for the result; a damaged checkpoint that is skipped is said beside it.
     console = console or Console(stderr=True)
     of_training = set(notes_of_schedule(config.schedule, config.train.steps))
     say(console, *(note for note in config.notes if note not in of_training))

@@ -32,7 +32,7 @@ class Loop:
 
     Attributes:
       train: what falls due when.
-      guard: how many batches a rewind passes over.
+      guard: how many batches a rewind skips.
       stepper: the state, and the step.
       feed: the batches.
       evaluation: the loss over held-out ones.
@@ -260,7 +260,7 @@ class Loop:
             one.up_to(step)
 
     def _go_back(self, rewind: Rewind, target: int) -> None:
-        """Restores a state from before a bad step and passes over the batches around it."""
+        """Restores a state from before a bad step and skips the batches around it."""
         with jax.transfer_guard("allow"):
             self.stepper.state, position = self.saved.back_to(target, self.dataset())
             done, self.steps_done = self.steps_done, int(self.stepper.state.step)

@@ -29,7 +29,7 @@ from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.step import Program, TrainState
 
 FILE = "reference.npz"
-_ROWS = 8  # of a device at one time: evaluation's logits, without a gradient's
+_ROWS = 8  # of a device at once: evaluation's logits, without a gradient's
 
 
 def first_reference(

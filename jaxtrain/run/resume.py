@@ -196,7 +196,7 @@ def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserEr
     """The error with the settings that differ in place of the arrays, where there are such.
 
     Args:
-      error: what the arrays of a checkpoint were refused with.
+      error: what the arrays of a checkpoint were rejected with.
       saved: the config that wrote them.
       config: the present one.
     """
@@ -234,7 +234,7 @@ def _bindings(config: str, *beginnings: str) -> list[str]:
 
 
 def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
-    """A sentence where a run goes on from `step` with other settings than were saved.
+    """A sentence where a run resumes from `step` with other settings than were saved.
 
     Most may change, such as the mesh; others change what the same parameters compute, such as the
     frequencies of positions, and no shape of an array tells. What `other_rate` tells is left out.
@@ -247,7 +247,7 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
 
 
 def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
-    """A sentence where a run goes on from `step` with another learning rate than was saved.
+    """A sentence where a run resumes from `step` with another learning rate than was saved.
 
     That is meant where someone changed it, and a surprise where a schedule that decays to the last
     step was given more steps.

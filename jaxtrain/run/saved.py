@@ -37,7 +37,7 @@ class SavedRun:
     """The checkpoints of one run's folder, restored into one program.
 
     A state comes with its position: the number of the batch that the next step takes. That is the
-    state's step, and more by the batches that rewinds have passed over.
+    state's step, and more by the batches that rewinds have skipped.
 
     Attributes:
       extra: what the checkpoint that was restored last says beside its state; None: none was.

@@ -144,5 +144,5 @@ def _of_model(config: Config, program: Program) -> Program:
 
 
 def _fresh(config: Config, program: Program) -> list[str]:
-    """Names of the parameters that are drawn, and of statistics that begin anew."""
+    """Names of the parameters that are drawn, and of statistics that restart."""
     return matching(config.finetune.fresh, list(by_name(weight_shapes(program.build))))

@@ -73,7 +73,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     """Trains what is not trained yet, then shows all runs; returns the exit status.
 
     Raises:
-      UserError: nothing is swept, a configuration is refused, or a folder is another sweep's.
+      UserError: nothing is swept, a configuration is rejected, or a folder is another sweep's.
     """
     workdir = place(arguments.workdir)
     if isinstance(workdir, BucketPath):
@@ -120,7 +120,7 @@ def grid(
       allow_imports: let the file import modules from outside jaxtrain.
 
     Raises:
-      UserError: no binding has such a list, or one of the configurations is refused.
+      UserError: no binding has such a list, or one of the configurations is rejected.
     """
     chosen = combinations(bindings)
     if not chosen[0].values:
@@ -140,7 +140,7 @@ def grid(
 
 
 def _folder_name(values: dict[str, str]) -> str:
-    """Such as 'learning_rate=1e-3,seed=0'; whole names where their ends are not told apart."""
+    """Such as 'learning_rate=1e-3,seed=0'; whole names where their ends are not distinguished."""
     ends = [setting.rpartition(".")[2] for setting in values]
     names = ends if len(set(ends)) == len(ends) else list(values)
     whole = ",".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))

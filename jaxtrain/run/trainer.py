@@ -80,7 +80,7 @@ class Trainer:
       config: the resolved configuration.
       mesh: the device mesh.
       program: the pure functions, which are traced while `layout` is active.
-      functions: init, train_step and eval_step, compiled, for a training loop of one's own.
+      functions: init, train_step and eval_step, compiled, for a training loop of your own.
       bad_records: the records of training and evaluation that could not be read.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
     """
@@ -116,7 +116,7 @@ class Trainer:
         """
         if step is not None and not read_only:
             raise UserError(
-                f"Trainer(step={step}): a run goes on from its newest checkpoint; use "
+                f"Trainer(step={step}): a run resumes from its newest checkpoint; use "
                 "read_only=True to look at another one"
             )
         if config.mesh.simulated_devices:
@@ -280,7 +280,7 @@ class Trainer:
         self._loop.next_batch += more
 
     def step(self, batch: Batch) -> Sums:
-        """One optimizer step on a global batch of one's own; metrics stay on the device.
+        """One optimizer step on a global batch of your own; metrics stay on the device.
 
         Steps due by `Train.log_every` are lines of `history` and metrics.jsonl. Nothing is
         evaluated or saved, and no bad step ends anything.
@@ -306,7 +306,7 @@ class Trainer:
 
         Args:
           evaluated: those that `evaluate`, `logits` and `generate` use: averages, where the
-            optimizer keeps any. False: those that training goes on from.
+            optimizer keeps any. False: those that training resumes from.
 
         Returns:
           Whole arrays of NumPy, copies of the devices'; of replicas with parameters of their own
@@ -319,7 +319,7 @@ class Trainer:
     def set_weights(self, weights: Mapping[str, Any]) -> None:
         """Gives the model these weights, and every replica; the optimizer keeps its moments.
 
-        Averages of the parameters begin anew with them, and so does what an exchange keeps of them.
+        Averages of the parameters restart with them, and so does what an exchange keeps of them.
 
         Args:
           weights: as `weights` gives them, every name of them.
@@ -435,7 +435,7 @@ class Trainer:
         numbers, but for the lists of `eval_confusion`.
 
         Args:
-          batches: batches of one's own instead, each of whose rows divide over the devices that
+          batches: batches of your own instead, each of whose rows divide over the devices that
             split a batch, or are filled as those of `step`; None: the run's, as many as
             Train.eval_batches says.
 
@@ -506,7 +506,7 @@ class Trainer:
           sampling: how tokens are drawn, or searched for; None: from the model's own distribution.
           stop: strings before which an answer in text ends.
           seed: of the draws.
-          batch_size: prompts that are answered at one time.
+          batch_size: prompts that are answered at once.
           show: is given the first text's answer piece by piece while it is written.
 
         Raises:

@@ -105,14 +105,14 @@ class CompiledStep:
         compiled = {batch.inputs.shape: self.lower(batch).compile() for batch in batches}
 
         def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            # A batch of one's own of another length is compiled for when it comes.
+            # A batch of your own of another length is compiled for when it comes.
             return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
         self.on_arrays = self.around(of_its_shape)
         return self.on_arrays
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
-        """Compiles it now; from then on a call that would need another program is refused.
+        """Compiles it now; from then on a call that would need another program is rejected.
 
         Args:
           batch: a global batch, or its shapes.

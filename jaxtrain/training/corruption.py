@@ -4,7 +4,7 @@ A device that computes wrongly without saying so leaves two traces. Devices that
 of an array no longer hold the same bits, because every one of them updates its own copy; and the
 same step taken again from the same state has another result. Large runs have met both (Llama 3,
 arXiv 2407.21783, section 3.3.4, counts 6 of 419 interruptions; Gemini, arXiv 2312.11805, section 4,
-replays steps to find such devices). The first costs one pass over the state, the second a step and
+replays steps to find such devices). The first costs one skip the state, the second a step and
 a copy of the state; neither changes the program of an ordinary step.
 """
 
@@ -122,7 +122,7 @@ def compare_replicas(state: Any, step: int) -> None:
     if found:
         raise CorruptionError(
             f"step {step}: devices that should hold the same numbers do not: "
-            f"{_some([str(one) for one in found])}; go on from a checkpoint of an earlier step "
+            f"{_some([str(one) for one in found])}; resume from a checkpoint of an earlier step "
             "without these devices"
         )
 
@@ -228,7 +228,7 @@ def replayed(
         raise CorruptionError(
             f"step {step} taken twice from the same state and batch had two results: "
             f"{_some(_unequal(_named(after), devices, first_KL != second_KL))}; a device computes "
-            "wrongly now and then: go on from the last checkpoint on other devices"
+            "wrongly now and then: resume from the last checkpoint on other devices"
         )
     return after, metrics
 

@@ -42,7 +42,7 @@ def refuse(
 
     Args:
       rule: the update rule.
-      objective: what is minimised.
+      objective: what is minimized.
       sizes: of every axis in Mesh.
       exchange: the method of exchange over `data`.
       model: the model's settings.

@@ -33,14 +33,14 @@ class Guard:
 
     Attributes:
       policy: 'stop' ends the run; 'skip' leaves the update out, the state bit for bit as it was,
-        and goes on with the next batch; 'rewind' goes back to an earlier checkpoint and passes over
+        and goes on with the next batch; 'rewind' goes back to an earlier checkpoint and skips
         the batches around the bad one (PaLM, arXiv 2204.02311, section 5.1).
       spike_sigma: a loss or gradient norm above the mean of the last good steps by more than this
         many of their standard deviations is bad too; None: only numbers that are not finite are.
       window: how many good steps that mean is taken over; spikes are looked for once half of them
         are there.
       rewind_steps: how many steps before the bad one 'rewind' goes back to, at least.
-      skip_batches: how many batches 'rewind' passes over from there, the bad one among them.
+      skip_batches: how many batches 'rewind' skips from there, the bad one among them.
       max_bad_steps: the run stops at that many bad steps in a row, or, with 'rewind', where it
         would go back more often than that without getting past the bad step.
     """
@@ -94,7 +94,7 @@ class Guard:
         return self.window // 2
 
     def batches_to_skip(self, bad_step: int, restored_step: int) -> int:
-        """Batches that 'rewind' passes over from the restored step on; the bad one always is."""
+        """Batches that 'rewind' skips from the restored step on; the bad one always is."""
         return max(self.skip_batches, bad_step - restored_step)
 
 
@@ -110,7 +110,7 @@ def refuse(settings: Guard, *, exchange: str) -> Iterator[str]:
         )
 
 
-# -- inside the compiled step ----------------------------------------------------------------------
+# -- inside the compiled step ---------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -248,7 +248,7 @@ def _where(condition: jax.Array, new: History, old: History) -> History:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-# -- on the host -----------------------------------------------------------------------------------
+# -- on the host ----------------------------------------------------------------------------------
 
 
 class BadStepError(FloatingPointError):
@@ -266,7 +266,7 @@ class BadStepError(FloatingPointError):
         """
         way_out = (
             "lower Optimizer.learning_rate, lengthen Schedule.warmup_steps or set "
-            "Optimizer.clip_norm, and go on from the last checkpoint"
+            "Optimizer.clip_norm, and resume from the last checkpoint"
         )
         if policy == "stop":
             reason = "training stops, because later steps would be lost too"

@@ -111,7 +111,7 @@ def with_noise(every: int, program: Program | ExchangeProgram) -> Program | Exch
     """The program that measures its noise every so many steps; 0: the same."""
     if every == 0:
         return program
-    assert isinstance(program, Program), "what takes gradients in another way is refused"
+    assert isinstance(program, Program), "what takes gradients in another way is rejected"
     return NoiseMeasured(program, every)
 
 

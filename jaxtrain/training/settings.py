@@ -56,7 +56,7 @@ class Checkpoint:
 
     Attributes:
       keep: number of newest checkpoints kept; at least 1.
-      keep_every: steps that are multiples of this are kept for ever; None keeps only the newest.
+      keep_every: steps that are multiples of this are never deleted; None keeps only the newest.
       asynchronous: write to disk while the next steps run; False waits for the disk.
       max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
     """
@@ -175,7 +175,7 @@ class Deadlines:
             )
 
     def of(self, phase: str, recent: Sequence[float]) -> float | None:
-        """Seconds that a phase may last now; None: for ever.
+        """Seconds that a phase may last now; None: indefinitely.
 
         Args:
           phase: its name; `idle` has no deadline.
@@ -242,12 +242,12 @@ class Train:
     Attributes:
       model: `@GPT()`, `@Llama()`, `@ResNet()`, ...
       data: `@TextData()`, `@ImageData()`, ...
-      objective: what is minimised, such as `@DPO()`; None is the model's own.
+      objective: what is minimized, such as `@DPO()`; None is the model's own.
       steps: optimizer steps of the whole run.
       global_batch_size: sequences or images in one optimizer step, over all devices.
       accumulation: microbatches that one optimizer step is made of, one after the other.
       fill_batch: whether a global batch that does not divide over the devices and microbatches gets
-        rows that weigh nothing, whose work is idle; False refuses it.
+        rows that have zero weight, whose work is idle; False rejects it.
       seed: seed of the parameters, of the data order and of the augmentation; under 2**32.
       log_every: how often metrics are written.
       eval_every: how often the held-out examples are evaluated; the end always is.

@@ -77,7 +77,7 @@ def with_sharpness(radius: float, program: Program | ExchangeProgram) -> Program
     """The program whose gradients are taken so far uphill; 0: the same."""
     if radius == 0:
         return program
-    assert isinstance(program, Program), "replicas that agree in another way are refused"
+    assert isinstance(program, Program), "replicas that agree in another way are rejected"
     return SharpnessAware(program, radius)
 
 

@@ -115,7 +115,7 @@ class Program:
     bias_speed: float | None = None
     unfreezing: Unfreezing = Unfreezing()
 
-    # -- state -----------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------
 
     def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
         """A fresh state; the same key gives the same bits on every mesh.
@@ -222,7 +222,7 @@ class Program:
         return jax.tree.map(lambda _: self.layout.named(spec), batch)
 
     def refuse(self, batch: Batch, model: Model) -> None:
-        """Raises UserError with every reason why no step can be taken on a batch of one's own.
+        """Raises UserError with every reason why no step can be taken on a batch of your own.
 
         Args:
           batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
@@ -264,13 +264,13 @@ class Program:
         return dataclasses.replace(state, params=average)
 
     def trained(self, state: TrainState) -> TrainState:
-        """The state with the parameters that training goes on from: this one."""
+        """The state with the parameters that training resumes from: this one."""
         return state
 
     def with_weights(
         self, state: TrainState, params: nnx.State, statistics: nnx.State
     ) -> TrainState:
-        """The state with other weights; moments stay, averages of the parameters begin anew.
+        """The state with other weights; moments stay, averages of the parameters restart.
 
         Args:
           state: the state.
@@ -281,7 +281,7 @@ class Program:
         opt_state = begun(state.opt_state, moved)
         return dataclasses.replace(state, params=params, opt_state=opt_state, statistics=statistics)
 
-    # -- the step --------------------------------------------------------------------------------
+    # -- the step -------------------------------------------------------------------------------
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step.

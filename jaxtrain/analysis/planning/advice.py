@@ -111,7 +111,7 @@ def _try(
     before: Price,
     over: int,
 ) -> Fix | None:
-    """The change with its saving; None where it is refused or saves nothing."""
+    """The change with its saving; None where it is rejected or saves nothing."""
     variant = _changed(config, changes)
     if variant is None or refusal(variant, target) is not None:
         return None
@@ -126,7 +126,7 @@ def _try(
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
     try:
         return changed(config, changes)
-    except ValueError:  # a UserError is one: the sections themselves refuse some values
+    except ValueError:  # a UserError is one: the sections themselves reject some values
         return None
 
 

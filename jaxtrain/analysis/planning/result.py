@@ -71,7 +71,7 @@ class Plan:
         """The attention kernel on the target, and why; None for a model without attention."""
         return resolve_kernel(self.config, self.target.chip.kind)
 
-    # -- memory ----------------------------------------------------------------------------------
+    # -- memory ---------------------------------------------------------------------------------
 
     @property
     def arguments(self) -> int:
@@ -102,7 +102,7 @@ class Plan:
         if self.compiled is not None and self.compiled.refusal is not None:
             return False
         if self.compiled is not None and self.target.chip.kind == "tpu":
-            return True  # its compiler refuses what does not fit
+            return True  # its compiler rejects what does not fit
         return self.target.chip.hbm_bytes is None or self.total <= self.target.chip.hbm_bytes
 
     @property
@@ -121,7 +121,7 @@ class Plan:
 
     @functools.cached_property
     def buffers(self) -> list[Buffer]:
-        """The arrays alive at the program's fullest moment, largest first; [] for an estimate."""
+        """The arrays alive at the program's memory peak, largest first; [] for an estimate."""
         return fullest(self.compiled.text) if self.compiled and self.compiled.text else []
 
     @property
@@ -186,7 +186,7 @@ class Plan:
             *remarks(self.config, self.target, self.layout, self.rows, warnings),
         ]
 
-    # -- what people look at ---------------------------------------------------------------------
+    # -- what people look at --------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """The object that `plan --json` writes."""

@@ -146,7 +146,7 @@ class Found:
       too_large: of these, which do not fit.
       slower: layouts that were not priced: their products with what these read, and what their
         mesh waits for in any case, take longer than all that are shown.
-      refused: reason -> configurations that `jaxtrain train` would refuse.
+      refused: reason -> configurations that `jaxtrain train` would reject.
     """
 
     candidates: list[Candidate]
@@ -471,7 +471,7 @@ def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _
     return _Layout(changes, left, max(layout.least_seconds, best.price.time.compute or 0.0))
 
 
-# -- the reasons ----------------------------------------------------------------------------------
+# -- the reasons ---------------------------------------------------------------------------------
 
 
 def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]:

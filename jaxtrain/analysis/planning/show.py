@@ -51,13 +51,13 @@ def _head(console: Console, plan: "Plan") -> None:
     elif plan.compiled is not None and not plan.fits:
         say(
             console,
-            "A GPU's compiler refuses no program for its size: its arguments and what it reserves "
+            "A GPU's compiler rejects no program for its size: its arguments and what it reserves "
             "beside them are more than programs get there (Train.gpu_memory_fraction)",
         )
 
 
 def memory_parts(plan: "Plan") -> dict[str, int]:
-    """What fills a device at the fullest moment, by closed forms, largest parts of a kind first."""
+    """What fills a device at the memory peak, by closed forms, largest parts of a kind first."""
     arguments = plan.estimate.arguments
     return {
         "parameters": arguments.params,
@@ -70,7 +70,7 @@ def memory_parts(plan: "Plan") -> dict[str, int]:
 
 def _memory(console: Console, plan: "Plan") -> None:
     table = Table(
-        title="Memory of one device at its fullest moment (closed forms)", title_justify="left"
+        title="Memory of one device at its memory peak (closed forms)", title_justify="left"
     )
     table.add_column("what")
     table.add_column("bytes", justify="right")
@@ -102,7 +102,7 @@ def _memory(console: Console, plan: "Plan") -> None:
 def _buffers(console: Console, plan: "Plan") -> None:
     if not plan.buffers:
         return
-    table = Table(title="Largest arrays alive at the fullest moment", title_justify="left")
+    table = Table(title="Largest arrays alive at the memory peak", title_justify="left")
     table.add_column("bytes", justify="right")
     table.add_column("arrays", overflow="fold")
     table.add_column("made by", overflow="fold")
@@ -223,7 +223,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     say(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
-        f"out, slower by products and what their mesh waits for alone; {refused} meshes refused",
+        f"out, slower by products and what their mesh waits for alone; {refused} meshes rejected",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
         say(console, f"  {count} x {reason}")
@@ -240,7 +240,7 @@ def _advice(console: Console, plan: "Plan") -> None:
 
 # The part of a device's memory below which a bar could not be seen next to the capacity.
 _SMALL = 0.05
-# Told apart by lightness and hatching, so that a greyscale print can be read.
+# Distinguished by lightness and hatching, so that a greyscale print can be read.
 _FILLS: list[dict[str, Any]] = [
     {"color": shade, "hatch": hatch, "edgecolor": "white"}
     for hatch in ("", "//", "..", "xx")

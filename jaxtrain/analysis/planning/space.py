@@ -24,8 +24,8 @@ LONG = 4096
 CHUNKS = tuple(range(2, 13))
 # From the fastest step to the smallest.
 POLICIES = ("none", "elementwise", "dots", "full")
-# What 'full' may have besides, by name: attention's kernel is the dearest to run again and gives
-# little, queries, keys and values are what MaxText's recipes add.
+# What 'full' may have besides, by name: attention's kernel is the most expensive to run again and
+# gives little, queries, keys and values are what MaxText's recipes add.
 KEPT = (("attention",), ("query", "key", "value", "attention"))
 # On the host: as few bytes as there are for a layer, what those recipes send there, and everything
 # whose products would run again.

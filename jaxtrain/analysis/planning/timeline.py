@@ -241,7 +241,7 @@ def _title(timeline: Timeline) -> str:
     )
 
 
-# -- the picture -----------------------------------------------------------------------------------
+# -- the picture ----------------------------------------------------------------------------------
 
 
 class _Look(NamedTuple):
@@ -252,7 +252,7 @@ class _Look(NamedTuple):
     hatch: str
 
 
-# The colours of a rank's first and last chunk: one hue for each kind of work, one lightness for
+# The colors of a rank's first and last chunk: one hue for each kind of work, one lightness for
 # each chunk. In grey too forward is light, backward dark, and a weight gradient has stripes.
 _LOOKS = {
     Work.FORWARD: _Look("forward", "#d6e8fa", "#7db3e8", "black", ""),
@@ -297,10 +297,10 @@ def timeline_figure(timeline: Timeline) -> "Picture":
                 bbox={"facecolor": shade, "linewidth": 0, "pad": 0.6} if look.hatch else None,
             )  # fmt: skip
     for (rank, kind, chunk), ranges in rows.items():
-        colour = _shade(_LOOKS[kind], chunk, schedule.virtual_stages)
+        color = _shade(_LOOKS[kind], chunk, schedule.virtual_stages)
         axes.broken_barh(
             ranges, (rank - 0.45, 0.9),
-            facecolor=colour, edgecolor="0.45", linewidth=0.4, hatch=_LOOKS[kind].hatch,
+            facecolor=color, edgecolor="0.45", linewidth=0.4, hatch=_LOOKS[kind].hatch,
         )  # fmt: skip
     axes.set_xlim(0, timeline.makespan)
     axes.set_ylim(schedule.ranks - 0.45, -0.55)
@@ -330,7 +330,7 @@ def draw(timeline: Timeline, path: str | Path) -> None:
 
 
 def _shade(look: _Look, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour of a rank's chunk, between those of the first and the last."""
+    """The color of a rank's chunk, between those of the first and the last."""
     from matplotlib.colors import to_rgb
 
     share = chunk / max(chunks - 1, 1)

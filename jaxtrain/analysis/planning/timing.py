@@ -159,7 +159,7 @@ def _product_seconds(config: Config, target: Target, flops: float, peak: float) 
     row = row_flops(config)
     # Work done again is that of whole stages, of which as much is of 8 bits as of a step.
     narrow = flops * row.narrow / (row.executed - row.scores)
-    fast = _narrow_peak(config, target) or peak  # refused where a device has no such peak
+    fast = _narrow_peak(config, target) or peak  # rejected where a device has no such peak
     return (flops - narrow) / peak + narrow / fast
 
 

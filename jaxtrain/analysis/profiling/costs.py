@@ -22,7 +22,7 @@ _ASYNCHRONOUS = {
 CONTAINERS = frozenset({"while", "conditional", "call"} | _ASYNCHRONOUS)
 # Names for what is there already: nothing moves.
 _FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
-# Of these only the part that is asked for is read.
+# Of these only the part that is requested is read.
 _READS_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
 
 _DIMENSIONS = r'(?:={|":\[)([^}\]]*)[}\]]'
@@ -106,7 +106,7 @@ def _sum(flops: list[int | None]) -> int | None:
     return sum(known) if len(known) == len(flops) else None
 
 
-# -- arithmetic -----------------------------------------------------------------------------------
+# -- arithmetic ----------------------------------------------------------------------------------
 
 
 def _flops(module: Module, inside: Computation, one: Instruction) -> int | None:
@@ -193,7 +193,7 @@ def _places(window: str) -> dict[str, list[str]]:
     return {name: values.split("x") for name, values in pairs}
 
 
-# -- memory ---------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------
 
 
 def _moved(module: Module, inside: Computation, one: Instruction) -> int:

@@ -86,7 +86,7 @@ class Recorder:
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """The step that the loop calls from now on, its operations named in traces."""
-        # Kernels that run as one CUDA graph are not told apart.
+        # Kernels that run as one CUDA graph are not distinguished.
         options: dict[str, str | bool] = {}
         if self._device.platform == "gpu":
             options["xla_gpu_enable_command_buffer"] = ""
@@ -149,7 +149,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _names_in_cache_key() -> Iterator[None]:
-    """Programs kept on disk are told apart by the names of their scopes too.
+    """Programs kept on disk are distinguished by the names of their scopes too.
 
     By default they are not: a program kept by an earlier version would bring its old names.
     """

@@ -164,7 +164,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         sums, _ = program.objective.sums(
             shifted, state.statistics, batch, program.execution, program.loss, train=True
         )
-        own = set(program.objective.minimised) - {"auxiliary_loss"}
+        own = set(program.objective.minimized) - {"auxiliary_loss"}
         return sum(sums[name] for name in sorted(own))
 
     def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:

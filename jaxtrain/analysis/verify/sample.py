@@ -136,13 +136,13 @@ def twins(batch: Batch) -> Batch:
     """Every second row repeated after itself, with its own loss_mask.
 
     Split in two, both microbatches then hold the same images: they have the statistics of the
-    whole batch, so that accumulation is defined for models which normalise over the batch.
+    whole batch, so that accumulation is defined for models which normalize over the batch.
     """
     rows = np.arange(len(batch.targets)) // 2 * 2
     return dataclasses.replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows])
 
 
-# -- packed rows ----------------------------------------------------------------------------------
+# -- packed rows ---------------------------------------------------------------------------------
 
 
 def documents_alone(batch: Batch) -> list[Batch]:

@@ -16,7 +16,7 @@ from jaxtrain.data.images.transform import from_array, to_array
 class Augment:
     """Augmentation of training images, drawn for each place of the stream from the run's seed.
 
-    Each is as torchvision's of that name. Colours and RandAugment come after cropping and flipping;
+    Each is as torchvision's of that name. Colors and RandAugment come after cropping and flipping;
     mixup and cutmix then mix each row of a batch with its neighbour.
 
     Attributes:
@@ -24,7 +24,7 @@ class Augment:
       brightness: up to how much brighter or darker, as a factor from 1 - x to 1 + x.
       contrast: the same of the distance to the mean grey.
       saturation: the same of the distance to grey.
-      hue: up to which part of the colour circle hues are turned either way, at most 0.5.
+      hue: up to which part of the color circle hues are turned either way, at most 0.5.
       rand_augment: how many operations of RandAugment (arXiv 1909.13719); 0: none.
       magnitude: their strength, 0 to 30.
       mixup: alpha of the Beta distribution of the shares in which two images are blended (arXiv
@@ -61,10 +61,10 @@ class Augment:
         return self.mixup > 0 or self.cutmix > 0
 
     def pixels(self, pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """An image uint8 [H, W, C], with other colours and operations of RandAugment."""
+        """An image uint8 [H, W, C], with other colors and operations of RandAugment."""
         if self.flip_vertical and rng.random() < 0.5:
             pixels = pixels[::-1]
-        changes = self._colours(rng)
+        changes = self._colors(rng)
         if not (changes or self.rand_augment):
             return pixels
         image = from_array(np.ascontiguousarray(pixels))
@@ -74,8 +74,8 @@ class Augment:
             image = operations.rand_augment(image, self.rand_augment, self.magnitude, rng)
         return to_array(image)
 
-    def _colours(self, rng: np.random.Generator) -> list[tuple[operations.Operation, float]]:
-        """What is done to colours and how much of it, in an order that is drawn too."""
+    def _colors(self, rng: np.random.Generator) -> list[tuple[operations.Operation, float]]:
+        """What is done to colors and how much of it, in an order that is drawn too."""
         found: list[tuple[operations.Operation, float]] = []
         factors = (
             (operations.brightness, self.brightness),

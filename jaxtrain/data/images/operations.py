@@ -28,7 +28,7 @@ def contrast(image: Image.Image, factor: float) -> Image.Image:
 
 
 def saturation(image: Image.Image, factor: float) -> Image.Image:
-    """Between grey (0) and twice as colourful (2)."""
+    """Between grey (0) and twice as colorful (2)."""
     return ImageEnhance.Color(image).enhance(factor)
 
 

@@ -155,7 +155,7 @@ def check_columns(schema: Any, path: Path, *, image_field: str, label_field: str
     types = arrow("pyarrow.types", path, _SETTING)
     kind = schema.field(image_field).type
     of_bytes = kind.field("bytes").type if _has_bytes(types, kind) else kind
-    # Null where no row of a file has an image: each is named when it is asked for.
+    # Null where no row of a file has an image: each is named when it is requested.
     known = types.is_binary, types.is_large_binary, types.is_null
     if not any(is_known(of_bytes) for is_known in known):
         raise UserError(

@@ -155,7 +155,7 @@ class ImageData:
     def prepared(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         """An image as the model reads it: float32 [H, W, C]; augmented by `rng`, if any."""
         pixels = self._pixels(transform.convert(image, self.channels), rng)
-        return transform.normalise(pixels, self.mean, self.std, factor=self.rescale_factor)
+        return transform.normalize(pixels, self.mean, self.std, factor=self.rescale_factor)
 
     def _pixels(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         if rng is not None and self.crop == "resized":

@@ -118,7 +118,7 @@ def flip(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def normalise(
+def normalize(
     pixels: np.ndarray,
     mean: tuple[float, ...],
     std: tuple[float, ...],

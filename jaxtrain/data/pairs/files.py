@@ -36,7 +36,7 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
 def read_answered(
     path: Place, setting: str, source_field: str, target_field: str
 ) -> Iterator[Answered]:
-    """The sources of a file, each with its targets; empty lines are passed over.
+    """The sources of a file, each with its targets; empty lines are skipped.
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).

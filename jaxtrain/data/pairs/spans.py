@@ -136,7 +136,7 @@ class SpanData:
         tokenizer, end = None, SYNTHETIC_END
         if text.tokenizer is not None:
             tokenizer = self.open_tokenizer()
-            assert tokenizer.end_of_text is not None, "refused before"
+            assert tokenizer.end_of_text is not None, "rejected before"
             end = tokenizer.end_of_text
         if self.sentinels is None:
             last = self.text.vocab_size + spans - 1
@@ -221,7 +221,7 @@ class Corrupted:
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         row = self.rows.example(index, None)
-        # Rows whose documents are not told apart say by their loss mask where padding begins.
+        # Rows whose documents are not distinguished say by their loss mask where padding begins.
         real: Any = row.loss_mask if row.segment_ids is None else row.segment_ids
         return self.corruption.of(row.inputs[real > 0], rng)
 

@@ -74,7 +74,7 @@ def _only(message: bytes, number: int) -> bytes:
 
 
 def _fields(message: bytes, number: int) -> list[bytes]:
-    """Every field of that number that holds bytes; the others are passed over."""
+    """Every field of that number that holds bytes; the others are skipped."""
     found, at = list[bytes](), 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -63,7 +63,7 @@ class ChatTemplate:
       source: Jinja.
       named: where it stands, for messages.
       special: the tokenizer's special tokens by name, such as `eos_token`.
-      today: what `strftime_now` writes the date of; None refuses a template that asks.
+      today: what `strftime_now` writes the date of; None rejects a template that asks.
     """
 
     source: str
@@ -91,7 +91,7 @@ class ChatTemplate:
           reply: whether the beginning of the model's next message follows.
 
         Raises:
-          TemplateError: the template refuses these messages, or fails.
+          TemplateError: the template rejects these messages, or fails.
         """
         return self.marked(messages, tools=tools, reply=reply)[0]
 

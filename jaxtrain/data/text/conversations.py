@@ -62,7 +62,7 @@ def written(record: dict[str, Any], template: Template, messages: str = "message
       messages: the field that holds them.
 
     Raises:
-      BadLineError: it is none, or the template refuses it.
+      BadLineError: it is none, or the template rejects it.
     """
     if messages in record:
         return _templated(_messages(messages, record[messages]), 0, record, template)
@@ -127,7 +127,7 @@ def _templated(
         else:
             told = _by_difference(messages, first, text, tools, template)
     except TemplateError as error:
-        raise BadLineError(f"the chat template refuses it ({error})") from error
+        raise BadLineError(f"the chat template rejects it ({error})") from error
     return Written(text, tuple(told), False)
 
 

@@ -11,7 +11,7 @@ from jaxtrain.data.text.records import BadRecord, check_field, refuse_empty
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every row of a file (RFC 4180; tabs in a .tsv); empty lines are passed over.
+    """The text of every row of a file (RFC 4180; tabs in a .tsv); empty lines are skipped.
 
     Raises:
       UserError: the file cannot be read, is empty, has no such column, or quotes that do not end.
@@ -40,7 +40,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
         except csv.Error as error:
             raise UserError(
                 f"TextData.source: {path} is no whole CSV file (line {rows.line_num}: {error}); "
-                "mend it, or remove it from the source"
+                "fix it, or remove it from the source"
             ) from error
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every record of a file, one after the other; empty lines are passed over.
+    """The text of every record of a file, one after the other; empty lines are skipped.
 
     Args:
       path: the file, perhaps compressed.

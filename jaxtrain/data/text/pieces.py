@@ -172,7 +172,7 @@ def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
 
 
 def not_utf8(path: Place, byte: int) -> UserError:
-    """The refusal of a file that is no text from this byte on."""
+    """The rejection of a file that is no text from this byte on."""
     return UserError(
         f"TextData.source: {path} is not UTF-8 text (byte {byte}); convert it to UTF-8, for "
         "example with iconv, or remove it from the source"
@@ -187,7 +187,7 @@ def cut_at_line(text: str, fraction: float) -> int:
 
 
 def _between(parts: Iterable[str], begin: int, end: int | None) -> Iterator[str]:
-    """The characters `begin` to `end` of parts laid end to end."""
+    """The characters `begin` to `end` of parts concatenated."""
     place = 0
     for part in parts:
         if end is not None and place >= end:

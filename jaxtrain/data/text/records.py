@@ -9,7 +9,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
-SHOWN = 3  # bad records that the refusal names
+SHOWN = 3  # bad records that the rejection names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Records:
     Args:
       text_field: the field that holds the text.
       allowed: how many bad ones may be left out.
-      refused: the setting and its value that a refusal begins with; None: TextData.text_field.
+      refused: the setting and its value that a rejection begins with; None: TextData.text_field.
       ways: what besides mending them it offers.
     """
 
@@ -59,7 +59,7 @@ class Records:
             return
         raise UserError(
             f"{self._refused}: {self._bad:,} of {self._good + self._bad:,} records cannot be used: "
-            f"{self._named()}; mend or remove them, {self._ways} = {self._bad} to leave them out"
+            f"{self._named()}; fix or remove them, {self._ways} = {self._bad} to leave them out"
         )
 
     def facts(self) -> dict[str, int | str]:

@@ -49,7 +49,7 @@ from jaxtrain.data.tokenizer import (
 SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
 
-# Enough that a benchmark does not come round, and cheap: a row is drawn when it is asked for.
+# Enough that a benchmark does not come round, and cheap: a row is drawn when it is requested.
 SYNTHETIC_ROWS = {"train": 1 << 20, "heldout": 256}
 
 

@@ -2,7 +2,7 @@
 
 A template is somebody else's program. Every turn of a loop, call and operation takes steps from the
 budget of its rendering, and a long text or list takes more of them; what would make one that is too
-long is refused before it is made. The bounds count and do not measure: the same template ends the
+long is rejected before it is made. The bounds count and do not measure: the same template ends the
 same way on every machine.
 """
 
@@ -64,7 +64,7 @@ def _refuse_length(length: int) -> None:
 
 
 def _refuse_operands(operator: str, left: Any, right: Any) -> None:
-    """Refuse a binary operation that makes something long of short operands."""
+    """Reject a binary operation that makes something long of short operands."""
     match operator, left, right:
         case "+", _, _:
             _refuse_length(_length(left) + _length(right))
@@ -88,7 +88,7 @@ def _refuse_form(form: str) -> None:
 
 
 def _refuse_arguments(function: Any, arguments: list[Any]) -> None:
-    """Refuse a call that makes something long of short arguments."""
+    """Reject a call that makes something long of short arguments."""
     own = getattr(function, "__self__", None)  # of a method: 'x'.join
     own = getattr(
         getattr(function, "__wrapped__", None), "__self__", own

@@ -148,7 +148,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     if len(tokens) != begins[-1] or not np.array_equal(pointers, begins[:-1] * dtype.itemsize):
         raise UserError(
             f"TextData.source: {path} has {len(tokens):,} tokens, and {index.name} tells of "
-            f"{begins[-1]:,} laid end to end; {again}"
+            f"{begins[-1]:,} concatenated; {again}"
         )
     return TokenFile(path, tokens, np.unique(begins[first[:-1]]), end_of_text_first=False)
 
@@ -240,7 +240,7 @@ def _is_held_out(path: Path, word: str | None) -> bool:
 
 
 def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
-    """Some of the tokens of files that are laid end to end."""
+    """Some of the tokens of files that are concatenated."""
     found, place = [], 0
     for file in files:
         last = None if end is None else max(0, end - place)
@@ -249,7 +249,7 @@ def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
     return Joined(found)
 
 
-# -- what is known after one look at all -----------------------------------------------------------
+# -- what is known after one look at all ----------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,7 +340,7 @@ def _looked_through(
 
 
 def _starts(files: list[TokenFile], tokenizer: Tokenizer) -> np.ndarray:
-    """Where documents begin in files that are laid end to end; a file begins one."""
+    """Where documents begin in files that are concatenated; a file begins one."""
     found, before = [], 0
     for file in files:
         starts = file.starts

@@ -2,7 +2,7 @@
 
 A job is some pieces of text. Its tokens are appended, in the order of jobs, to the files of their
 split; then the sizes that those have are written into a journal. A start after a kill cuts the
-files to the journal's sizes and passes over the jobs that are done.
+files to the journal's sizes and skips the jobs that are done.
 """
 
 import contextlib
@@ -157,9 +157,9 @@ def _made(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Around the tokenizing: where its texts are refused, a folder has in it what it had before.
+    """Around the tokenizing: where its texts are rejected, a folder has in it what it had before.
 
-    They are mended before the next start, which would find a store begun with other texts.
+    They are fixed before the next start, which would find a store begun with other texts.
 
     Args:
       folder: of the store, locked: another process may have filled it until now.
@@ -179,7 +179,7 @@ def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
         raise
 
 
-# -- the journal ---------------------------------------------------------------------------------
+# -- the journal --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -232,7 +232,7 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     return _Journal(parts, said["jobs"], said["characters"])
 
 
-# -- jobs ----------------------------------------------------------------------------------------
+# -- jobs ---------------------------------------------------------------------------------------
 
 
 def _jobs(texts: Texts, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
@@ -335,7 +335,7 @@ def _encode(pieces: list[TextPiece]) -> list[np.ndarray]:
     return list(_tokenizer.encode_pieces(pieces))
 
 
-# -- files ---------------------------------------------------------------------------------------
+# -- files --------------------------------------------------------------------------------------
 
 
 class _Writer:

@@ -2,7 +2,7 @@
 
 Sources: Krizhevsky et al. 2012, "ImageNet Classification with Deep Convolutional Neural Networks",
 in the form of Krizhevsky 2014 (arXiv 1404.5997) for one device, without local response
-normalisation, as torchvision has it.
+normalization, as torchvision has it.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """GoogLeNet (Inception v1): parallel convolutions and auxiliary classifiers.
 
 Source: Szegedy et al. 2014, "Going Deeper with Convolutions" (arXiv 1409.4842), table 1, without
-local response normalisation; with batch norms as torchvision has them. The heads on the way take
+local response normalization; with batch norms as torchvision has them. The heads on the way take
 means over 4 x 4 parts, so that images of any size do.
 """
 

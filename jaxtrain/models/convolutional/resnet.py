@@ -28,7 +28,7 @@ from jaxtrain.parallel.sharding import shard
 PIXELS = ("batch", "height", "width")
 IMAGES = (*PIXELS, "channels_in")
 KERNEL = ("height", "width", "channels_in", "channels")
-# He initialisation (arXiv 1502.01852) with the fan of the outputs, as torchvision draws it.
+# He initialization (arXiv 1502.01852) with the fan of the outputs, as torchvision draws it.
 HE_NORMAL = jax.nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 # Of the ImageNet form.
@@ -185,7 +185,7 @@ class ResNet(Unstacked):
 
 
 class NormedConvolution(BatchNorm):
-    """A convolution without bias, then batch normalisation (arXiv 1502.03167).
+    """A convolution without bias, then batch normalization (arXiv 1502.03167).
 
     The channels that come out are split over `tensor`; those that go in are gathered.
 

@@ -29,7 +29,7 @@ class SignalCNN(Unstacked):
       features: numbers of a signal, which are its places.
       outputs: classes to tell apart.
       filters: channels of each convolution, whose result goes through ReLU.
-      sizes: places that each of them reads at one time.
+      sizes: places that each of them reads at once.
       stride: places from one result to the next.
       padding: places of zeros before and after.
     """

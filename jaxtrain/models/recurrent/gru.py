@@ -24,7 +24,7 @@ class GRU(RecurrentSizes):
       context_length: the longest sequence, in tokens; the state starts from zero at its beginning
         and at that of every document.
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are told apart; of 'token_classification' alone.
+      num_classes: classes that are distinguished; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
       features: numbers of the vector that is read at each place in place of a token; None: tokens
         are read. Of 'token_classification' alone.

@@ -44,7 +44,7 @@ class LSTM(RecurrentSizes):
       context_length: the longest sequence, in tokens; the state starts from zero at its beginning
         and at that of every document.
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are told apart; of 'token_classification' alone.
+      num_classes: classes that are distinguished; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
       features: numbers of the vector that is read at each place in place of a token; None: tokens
         are read. Of 'token_classification' alone.
@@ -128,7 +128,7 @@ def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
     return jnp.repeat(jnp.array([0, 1, 0, 0], dtype), shape[0] // 4)
 
 
-# -- the recurrence --------------------------------------------------------------------------------
+# -- the recurrence -------------------------------------------------------------------------------
 
 
 @jax.custom_vjp

@@ -51,7 +51,7 @@ class BERT:
       norm_eps: epsilon of the layer norms.
       objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
         and tanh, and a matrix of classes.
-      num_classes: classes that are told apart; of 'token_classification' alone.
+      num_classes: classes that are distinguished; of 'token_classification' alone.
       features: numbers of the vector that is read at each place in place of a token; None: tokens
         are read. Of 'token_classification' alone.
       pooling: how a text's embedding is made of its tokens' hidden states: their 'mean', the

@@ -45,7 +45,7 @@ class T5(Stacks):
       tie_embeddings: logits are made with the embedding table; False, as in version 1.1: with a
         matrix of their own.
       scale_outputs: logits are made of hidden states over sqrt(embed_dim); False in version 1.1.
-      buckets: distances between tokens that are told apart.
+      buckets: distances between tokens that are distinguished.
       distance: tokens that are farther away are all alike.
       norm_eps: epsilon of the RMS norms.
       dropout: of what goes into each stack and comes out of it, of what each part of a layer gives,

@@ -129,7 +129,7 @@ class Transformer(Stacks):
 
     @property
     def _projections(self) -> dict[str, Any]:
-        """As Xavier's initialiser draws them, which the paper's code takes."""
+        """As Xavier's initializer draws them, which the paper's code takes."""
         D, spread = self.embed_dim, 1 / math.sqrt(self.embed_dim)
         return {
             "embed_dim": D, "num_heads": self.num_heads, "head_dim": self.head_width,

@@ -60,7 +60,7 @@ class Asked:
         return found
 
     def only(self, key: str, allowed: Iterable[Any], *, default: Any) -> None:
-        """Refuses what is none of these; None, or no such key, means the default."""
+        """Rejects what is none of these; None, or no such key, means the default."""
         value, allowed = self._value(key, default), list(allowed)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                    for one in allowed):  # fmt: skip

@@ -69,8 +69,8 @@ FAMILY = Family(
     names=deepseek.names,
     prefix=deepseek.PREFIX,
     copies={**deepseek.COPIES, **_COPIES},
-    dequantised=(float8.METHOD,),
+    dequantized=(float8.METHOD,),
     # The published models' module that predicts a second token, where it is not asked for:
-    # transformers passes over it too.
+    # transformers skips it too.
     buffers=r"model\.layers\.61\..*",
 )

@@ -38,7 +38,7 @@ class Family:
       counts: names of tensors that hold a whole number which is nothing here; written as 0, before
         all others.
       beside: files that say what config.json does not, by name.
-      dequantised: ways of config.json's quantization_config whose weights are read as the floats
+      dequantized: ways of config.json's quantization_config whose weights are read as the floats
         that they stand for.
       aliases: other names of keys of config.json -> the names here.
     """
@@ -55,7 +55,7 @@ class Family:
     buffers: str = r"(?!)"
     counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
     beside: Callable[[Any], Mapping[str, bytes]] = lambda _: {}
-    dequantised: tuple[str, ...] = (awq.METHOD,)
+    dequantized: tuple[str, ...] = (awq.METHOD,)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -100,13 +100,13 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
     family = family_of(content, where=where)
     asked = Asked(aliased(content, family.aliases))
     asked.reasons += unsupported(asked.content, family.keys)
-    quantised = asked.table("quantization_config").content
-    method = quantised.get("quant_method")
-    if method not in family.dequantised:
+    quantized = asked.table("quantization_config").content
+    method = quantized.get("quant_method")
+    if method not in family.dequantized:
         asked.only("quantization_config", [None], default=None)
     else:
         within = "quantization_config."
-        asked.reasons += unsupported(quantised, QUANTIZATION[method], within=within)
+        asked.reasons += unsupported(quantized, QUANTIZATION[method], within=within)
     model = None
     try:
         model = family.model(**family.read(asked))

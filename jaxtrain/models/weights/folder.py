@@ -219,7 +219,7 @@ def match(
       shapes: of our parameters, by name.
       stored: what the folder holds.
       where: the folder, for the message.
-      unread: names of our parameters whose tensors are passed over, be they there or not; with
+      unread: names of our parameters whose tensors are skipped, be they there or not; with
         such, so are those of a head that this model does not have.
 
     Raises:

@@ -241,7 +241,7 @@ class _Reader:
         self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
         if kind not in _KINDS:
-            raise ValueError(f"{name} is quantised in a way that is not known here (type {kind})")
+            raise ValueError(f"{name} is quantized in a way that is not known here (type {kind})")
         form, size, _ = _KINDS[kind]
         count = math.prod(shape)
         if not 1 <= len(shape) <= 4 or shape[-1] % size:

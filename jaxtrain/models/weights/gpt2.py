@@ -99,5 +99,5 @@ FAMILY = Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },  # fmt: skip
-    dequantised=(),  # its matrices are stored [in, out]: no linear layers
+    dequantized=(),  # its matrices are stored [in, out]: no linear layers
 )

@@ -107,5 +107,5 @@ FAMILY = grouped_query.family(
     read=_read,
     write=_write,
     names=_names,
-    dequantised=(mxfp4.METHOD, awq.METHOD),
+    dequantized=(mxfp4.METHOD, awq.METHOD),
 )

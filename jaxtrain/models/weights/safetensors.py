@@ -25,7 +25,7 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-# Besides: the codes of weights in few bits, and counts.
+# Besides: the codes of quantized weights, and counts.
 _KNOWN = {**DTYPES, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,

@@ -76,7 +76,7 @@ def said_beside(read: Callable[[str], bytes | None]) -> dict[str, Any]:
         return {}
     modules = _json(content)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
-        return {KEY: {"modules": [MODULES]}}  # is refused, as a module that is not known
+        return {KEY: {"modules": [MODULES]}}  # is rejected, as a module that is not known
     kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
     found: dict[str, Any] = {"modules": kinds}
     for kind, one in zip(kinds, modules, strict=True):

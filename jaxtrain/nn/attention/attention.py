@@ -36,7 +36,7 @@ class Attention:
         than its products); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
         segment ids); 'triton' (a Pallas kernel for NVIDIA GPUs that ships with JAX, with segment
         ids); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
-        What a named kernel cannot do is refused, never handed to another one.
+        What a named kernel cannot do is rejected, never handed to another one.
       context_parallel: what Mesh.context above 1 does: 'ring' sends keys and values around
         (kernels 'reference' and 'xla', whose products the ring does block by block); 'ulysses'
         exchanges heads for whole sequences, with any kernel.

@@ -32,14 +32,14 @@ _OF_PATTERNS = ("sparse", "xla", "reference")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a kernel.
+    """What is required of a kernel.
 
     Attributes:
       platform: 'cpu', 'gpu', OLD_GPU or 'tpu'.
       dtype: of queries, keys and values.
       causal: as in Mask.
       window: as in Mask.
-      segment_ids: whether documents are kept apart.
+      segment_ids: whether documents are kept separate.
       cached: whether keys and values come from a key-value cache.
       head_dim: width of one head.
       T: queries.
@@ -106,7 +106,7 @@ class Choice:
 
 
 def refuse(kernel: str, request: Request) -> Iterator[str]:
-    """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to refuse."""
+    """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to reject."""
     for reason in KERNELS[kernel].cannot(request):
         able = choose(request).kernel
         yield f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
@@ -130,7 +130,7 @@ def choose(request: Request) -> Choice:
     raise AssertionError("'reference' can do everything")
 
 
-# -- the kernels, and what each cannot do ----------------------------------------------------------
+# -- the kernels, and what each cannot do ---------------------------------------------------------
 
 
 def _anything(_: Request) -> list[str]:

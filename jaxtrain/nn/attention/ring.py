@@ -39,7 +39,7 @@ from jaxtrain.parallel.sharding import (
     shard,
 )
 
-# Queries whose scores exist at one time: with it, memory grows with a run and not with its square.
+# Queries whose scores exist at once: with it, memory grows with a run and not with its square.
 QUERY_CHUNK = 1024
 
 
@@ -73,7 +73,7 @@ def ring_attention(
     )  # fmt: skip
 
 
-# -- the derivative, around the communication -----------------------------------------------------
+# -- the derivative, around the communication ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _ranks(ring: _Ring) -> jax.Array:
     return shard(jnp.arange(ring.layout.mesh.shape[AXIS]), ("length",))
 
 
-# -- on one device --------------------------------------------------------------------------------
+# -- on one device -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtrain.nn.products.int8 import int8_einsum
 
 # What each value of Precision.matmul multiplies with.
 EINSUMS: dict[str, Einsum] = {"compute": einsum, "float8": float8_einsum, "int8": int8_einsum}
-# Those that products with experts' weights have a form for; the others are refused.
+# Those that products with experts' weights have a form for; the others are rejected.
 _OF_EXPERTS = ("compute", "float8")
 
 # Words in the `jax.Device.device_kind` of what multiplies a format faster than bfloat16: NVIDIA's

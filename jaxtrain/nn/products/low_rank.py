@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.nn.dropout import Draws, dropout
 from jaxtrain.nn.products.contract import contract, meaning
 from jaxtrain.nn.products.dot import Einsum, sides
-from jaxtrain.nn.products.quantised import Quantised, product
+from jaxtrain.nn.products.quantized import Quantized, product
 from jaxtrain.parallel.gathering import GradientSlice, gather
 
 
@@ -37,7 +37,7 @@ class LowRank:
       place: the number of its draws.
     """
 
-    base: jax.Array | Quantised
+    base: jax.Array | Quantized
     down: jax.Array | GradientSlice
     up: jax.Array | GradientSlice
     magnitude: jax.Array | GradientSlice | None
@@ -73,7 +73,7 @@ def adapted(
     summed = "".join(letter for letter in right if letter in left)
     kept = "".join(letter for letter in left if letter not in right)
     base: Any = weight.replace(value.base)
-    of_base = product if isinstance(value.base, Quantised) else contract
+    of_base = product if isinstance(value.base, Quantized) else contract
     y = of_base(equation, x, base, out, by=by)
     down: Any = weight.replace(value.down, axes=value.down_axes)
     read = dropout(x, value.dropout, draws, value.place, layer)

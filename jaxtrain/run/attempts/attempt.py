@@ -38,7 +38,7 @@ class Attempt:
       may_write: raises where the run's folder belongs to a later attempt by now.
       folder: the run's folder; None: the trainer opens its own.
       step: optimizer steps done, as the trainer says.
-      has_begun: whether there is a trainer: its configuration was not refused.
+      has_begun: whether there is a trainer: its configuration was not rejected.
       at_end: what waits for the other processes at an orderly end, and is left out where one of
         them failed or is gone.
     """

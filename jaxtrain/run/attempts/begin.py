@@ -168,7 +168,7 @@ def _leave_superseded(superseded: Superseded) -> NoReturn:
 
 
 def _leave(line: str) -> NoReturn:
-    # Not by an exception: other threads may wait for ever, and JAX's own farewell waits for peers.
+    # No exception: other threads may wait indefinitely, and JAX's own shutdown waits for peers.
     with contextlib.suppress(OSError):  # a terminal that is gone
         # A progress bar hides the cursor, and redirects what is written past it.
         if sys.__stdout__ is not None:
@@ -211,7 +211,7 @@ class _End:
         phase, step, seconds, _ = self._phases.activity()
         return {"phase": phase, "step": step, "seconds": round(seconds, 3)}
 
-    # -- ends found by other threads ---------------------------------------------------------------
+    # -- ends found by other threads --------------------------------------------------------------
 
     def lost(self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]) -> None:
         """Another process is gone or silent."""
@@ -263,7 +263,7 @@ class _End:
         """From another thread: stacks and reason on disk, then the end of the process."""
         if not self._once.acquire(blocking=False):
             return  # the first to come ends the process, and may wait for this thread
-        # Not for ever: the disk or bucket may be what hangs.
+        # Not indefinitely: the disk or bucket may be what hangs.
         traces = (reason, with_stacks)
         writer = threading.Thread(target=self._leave_traces, args=traces, daemon=True)
         writer.start()
@@ -280,7 +280,7 @@ class _End:
                 self._write_exit("failed", reason)
                 self._run_folder.push()
 
-    # -- the end of the main thread ----------------------------------------------------------------
+    # -- the end of the main thread ---------------------------------------------------------------
 
     def orderly(self) -> None:
         """Finishes what waits for the other processes."""
@@ -306,7 +306,7 @@ class _End:
             reason = str(error) or type(error).__name__
             cause = self._peers.failed(reason)
             is_other = cause.process_id != self._peers.process_id
-            # Where the configuration was refused nothing was begun, and nothing is written.
+            # Where the configuration was rejected nothing was begun, and nothing is written.
             if self._attempt.has_begun:
                 # Where the folder is what failed, the error says so.
                 with contextlib.suppress(OSError):

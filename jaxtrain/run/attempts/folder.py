@@ -29,7 +29,7 @@ class LostFolderError(RuntimeError):
 
 @contextlib.contextmanager
 def told_if_lost(workdir: Place) -> Iterator[None]:
-    """Around a run: what the system refuses in its folder becomes a sentence."""
+    """Around a run: what the system rejects in its folder becomes a sentence."""
     try:
         yield
     except OSError as error:

@@ -49,7 +49,7 @@ CAUSES = {
 _MAX_POINTS = 1000
 _MAX_BARS = 16
 
-# Told apart by lightness and hatching, so that a greyscale print can be read.
+# Distinguished by lightness and hatching, so that a greyscale print can be read.
 _COLUMNS = 3  # of the legend
 _FACES = ("0.85", "white", "0.6", "0.95", "0.4", "white", "0.75", "0.2", "white", "0.5", "1", "0.9")
 _HATCHES = ("", "///", "...", "xxx", "", "...", "\\\\\\", "", "+++", "xxx", "", "---")

@@ -35,7 +35,7 @@ BEAT_SECONDS = 5.0
 BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken over
 
 
-class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not a mistake
+class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not an error
     """A newer attempt has taken the run's folder over: this one must write nothing there."""
 
     def __init__(self, workdir: Place, attempt: int, newer: int) -> None:

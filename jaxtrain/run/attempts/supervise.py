@@ -65,7 +65,7 @@ class Supervision:
         return min(self.backoff_seconds * 2 ** min(restarts, 60), self.max_backoff_seconds)
 
 
-# -- the command line ----------------------------------------------------------------------------
+# -- the command line ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def parse(arguments: Sequence[str]) -> Job:
         usage="%(prog)s [OPTIONS] -- train [CONFIG] ...",
         description="Runs train, restarts it after failures, gives up when restarts make no "
         "progress. Exit status: 0 trained, 1 gave up or was stopped before everything was saved, 2 "
-        "a mistake of the user's, 75 stopped by a signal after saving.",
+        "an error of the user's, 75 stopped by a signal after saving.",
     )
     parser.add_argument(
         "--max-restarts-without-progress",
@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str]) -> Job:
             f"supervise -- {command[0]}: only train is supervised; write for example "
             "'jaxtrain supervise -- train gpt_quickstart'"
         )
-    # What `train` would refuse is refused here, before anything is started.
+    # What `train` would reject is rejected here, before anything is started.
     whole = argparse.ArgumentParser(prog="jaxtrain")
     add_run_commands(adder(whole))
     train = whole.parse_args(command)
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         return USER_ERROR if isinstance(error, UserError) else FAILED
 
 
-# -- the supervisor ------------------------------------------------------------------------------
+# -- the supervisor -----------------------------------------------------------------------------
 
 
 def supervise(

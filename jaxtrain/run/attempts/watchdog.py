@@ -21,7 +21,7 @@ LAST_RESORT = 2
 class Watchdog:
     """A thread that looks at the phases, between `__enter__` and `__exit__`.
 
-    Python threads run only while the interpreter's lock is free. Where C code keeps it for ever
+    Python threads run only while the interpreter's lock is free. Where C code keeps it indefinitely
     the last resort remains: a timer of the C library's, wound up again at every look, writes the
     stacks and ends the process with status 1. It also fires where `on_expiry` itself hangs, say
     at a dead disk.

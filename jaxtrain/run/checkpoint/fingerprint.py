@@ -38,7 +38,7 @@ def dispatch(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
     of_hosts = [name for name, x in arrays.items() if name not in here and is_pinned(x.sharding)]
     there = {name: x for name, x in arrays.items() if name not in here and name not in of_hosts}
     # One program for all arrays: a program each, all in flight, starves simulated devices' threads
-    # until their reductions wait for one another for ever.
+    # until their reductions wait for one another indefinitely.
     counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
     # What is kept out of the devices' memory comes there one after the other, and goes.
     counted |= {name: _brought(arrays[name]) for name in of_hosts}

@@ -15,7 +15,7 @@ import tensorstore  # Orbax's own
 
 
 def forgets() -> bool:
-    """Whether this TensorStore keeps what it makes of JSON for ever."""
+    """Whether this TensorStore keeps what it makes of JSON indefinitely."""
     made = tensorstore.KvStore.Spec({"driver": "memory", "path": "of a probe"}).to_json()
     path = made.pop("path")
     return sys.getrefcount(path) > 2  # `path`, and the argument

@@ -98,7 +98,7 @@ def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:
 
 
 def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
-    """The arrays in parts of at most 256 MiB, or of one array: what is read at one time."""
+    """The arrays in parts of at most 256 MiB, or of one array: what is read at once."""
     part: dict[str, StoredLeaf] = {}
     size = 0
     for name, leaf in stored.items():

@@ -205,7 +205,7 @@ def _of_system(folder: Place, step: int, name: str, error: OSError) -> Checkpoin
     return make(folder, step, f"{name} cannot be read: {_first_line(error)}")
 
 
-# -- the file --------------------------------------------------------------------------------------
+# -- the file -------------------------------------------------------------------------------------
 
 
 def _envelope(content: dict[str, Any]) -> bytes:
@@ -240,7 +240,7 @@ def _from_bytes(content: bytes) -> Manifest:
     return Manifest(found["format"], found["step"], files, leaves)
 
 
-# -- files -----------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------
 
 
 def _walk(folder: Path) -> Iterable[Path]:
@@ -252,7 +252,7 @@ def _walk(folder: Path) -> Iterable[Path]:
 def _refuse_ways_out(folder: Place, step: int) -> None:
     """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
     if isinstance(folder, BucketPath):
-        return  # names that lead out are refused where they are listed
+        return  # names that lead out are rejected where they are listed
     root = folder.parent.resolve()
     for path in (folder, *_walk(folder)):
         if path.is_symlink() and not path.resolve().is_relative_to(root):

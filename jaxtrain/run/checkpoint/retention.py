@@ -95,7 +95,7 @@ def leftovers(root: Place) -> list[Place]:
 
 
 def refuse_others(workdir: Place) -> None:
-    """Refuses a folder whose checkpoints are another program's, which `sweep` would delete.
+    """Rejects a folder whose checkpoints are another program's, which `sweep` would delete.
 
     Raises:
       UserError: there are unfinished saves, but neither a finished one nor `config.gin`, which a

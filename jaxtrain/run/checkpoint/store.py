@@ -168,7 +168,7 @@ class Checkpoints:
             return step
         if not self._bad:
             return None
-        # Without any the run would begin anew, and its metrics with it.
+        # Without any the run would restart, and its metrics with it.
         newest, *before = sorted(self._bad, reverse=True)
         those = "that of step" if len(before) == 1 else "those of steps"
         nor = f", nor can {those} {', '.join(map(str, before))}" if before else ""
@@ -182,7 +182,7 @@ class Checkpoints:
         self._bad[step] = error
 
     def _put_aside(self) -> None:
-        """Reports the damaged checkpoints that were passed over for a good one, and renames them,
+        """Reports the damaged checkpoints that were skipped for a good one, and renames them,
         unless opened read-only."""
         for step, error in sorted(self._bad.items(), reverse=True):
             renamed = ""
@@ -398,7 +398,7 @@ class Checkpoints:
             self._sealer.close()
             self._reader.close()
 
-    # -- reading -------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------
 
     def _path(self, step: int) -> Place:
         return self.folder / str(step)

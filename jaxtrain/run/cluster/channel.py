@@ -48,7 +48,7 @@ def rendezvous(
       token: the run's.
       timeout_seconds: how long the others are waited for.
       report: takes a line on what is waited for, and later from the channel's own thread on
-        strangers at the port.
+        unauthenticated clients at the port.
       welcome: what process 0 tells all, an attempt number for example; the others' is not used.
       heartbeat_seconds: between two signs of life; process 0's counts.
       silence_seconds: after this long without one a process is lost; process 0's counts.
@@ -172,7 +172,7 @@ class Together(Peers):
         with contextlib.suppress(OSError):
             self._alarm.send(b"!")
 
-    # -- the thread --------------------------------------------------------------------------------
+    # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -330,7 +330,7 @@ class Together(Peers):
         sentence = f"the run has begun with all its processes; {double_sentence(first, hello)}"
         self._door.refuse(link, sentence)
 
-    # -- sending -----------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------
 
     def _send(self, process: int, message: Message) -> None:
         if process == self.process_id:

@@ -1,7 +1,7 @@
 """Server socket of process 0: accepts authenticated members, rejects other clients.
 
-What a stranger can take is bounded before anything of his is believed: the bytes that are read, the
-time that he is given, the connections that are kept, and the lines that are said about him.
+The resources of an unauthenticated client are bounded: the bytes that are read from it, its time,
+the number of its connections, and the lines that are logged about it.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Strangers:
         self._next = now + _LINE_SECONDS
         many = self.count - self._said
         self._said = self.count
-        who = "a stranger" if many == 1 else f"{many} strangers"
+        who = "an unauthenticated client" if many == 1 else f"{many} unauthenticated clients"
         self._report(
             f"{who} at this run's port turned away ({address} {why}); the run goes on, and others "
             "are told of once in an hour"
@@ -55,7 +55,7 @@ class Door:
 
     Attributes:
       socket: the listening socket.
-      waiting: connections that have not said hello yet, or that were refused and may still read
+      waiting: connections that have not said hello yet, or that were rejected and may still read
         why; each has the time at which it is dropped.
       strangers: who was turned away.
     """
@@ -69,8 +69,8 @@ class Door:
           host: where.
           port: where.
           token: the run's.
-          room: connections that are kept waiting at once, beside some for strangers.
-          report: takes a line about strangers.
+          room: connections that are kept waiting at once, beside some for unauthenticated clients.
+          report: takes a line about unauthenticated clients.
 
         Raises:
           OSError: the port cannot be bound.

@@ -2,9 +2,9 @@
 
 The one that connects sends the protocol's name and 32 random bytes, process 0 answers with 32 of
 its own. Each proves that it has the token by an HMAC-SHA256 over both, the one that connects first:
-a stranger at the port gets nothing that a guess could be tried on. The keys of the messages come
-from the token and both numbers, one for each direction, so that nothing said on one connection
-means anything on another.
+an unauthenticated client receives nothing that a guess could be tried on. The keys of the messages
+are derived from the token and both numbers, one for each direction, so that no message can be
+replayed on another connection.
 """
 
 import abc

@@ -197,7 +197,7 @@ class _Host:
             link.close()
 
     def _let_in(self, link: Link, hello: Message) -> None:
-        """Takes a process in; a mistake is every process's end."""
+        """Takes a process in; an error is every process's end."""
         process = hello["process_id"]
         other = self._hellos.get(process)
         mistake = None
@@ -331,7 +331,7 @@ def _refuse_second_coordinator(host: str, port: int, own: Message, secret: bytes
                 raise UserError(answer["sentence"])
 
 
-# -- the others ------------------------------------------------------------------------------------
+# -- the others -----------------------------------------------------------------------------------
 
 
 def _join(

@@ -33,7 +33,7 @@ class RunToken:
     def __init__(
         self, environment: Mapping[str, str], file: Place, *, report: Say = lambda line: None
     ) -> None:
-        """Looks at the environment; the file is read when it is asked for.
+        """Looks at the environment; the file is read when it is requested.
 
         Args:
           environment: `os.environ`, or one made for a test.

@@ -34,7 +34,7 @@ class BeamSearch:
     continuations of a step, or at the greatest length. As in transformers.
 
     Attributes:
-      beams: continuations that are followed at one time.
+      beams: continuations that are followed at once.
       length_penalty: above 0 longer answers gain, below 0 shorter ones.
       early_stopping: when a prompt's search ends. True: as soon as `beams` are finished. False:
         when the best that goes on is no better than the worst of these at its present length;

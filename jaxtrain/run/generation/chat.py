@@ -84,7 +84,7 @@ class Chat:
           show: is given the answer piece by piece while it is written.
 
         Raises:
-          UserError: the template refuses it, or it does not fit into the context.
+          UserError: the template rejects it, or it does not fit into the context.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         text, count = self._prompt(asked)
@@ -109,7 +109,7 @@ class Chat:
         try:
             text = self._template.text(messages, reply=True)
         except TemplateError as error:
-            raise UserError(f"--chat: the chat template refuses it ({error})") from error
+            raise UserError(f"--chat: the chat template rejects it ({error})") from error
         return text, len(self._tokenizer.encode(text))
 
 
@@ -156,7 +156,7 @@ def converse(
         raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")
     trainer = open_run(arguments)
     sampling = sampling_of(arguments, published_defaults(trainer.config, trainer.workdir))
-    assert isinstance(sampling, Sampling), "beams were refused"
+    assert isinstance(sampling, Sampling), "beams were rejected"
     chat = Chat(
         trainer,
         system=arguments.system,

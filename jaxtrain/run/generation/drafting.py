@@ -21,7 +21,7 @@ GUESSES = 4
 
 
 def refuse_guesses(arguments: argparse.Namespace) -> None:
-    """Raises UserError where what is asked for beside guesses does not go with them."""
+    """Raises UserError where what is requested beside guesses does not go with them."""
     if arguments.draft is None:
         if arguments.guesses is not None:
             raise UserError(
@@ -56,7 +56,7 @@ def drafted(
     Raises:
       UserError: as of `speculate`; or the draft has another tokenizer or vocabulary.
     """
-    assert isinstance(sampling, Sampling), "beams were refused"
+    assert isinstance(sampling, Sampling), "beams were rejected"
     train = trainer.config.train
     tokenizer, state = tokenizer_of(train), trainer.program.consensus(trainer.state)
     rolls_back(train.model)

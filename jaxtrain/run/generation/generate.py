@@ -30,7 +30,7 @@ from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState
 
-BATCH_SIZE = 8  # prompts that are answered at one time, where nothing else is said
+BATCH_SIZE = 8  # prompts that are answered at once, where nothing else is said
 
 
 class Watch(Protocol):
@@ -90,7 +90,7 @@ def generate(
       sampling: how to draw them, or to search for the likeliest.
       seed: of the draws.
       ends: tokens that end an answer.
-      batch_size: prompts that are answered at one time.
+      batch_size: prompts that are answered at once.
       watch: may end an answer before.
       memory: of the text that the only prompt goes on with; takes the answer up too.
 
@@ -148,7 +148,7 @@ def checked(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> list[int]:
             f"({type(sizes).__name__}.vocab_size={sizes.vocab_size})"
         )
     if not tokens.size:
-        raise UserError("--prompt is empty: give at least one character to go on from")
+        raise UserError("--prompt is empty: give at least one character to resume from")
     return tokens.tolist()
 
 

@@ -140,7 +140,7 @@ def targets(
       max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
       sampling: how to draw them, or to search for the likeliest.
       seed: of the draws; a source's are of its number among them.
-      batch_size: sources that are answered at one time.
+      batch_size: sources that are answered at once.
       watch: may end a target before.
 
     Raises:

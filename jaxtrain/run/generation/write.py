@@ -43,7 +43,7 @@ def write(
       sampling: how to draw them, or to search for the likeliest.
       seed: of the draws.
       stop: strings before which an answer ends.
-      batch_size: prompts that are answered at one time.
+      batch_size: prompts that are answered at once.
       show: is given the first answer piece by piece while it is written.
       memory: as of `generate`, of a single prompt.
       ends: tokens that end an answer; None: the tokenizer's end of a text.

@@ -28,7 +28,7 @@ from jaxtrain.models.weights.folder import CONFIG, Folder
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.products.quantised import Quantised, unpacked
+from jaxtrain.nn.products.quantized import Quantized, unpacked
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import receipt
@@ -161,11 +161,11 @@ def _in_half(state: TrainState) -> TrainState:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _apart(tuning: FewBits, frozen: nnx.State) -> nnx.State:
-    """The parameters, of those in few bits codes, zeros and scales, a byte a code."""
+    """The parameters, of those quantized codes, zeros and scales, a byte a code."""
     found: dict[Any, Any] = {}
     for path, variable in tuning.as_declared(frozen).items():
         value = variable.get_value()
-        if isinstance(value, Quantised):
+        if isinstance(value, Quantized):
             for name, one in ("codes", unpacked(value)), ("zeros", value.zeros), (
                 "scales", value.scales,
             ):  # fmt: skip
@@ -178,7 +178,7 @@ def _apart(tuning: FewBits, frozen: nnx.State) -> nnx.State:
 def _names(
     lines: tuple[Name, ...], tuning: FewBits, program: Program, architecture: str
 ) -> tuple[Name, ...]:
-    """The lines of the map, three for one of a weight in few bits."""
+    """The lines of the map, three for one of a weight quantized."""
     variables, found = by_name(parameter_shapes(program.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)

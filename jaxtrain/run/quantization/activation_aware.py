@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.models.model import Model
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantised import dequantised, quantise
+from jaxtrain.nn.products.quantized import dequantized, quantize
 
 STEPS = 20  # values of alpha: 0, 1/20, .., 19/20
 _LEAST = 1e-4  # of a scale
@@ -79,8 +79,8 @@ def best_scales(
     def error(alpha: jax.Array) -> jax.Array:
         s_I = scales(alpha)
         axes = ("embed", "mlp")
-        few = quantise(weight_IO * s_I[:, None], axes, (0,), "int4", group=group)
-        return jnp.square((x_NI / s_I) @ dequantised(few) - made_NO).mean()
+        few = quantize(weight_IO * s_I[:, None], axes, (0,), "int4", group=group)
+        return jnp.square((x_NI / s_I) @ dequantized(few) - made_NO).mean()
 
     alphas = jnp.arange(STEPS, dtype=jnp.float32) / STEPS
     alpha = alphas[jnp.argmin(jax.lax.map(error, alphas))]

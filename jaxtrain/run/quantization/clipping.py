@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.nn.products.quantised import dequantised, quantise
+from jaxtrain.nn.products.quantized import dequantized, quantize
 
 RANGES = 10  # shares of the largest magnitude: 1, 19/20, .., 11/20
 _READ_BY = {"value": "query", "out": "out", "gate": "gate", "up": "gate", "down": "down"}
@@ -47,8 +47,8 @@ def clipped(x_NI: jax.Array, weight_IO: jax.Array, *, group: int) -> tuple[jax.A
 
     def error(share: jax.Array) -> jax.Array:
         whole_IO = cut(share).reshape(weight_IO.shape)
-        few = quantise(whole_IO, ("embed", "mlp"), (0,), "int4", group=group)
-        d_GSO = dequantised(few).reshape(weight_GSO.shape) - weight_GSO
+        few = quantize(whole_IO, ("embed", "mlp"), (0,), "int4", group=group)
+        d_GSO = dequantized(few).reshape(weight_GSO.shape) - weight_GSO
         return jnp.einsum("GSO,GSU,GUO->GO", d_GSO, squares_GSU, d_GSO)
 
     shares = 1 - jnp.arange(RANGES, dtype=jnp.float32) / (2 * RANGES)

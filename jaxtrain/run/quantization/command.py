@@ -73,14 +73,14 @@ def quantize(arguments: argparse.Namespace) -> int:
     refuse_taken("--out", out)
     trainer = open_run(arguments, console=console)
     few_bits = "int8" if bits == 8 else "int4"
-    write_quantised(
+    write_quantized(
         trainer, out, few_bits, group=group or Finetune.few_bits_group, text=text,
         say=functools.partial(say, console),
     )  # fmt: skip
     return DONE
 
 
-def write_quantised(
+def write_quantized(
     trainer: Trainer,
     out: Place,
     few_bits: Literal["int8", "int4"],
@@ -89,7 +89,7 @@ def write_quantised(
     text: str | None,
     say: Say,
 ) -> None:
-    """Writes the folder of the run with its layers' weights in few bits.
+    """Writes the folder of the run with its layers' quantized weights.
 
     Args:
       trainer: of the run.
@@ -112,7 +112,7 @@ def write_quantised(
     if not any(map(can_adapt, by_name(shapes).values())):
         raise UserError(
             f"--workdir {trainer.workdir}: the model has no layers of a transformer, "
-            "whose weights quantize writes in few bits; name a run of one that has"
+            "whose weights quantize writes quantized; name a run of one that has"
         )
     config = _config(trainer, few_bits, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]

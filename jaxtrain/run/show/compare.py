@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PICTURE = "plot.png"
 POINTS = 100  # of a curve; where there are more lines, each point is the mean of its neighbours
 
-# Told apart without colour: by lightness, then by dashes; evaluations by their marks.
+# Distinguished without color: by lightness, then by dashes; evaluations by their marks.
 _LIGHTNESS = ("black", "0.4", "0.6")
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "D", "v", "x")

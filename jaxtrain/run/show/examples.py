@@ -74,7 +74,7 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
         characters = len(tokenizer.decode(ids.tolist()))
         told.append(f"{characters / max(1, len(ids)):.2f} characters a token")
     found, counts = np.unique(ids, return_counts=True)
-    known = dataset.facts.get("vocab_size")  # data of one's own need not tell it
+    known = dataset.facts.get("vocab_size")  # data of your own need not tell it
     told.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
     say(f"The first batch: {', '.join(told)}")
     most = np.argsort(-counts, kind="stable")[:MOST]

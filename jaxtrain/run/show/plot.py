@@ -8,7 +8,7 @@ from jaxtrain.training.objectives.yardstick import Yardstick
 if TYPE_CHECKING:
     from jaxtrain.run.show.picture import Picture
 
-# Told apart by line style and lightness, so that a greyscale print and colour-blind eyes can read
+# Distinguished by line style and lightness, so that a greyscale print and color-blind eyes can read
 # the picture: light thin training curve, black evaluation points, dashed references.
 _TRAIN: dict[str, Any] = {"color": "#5b9bd5", "linewidth": 1.2}
 _EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}

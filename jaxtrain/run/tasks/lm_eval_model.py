@@ -26,7 +26,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
     Args:
       trainer: of a trained language model of text, such as `Trainer(config, workdir,
         read_only=True)` has it.
-      batch_size: texts that are told at one time.
+      batch_size: texts that are told at once.
 
     Raises:
       UserError: the model is no language model, its data are no text, or lm-eval is not installed.

@@ -96,7 +96,7 @@ def scores(
       model: its model's settings.
       state: the trained state.
       pairs: contexts and continuations.
-      batch_size: pairs that are told at one time.
+      batch_size: pairs that are told at once.
 
     Raises:
       UserError: the model is no language model.

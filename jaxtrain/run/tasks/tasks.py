@@ -43,7 +43,7 @@ class Task:
     Attributes:
       name: of the file, without its ending.
       questions: its lines.
-      is_choice: whether choices are told apart; False: a target is told exactly.
+      is_choice: whether choices are distinguished; False: a target is told exactly.
     """
 
     name: str

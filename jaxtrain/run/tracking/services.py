@@ -140,7 +140,7 @@ def open_service(
       config: the run's settings as gin text.
 
     Raises:
-      UserError: it is not installed, or refuses to begin.
+      UserError: it is not installed, or rejects to begin.
     """
     assert settings.name is not None, "a service"
     name = settings.run_name or named

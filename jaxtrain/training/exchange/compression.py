@@ -69,19 +69,19 @@ class Int8:
         k = jax.lax.axis_size("data")
         flat = _to_blocks(pending)
         blocks_kMN = jnp.pad(flat, ((0, -len(flat) % k), (0, 0))).reshape(k, -1, BLOCK)
-        codes_kMN, scales_kM = quantise(blocks_kMN)
-        left_kMN = blocks_kMN - dequantise(codes_kMN, scales_kM)
+        codes_kMN, scales_kM = quantize(blocks_kMN)
+        left_kMN = blocks_kMN - dequantize(codes_kMN, scales_kM)
         # Rank r gets everybody's r-th part.
         codes_kMN = jax.lax.all_to_all(codes_kMN, "data", 0, 0)
         scales_kM = jax.lax.all_to_all(scales_kM, "data", 0, 0)
-        sum_MN = dequantise(codes_kMN, scales_kM).sum(0)
-        codes_MN, scales_M = quantise(sum_MN)
-        lost_MN = sum_MN - dequantise(codes_MN, scales_M)
+        sum_MN = dequantize(codes_kMN, scales_kM).sum(0)
+        codes_MN, scales_M = quantize(sum_MN)
+        lost_MN = sum_MN - dequantize(codes_MN, scales_M)
         mine = jnp.arange(k) == jax.lax.axis_index("data")
         left_kMN += jnp.where(mine[:, None, None], lost_MN, 0.0)
         codes_kMN = jax.lax.all_gather(codes_MN, "data")
         scales_kM = jax.lax.all_gather(scales_M, "data")
-        sent_kMN = dequantise(codes_kMN, scales_kM)
+        sent_kMN = dequantize(codes_kMN, scales_kM)
         return _from_blocks(sent_kMN, pending), _from_blocks(left_kMN, pending)
 
 
@@ -248,7 +248,7 @@ class Compressed(GradientExchange):
         return sent, structure.unflatten(left) if left else ()
 
 
-def quantise(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Blocks of numbers as int8 and a float32 scale each, largest magnitude / 127.
 
     Args:
@@ -259,8 +259,8 @@ def quantise(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.round(x_N / steps[..., None]).astype(jnp.int8), scales
 
 
-def dequantise(codes_N: jax.Array, scales: jax.Array) -> jax.Array:
-    """The numbers that `quantise` stands for, float32."""
+def dequantize(codes_N: jax.Array, scales: jax.Array) -> jax.Array:
+    """The numbers that `quantize` stands for, float32."""
     return codes_N.astype(jnp.float32) * scales[..., None]
 
 

@@ -71,7 +71,7 @@ class ExchangeProgram(abc.ABC):
 
     @abc.abstractmethod
     def trained(self, state: TrainState) -> TrainState:
-        """The synchronous program's state with the parameters that training goes on from: one
+        """The synchronous program's state with the parameters that training resumes from: one
         model, the mean of the replicas'. The optimizer's state may be left out."""
 
     @abc.abstractmethod
@@ -79,7 +79,7 @@ class ExchangeProgram(abc.ABC):
         self, state: TrainState, params: nnx.State, statistics: nnx.State
     ) -> TrainState:
         """The state with the same weights for every replica; moments stay, averages and what the
-        exchange keeps of the parameters begin anew.
+        exchange keeps of the parameters restart.
 
         Args:
           state: the state.

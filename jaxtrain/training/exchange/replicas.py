@@ -136,7 +136,7 @@ class Replicas(ExchangeProgram):
     def with_weights(
         self, state: TrainState, params: nnx.State, statistics: nnx.State
     ) -> TrainState:
-        """The rule's memory begins anew, as in `init`: all replicas agree on these weights."""
+        """The rule's memory restarts, as in `init`: all replicas agree on these weights."""
         layout, copies = self.layout, to_replicas((params, statistics), self.replicas)
         moved = reshard(copies[0], layout.moment, layout)
         zeros = {name: jnp.zeros_like(state.exchange[name]) for name in ("targets", "spread")}

@@ -9,14 +9,14 @@ from flax import nnx
 
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.quantised import (
+from jaxtrain.nn.products.quantized import (
     BLOCK,
     Kind,
-    Quantised,
+    Quantized,
     arrays,
-    dequantised,
+    dequantized,
     of_arrays,
-    quantise,
+    quantize,
 )
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.finetune.tuning import Tuning, Weights
@@ -39,7 +39,7 @@ SETTINGS = Ways("Finetune.few_bits={!r}", "Finetune.few_bits_group={}", "Finetun
 
 @dataclasses.dataclass(frozen=True)
 class FewBits(Tuning):
-    """Holds weights in few bits, and trains nothing.
+    """Holds quantized weights, and trains nothing.
 
     Attributes:
       few_bits: names of the weights that are held so.
@@ -52,7 +52,7 @@ class FewBits(Tuning):
     group: int = BLOCK
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """What `draw` gave is trained, parameters are not; of those in few bits the codes are kept.
+        """What `draw` gave is trained, parameters are not; of those quantized the codes are kept.
 
         Arguments are those of `Tuning.begin`.
         """
@@ -62,7 +62,7 @@ class FewBits(Tuning):
                 found[path] = variable
                 continue
             axes = logical_axes(variable)
-            made = quantise(
+            made = quantize(
                 variable.get_value(), axes, sides_of(axes)[0], self.kind, group=self.group
             )
             for last, (value, names) in arrays(made).items():
@@ -70,7 +70,7 @@ class FewBits(Tuning):
         return adapters, nnx.from_flat_state(found)
 
     def as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
-        """The frozen parameters by path, those in few bits as `Quantised`."""
+        """The frozen parameters by path, those quantized as `Quantized`."""
         found: dict[Any, Any] = {}
         beside: dict[Any, dict[str, Any]] = {}
         for path, variable in nnx.to_flat_state(frozen):
@@ -87,20 +87,20 @@ class FewBits(Tuning):
         return found
 
     def join(self, weights: Weights) -> nnx.State:
-        """The model's parameters, those in few bits as `Quantised`."""
+        """The model's parameters, those quantized as `Quantized`."""
         return nnx.from_flat_state(self.as_declared(weights[1]))
 
     def merged(self, weights: Weights) -> nnx.State:
-        """The model's parameters; of a weight in few bits the floats that the codes stand for, in
+        """The model's parameters; of a weight quantized the floats that the codes stand for, in
         the dtype of the others."""
         found = self.as_declared(weights[1])
         dtype = next(
-            v.get_value().dtype for v in found.values() if not isinstance(v.get_value(), Quantised)
+            v.get_value().dtype for v in found.values() if not isinstance(v.get_value(), Quantized)
         )
         for path, variable in found.items():
             value = variable.get_value()
-            if isinstance(value, Quantised):
-                found[path] = variable.replace(dequantised(value).astype(dtype))
+            if isinstance(value, Quantized):
+                found[path] = variable.replace(dequantized(value).astype(dtype))
         return nnx.from_flat_state(found)
 
 

@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.nn.dropout import refuse_rate
-from jaxtrain.nn.products.quantised import BLOCK
+from jaxtrain.nn.products.quantized import BLOCK
 from jaxtrain.parallel.sharding import Layout, by_name
 from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, refuse_blocks
 from jaxtrain.training.finetune.lora import LoRA, targets_of
@@ -141,7 +141,7 @@ def refuse(
     if settings.lora_rank is None and settings.freeze and holds_few:
         yield (
             f"Finetune.freeze={settings.freeze!r} with Finetune.few_bits={settings.few_bits!r}: "
-            "beside weights in few bits only adapters are trained; use Finetune.freeze=()"
+            "beside quantized weights only adapters are trained; use Finetune.freeze=()"
         )
     if exchange != "synchronous":
         setting = "freeze" if settings.freeze else "few_bits" if holds_few else "lora_rank"
@@ -176,7 +176,7 @@ def _refuse_unmatched(
 
 
 def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
-    """What holds for adapters and for weights in few bits."""
+    """What holds for adapters and for quantized weights."""
     wanted = f"lora_rank={settings.lora_rank}"
     if settings.lora_rank is None:
         wanted = f"few_bits={settings.few_bits!r}"

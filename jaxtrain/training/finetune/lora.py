@@ -72,7 +72,7 @@ class LoRA(FewBits):
         return nnx.from_flat_state(found)
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """Adapters are trained, parameters are not; of those in few bits the codes are kept.
+        """Adapters are trained, parameters are not; of those quantized the codes are kept.
 
         Magnitudes are the norms of their weights: the model begins as it was.
         """
@@ -112,7 +112,7 @@ class LoRA(FewBits):
         return nnx.from_flat_state(found)
 
     def merged(self, weights: Weights) -> nnx.State:
-        """W + scale A B, computed in float32; of a weight in few bits W is what its codes stand
+        """W + scale A B, computed in float32; of a weight quantized W is what its codes stand
         for."""
         adapters, _ = weights
         pairs = by_name(adapters)

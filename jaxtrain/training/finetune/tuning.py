@@ -62,7 +62,7 @@ class Tuning:
         return nnx.State({})
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """A model's parameters told apart.
+        """A model's parameters distinguished.
 
         Args:
           params: the model's.

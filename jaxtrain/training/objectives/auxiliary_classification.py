@@ -22,7 +22,7 @@ class AuxiliaryClassification(Classification):
     """As `Classification`, of a model whose answers are a tuple: its own, then other heads'."""
 
     name: ClassVar[str] = "auxiliary_classification"
-    minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
+    minimized: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
 
     def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
         """`loss` and `accuracy` of the first, and of the others the weighted `auxiliary_loss`."""

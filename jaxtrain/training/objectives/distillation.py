@@ -183,7 +183,7 @@ class Distillation(TokenObjective):
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
         """Not to be had: the teacher reads the tokens too."""
-        raise AssertionError("a pipeline is refused")
+        raise AssertionError("a pipeline is rejected")
 
 
 @dataclasses.dataclass(frozen=True)

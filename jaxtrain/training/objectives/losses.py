@@ -23,7 +23,7 @@ class Loss:
     """Cross entropy and what is added to it.
 
     Attributes:
-      chunk_size: positions of the sequence whose logits exist at one time; None makes all at once.
+      chunk_size: positions of the sequence whose logits exist at once; None makes all at once.
         Where it does not divide the sequence, the nearest divisor below is taken.
       z_weight: weight of the squared log-partition function (PaLM's z-loss, arXiv 2204.02311).
       label_smoothing: probability spread evenly over all classes (arXiv 1512.00567).

@@ -94,7 +94,7 @@ def masked(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
     tokens_T = row.inputs
     drawn_T, kind_T = rng.random((2, *tokens_T.shape))
     others_T = rng.integers(0, vocab_size - 1, tokens_T.shape)
-    # Rows whose documents are not told apart say by their loss mask where padding begins.
+    # Rows whose documents are not distinguished say by their loss mask where padding begins.
     real_T = row.loss_mask if row.segment_ids is None else row.segment_ids
     chosen_T = (drawn_T < CHOSEN) & (real_T != 0)
     inputs_T = np.where(chosen_T & (kind_T < HIDDEN), vocab_size - 1, tokens_T)

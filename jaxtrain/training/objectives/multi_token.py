@@ -37,7 +37,7 @@ class MultiToken(NextToken):
     further_weight: float = 0.3
 
     name: ClassVar[str] = "multi_token"
-    minimised: ClassVar[tuple[str, ...]] = (*NextToken.minimised, "multi_token_loss")
+    minimized: ClassVar[tuple[str, ...]] = (*NextToken.minimized, "multi_token_loss")
     own: ClassVar[tuple[str, ...]] = (*NextToken.own, "multi_token_loss")
     tells_further: ClassVar[bool] = True
 
@@ -51,7 +51,7 @@ class MultiToken(NextToken):
         )
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """That of the next token, and what is minimised with it."""
+        """That of the next token, and what is minimized with it."""
         whole = super().yardstick(model, facts)
         return dataclasses.replace(whole, metrics=("multi_token_loss",))
 

@@ -38,7 +38,7 @@ class Objective(abc.ABC, Generic[M]):
     Attributes:
       name: what a model's `objective` says.
       inputs: what a batch's inputs may be; one of them is its models'.
-      minimised: the sums whose means, added up, the gradient is of; those that a model gives.
+      minimized: the sums whose means, added up, the gradient is of; those that a model gives.
       draws: whether its models may draw random numbers in training, for which rows are counted.
       refers: whether its batches have a reference model's log-probabilities.
       evaluated: the counts, means over which are told of held-out examples.
@@ -46,7 +46,7 @@ class Objective(abc.ABC, Generic[M]):
 
     name: ClassVar[str]
     inputs: ClassVar[tuple[Inputs, ...]]
-    minimised: ClassVar[tuple[str, ...]] = ("loss",)
+    minimized: ClassVar[tuple[str, ...]] = ("loss",)
     draws: ClassVar[bool] = False
     refers: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("weight",)
@@ -132,7 +132,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Why a batch of one's own cannot be learned from, but for the number of its rows.
+        """Why a batch of your own cannot be learned from, but for the number of its rows.
 
         Args:
           batch: whatever its fields hold; see `own_batch` for what is looked at.
@@ -148,7 +148,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def refuse_reference(self, batch: Batch, named: str) -> Iterator[str]:
-        """A batch that has a reference where none is asked for, or has none where one is.
+        """A batch that has a reference where none is requested, or has none where one is.
 
         Args:
           batch: arrays or their shapes.
@@ -209,14 +209,14 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def total(self, sums: Sums, scales: Sums) -> jax.Array:
-        """What is minimised: each such sum times the scale of what it is divided by.
+        """What is minimized: each such sum times the scale of what it is divided by.
 
         Args:
           sums: of the batch or of a part of it; those that are metrics alone are left out.
           scales: for each count, a factor over the global batch's.
         """
         return sum(
-            (sums[name] * scales[self.over(name)] for name in self.minimised if name in sums),
+            (sums[name] * scales[self.over(name)] for name in self.minimized if name in sums),
             start=jnp.zeros(()),
         )
 
@@ -240,7 +240,7 @@ class TellsLogits(abc.ABC, Generic[M]):
         Args:
           model: as of `Objective.sums`.
           statistics: its running statistics.
-          batch: from `reading`, or one of one's own.
+          batch: from `reading`, or one of your own.
           execution: how the mathematics is run.
         """
 

@@ -74,7 +74,7 @@ class DPO(TokenObjective):
     ) -> Sums:
         """`loss`, `accuracy`, `margin`."""
         del settings, train
-        assert batch.reference is not None, "refused before"
+        assert batch.reference is not None, "rejected before"
         with jax.named_scope("loss"):
             counts_BT = batch.loss_mask != 0
             h_BTD = jnp.where(counts_BT[..., None], h_BTD, 0)

@@ -189,7 +189,7 @@ def _answers(batch: Batch) -> Iterator[Batch]:
 
 
 def refuse_answers(layout: Layout) -> Iterator[str]:
-    """Why several answers cannot be told apart on a mesh."""
+    """Why several answers cannot be distinguished on a mesh."""
     if layout.mesh.shape["pipe"] > 1:
         yield (
             f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline tells each source's first answer "
@@ -210,7 +210,7 @@ def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
         yield from refuse_values(batch, field, 0, last, why=why)
     yield from refuse_values(batch, "targets", 0, last, why=why, counted=True)
     yield from refuse_values(batch, "loss_mask", 0, None)
-    # A recurrent decoder goes on from the states after its row's one source.
+    # A recurrent decoder resumes from the states after its row's one source.
     most = 1 if model.attention is None else None
     why = f" ({name} reads one pair a row)" if most else ""
     yield from refuse_values(batch, "segment_ids", 0, most, why=why)

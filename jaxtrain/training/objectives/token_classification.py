@@ -55,12 +55,12 @@ class TokenClassification(TokenObjective):
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
         """Nats a label, the accuracy, and a uniform guess."""
         del facts
-        assert isinstance(model, ClassModel), "refused before"
+        assert isinstance(model, ClassModel), "rejected before"
         return Yardstick("nats a label", ("accuracy",), uniform_guess(model.num_classes))
 
     def told(self, model: TokenModel) -> tuple[str, int]:
         """Its classes."""
-        assert isinstance(model, ClassModel), "refused before"
+        assert isinstance(model, ClassModel), "rejected before"
         return "num_classes", model.num_classes
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:

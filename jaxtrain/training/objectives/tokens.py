@@ -62,7 +62,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     """
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
-    minimised: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
+    minimized: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
     causal: ClassVar[bool]
     own: ClassVar[tuple[str, ...]] = ("loss",)
     reserved: ClassVar[int] = 0

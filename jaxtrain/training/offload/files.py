@@ -2,7 +2,7 @@
 
 A file is mapped only while a part of it is copied, so that a process holds what it asked for and no
 page more. Its contents are worth nothing once the process has ended: an update may be half written
-then, and a run goes on from its checkpoint.
+then, and a run resumes from its checkpoint.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ class Offload:
         where it is in a bucket), updated in blocks while the next block is read.
       parameters: 'host' keeps those that are trained there, 4 bytes a parameter in float32; a step
         computes with a copy in Precision.compute on the devices. From ZeRO 1 on they are sharded
-        over fsdp as the optimizer's state is. 'disk' is refused: a step computes with all of them.
+        over fsdp as the optimizer's state is. 'disk' is rejected: a step computes with all of them.
       gradients: 'host' takes those of each layer's matrices there as the backward pass makes them,
         and sums them there over microbatches; the update has them back.
     """

@@ -2,7 +2,7 @@
 
 bfloat16 has 8 bits of precision. A second moment moves by at most (1 - b2) of itself towards a
 steady gradient's square: with b2 = 0.999 that is less than half of its last bit, so that rounding
-to the nearest number leaves it where it is for ever.
+to the nearest number leaves it where it is indefinitely.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,7 +31,7 @@ class Momenta(NamedTuple):
     Attributes:
       count: int32 scalar, updates so far.
       mu: moving mean of the gradients.
-      nu: that of their squares; of the matrices that are orthogonalised ().
+      nu: that of their squares; of the matrices that are orthogonalized ().
     """
 
     count: jax.Array
@@ -43,10 +43,10 @@ class Momenta(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(AdamRule):
     """Muon (Jordan et al., 2024; arXiv 2502.16982): the Nesterov momentum of each matrix,
-    orthogonalised by five Newton-Schulz turns and scaled to 0.2 root mean square; AdamW for
+    orthogonalized by five Newton-Schulz turns and scaled to 0.2 root mean square; AdamW for
     embeddings, heads, norm scales and biases; decay beside both. Queries, keys and values, layers
     and experts are matrices of their own; a convolution kernel is one of height width channels_in x
-    channels. A matrix is orthogonalised whole: layers go to the devices that share them, each its
+    channels. A matrix is orthogonalized whole: layers go to the devices that share them, each its
     own, or where their number does not divide are gathered one after the other.
 
     Attributes:
@@ -68,7 +68,7 @@ class Muon(AdamRule):
         return optax.GradientTransformation(_init, self._update)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        return (Kept(shape, axes),) * (1 if _is_orthogonalised(axes) else 2)
+        return (Kept(shape, axes),) * (1 if _is_orthogonalized(axes) else 2)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -76,7 +76,7 @@ class Muon(AdamRule):
         t = count.astype(jnp.float32)
 
         def mean(gradient: Any, old: Any) -> Any:
-            b1 = self.momentum if _is_orthogonalised(logical_axes(gradient)) else self.b1
+            b1 = self.momentum if _is_orthogonalized(logical_axes(gradient)) else self.b1
             return old.replace(b1 * old.get_value() + (1 - b1) * gradient.get_value())
 
         def mean_square(gradient: Any, old: Any) -> Any:
@@ -87,9 +87,9 @@ class Muon(AdamRule):
 
         def step(gradient: Any, mu: Any, nu: Any) -> Any:
             g, m, axes = gradient.get_value(), mu.get_value(), logical_axes(gradient)
-            if _is_orthogonalised(axes):
+            if _is_orthogonalized(axes):
                 ahead = self.momentum * m + (1 - self.momentum) * g
-                return gradient.replace(orthogonalised(ahead, sides(axes)))
+                return gradient.replace(orthogonalized(ahead, sides(axes)))
             denominator = jnp.sqrt(nu.get_value() / (1 - self.b2**t)) + self.epsilon
             return gradient.replace(m / (1 - self.b1**t) / denominator)
 
@@ -98,7 +98,7 @@ class Muon(AdamRule):
         return each(step, updates, mu, nu), Momenta(count, mu, nu)
 
 
-def orthogonalised(x: jax.Array, dims: Sides) -> jax.Array:
+def orthogonalized(x: jax.Array, dims: Sides) -> jax.Array:
     """Matrices with all singular values brought near to 1, times 0.2 sqrt(their longer side).
 
     Args:
@@ -122,18 +122,18 @@ def newton_schulz(x: jax.Array) -> jax.Array:
         squared = jnp.einsum("...mk,...kl->...ml", gram, gram)
         return _A * x + jnp.einsum("...mk,...kn->...mn", _B * gram + _C * squared, x)
 
-    # A loop: unrolled, the matrices of all turns would be alive at one time.
+    # A loop: unrolled, the matrices of all turns would be alive at once.
     x = jax.lax.fori_loop(0, _TURNS, turn, x)
     return jnp.swapaxes(x, -1, -2) if tall else x
 
 
-def _is_orthogonalised(axes: tuple[str, ...]) -> bool:
+def _is_orthogonalized(axes: tuple[str, ...]) -> bool:
     return bool(sides(axes).rows) and not any(axis in _TABLES for axis in axes)
 
 
 def _init(params: Any) -> Momenta:
     def second(param: Any) -> Any:
-        empty = _is_orthogonalised(logical_axes(param))
+        empty = _is_orthogonalized(logical_axes(param))
         return () if empty else param.replace(jnp.zeros_like(param.get_value()))
 
     return Momenta(

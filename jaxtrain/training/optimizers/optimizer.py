@@ -34,7 +34,7 @@ class Optimizer:
         first four layers of that stack, so that rates may differ from layer to layer.
       weight_decays: decays in place of weight_decay in the same way, of vectors too if they are
         named.
-      l1: the sum of matrices' magnitudes is that much part of what is minimised, by its gradient;
+      l1: the sum of matrices' magnitudes is that much part of what is minimized, by its gradient;
         the loss that is reported is without.
       l2: likewise half the sum of their squares.
       clip_value: every number of a gradient is brought to between -clip_value and clip_value; None
@@ -44,7 +44,7 @@ class Optimizer:
       clip_norm: gradients whose global norm is larger are scaled down to it, after the other two;
         None never clips.
       sharpness_radius: gradients are taken where the loss rises most within this distance of the
-        parameters (sharpness-aware minimisation, arXiv 2010.01412), such as 0.05, by a second pass;
+        parameters (sharpness-aware minimization, arXiv 2010.01412), such as 0.05, by a second pass;
         0 takes them at the parameters.
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.

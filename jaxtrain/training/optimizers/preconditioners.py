@@ -141,7 +141,7 @@ def _each_whole(function: Any, square: jax.Array) -> jax.Array:
 
     def one_by_one(x: jax.Array) -> jax.Array:
         """jaxlib's LAPACK hands a stack of large matrices to the threads that its devices run in,
-        and waits: where all simulated devices come to it they wait for one another for ever."""
+        and waits: where all simulated devices come to it they wait for one another indefinitely."""
         found = jax.lax.map(function, x.reshape(-1, *x.shape[-2:]))
         return found.reshape(x.shape)
 

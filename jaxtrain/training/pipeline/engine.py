@@ -58,7 +58,7 @@ class Engine:
         scales: Sums,
         step: jax.Array | None = None,
     ) -> tuple[nnx.State, Sums]:
-        """Gradients of what the objective minimises over all microbatches, and their sums.
+        """Gradients of what the objective minimizes over all microbatches, and their sums.
 
         Args:
           weights: parameters in the compute dtype, layers in stage order.

@@ -89,7 +89,7 @@ class PairParts(Parts):
         numbers: jax.Array,
         execution: Execution,
     ) -> Stream:
-        """What goes on from a stage of the encoder."""
+        """What resumes from a stage of the encoder."""
         mask = model.of_source(seen(micro).source, x_BSD.shape[1])
 
         def layer(own: Any, x_BSD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
@@ -108,7 +108,7 @@ class PairParts(Parts):
         numbers: jax.Array,
         execution: Execution,
     ) -> Stream:
-        """What goes on from a stage of the decoder."""
+        """What resumes from a stage of the decoder."""
         masks, length = seen(micro), x_BTD.shape[1]
         mask = model.of_target(masks.target, length, length)
         memory_BSD = shard(x_BSD, HIDDEN)

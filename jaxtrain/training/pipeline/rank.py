@@ -149,7 +149,7 @@ class Rank:
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.leaves(apart(jax.tree.unflatten(structure, range(len(leaves))))[0])
 
-    # -- one tick --------------------------------------------------------------------------------
+    # -- one tick -------------------------------------------------------------------------------
 
     def _tick(self, carry: Carry, tick: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
         row: Row = {}
@@ -363,7 +363,7 @@ class Rank:
         return {name: x[name] for name, first in self._parts.travels.items() if first < number}
 
     def _auxiliary_gradient(self, of: "_Pass") -> Sums:
-        # Only what is minimised has a gradient; the other sums are metrics.
+        # Only what is minimized has a gradient; the other sums are metrics.
         none = jax.tree.map(zeros, of.auxiliary)
         return jax.grad(self._parts.objective.total)(none, self._scales)
 
@@ -377,7 +377,7 @@ class Rank:
             sums = {**of.auxiliary, **sums}
         return jax.tree.map(zeros, sums)
 
-    # -- its places in the buffers ---------------------------------------------------------------
+    # -- its places in the buffers --------------------------------------------------------------
 
     def _arguments(self, row: Row, number: int) -> tuple[Variables, Any]:
         """Parameters that a pass's gradient is taken by, and the rest that its stage works with."""

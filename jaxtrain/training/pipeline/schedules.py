@@ -121,7 +121,7 @@ def refuse(
     if collective_matmul and passes > 1:
         yield (
             f"Sharding.collective_matmul=True with Mesh.pipe={ranks}: ranks in an encoder's layers "
-            "and in a decoder's have rings of their own at one time, and all must take part in "
+            "and in a decoder's have rings of their own at once, and all must take part in "
             "each; use Sharding.collective_matmul=False or Mesh.pipe=1"
         )
     try:
@@ -397,9 +397,10 @@ def cut_layers(
 ) -> tuple[int, ...]:
     """How many layers each stage has, one stage after the other, so that no stage costs much.
 
-    The dearest stage is as cheap as can be: every tick waits for it. Among the cuts of which that
-    is true: the smallest sum of squared costs, then the fewest layers on the two ends, which hold
-    embedding and head besides, then the fewest on early stages, which keep more microbatches alive.
+    The most expensive stage is as cheap as possible: every tick waits for it. Among the cuts of
+    which that is true: the smallest sum of squared costs, then the fewest layers on the two ends,
+    which also hold embedding and head, then the fewest on early stages, which keep more
+    microbatches alive.
 
     Args:
       num_layers: layers of the model.

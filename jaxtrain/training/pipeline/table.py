@@ -111,7 +111,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def check(schedule: Timetable) -> None:
-    """Refuses a table that would compute something wrong.
+    """Rejects a table that would compute something wrong.
 
     Raises:
       ValueError: names the rank, tick and action: on another rank than its stage's, done twice,

@@ -82,7 +82,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
         yield from config.train.task.refuse_targets(batch.targets, model)
         if reads_images(model):
             yield from _images(model, data, inputs.shape[-1])
-            model.flops(inputs.shape[1:])  # refuses images that are too small
+            model.flops(inputs.shape[1:])  # rejects images that are too small
         elif reads_vectors(model):
             yield from _vectors(model, data, batch)
 
@@ -93,7 +93,7 @@ def _section(data: Any) -> str:
 
 
 def _lacks(data: Any, size: str) -> Iterator[str]:
-    """A sentence where data of one's own do not say what is held against the model's."""
+    """A sentence where data of your own do not say what is held against the model's."""
     if size not in dir(data):
         yield (
             f"Train.data=@{type(data).__name__}() has no {size}, which is held against the "
@@ -186,7 +186,7 @@ def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
     if vocab_size > model.vocab_size:
         more = " and sentinels" * isinstance(data, SpanData)
         whose = f"{type(data).__name__}'s {vocab_size} tokens"
-        if "tokenizer" in dir(data):  # data of one's own may have none
+        if "tokenizer" in dir(data):  # data of your own may have none
             said = f"{_section(data)}.tokenizer={data.tokenizer!r}"
             whose = f"the tokenizer's {vocab_size} tokens{more} ({said})"
         yield (

@@ -23,7 +23,7 @@ from jaxtrain.training.settings import Config
 class Outlook:
     """A configuration and the devices that it is for.
 
-    What is not known raises NotRead where it is asked for, what cannot be the UserError that says
+    What is not known raises NotRead where it is requested, what cannot be the UserError that says
     so.
 
     Attributes:

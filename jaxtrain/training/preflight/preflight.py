@@ -56,7 +56,7 @@ def check(
 
 
 def also_wrong(config: Config) -> list[str]:
-    """What else is wrong with the configuration of a `ConfigError`, refused while it was read."""
+    """What else is wrong with the configuration of a `ConfigError`, rejected while it was read."""
     count = None
     with contextlib.suppress(NotRead):
         config = settings.settled(config)
@@ -67,7 +67,7 @@ def also_wrong(config: Config) -> list[str]:
 
 
 def _refusals(seen: Outlook) -> list[str]:
-    """What all parts say; a mistake hides only what cannot be asked without what it spoils."""
+    """What all parts say; an error hides only what cannot be asked without what it spoils."""
     found: dict[str, None] = {}
     for part in _PARTS:
         try:
@@ -141,7 +141,7 @@ def _lengths(seen: Outlook, config: Config) -> Iterable[str]:
     data, lengths = config.train.data, {}
     if reads_pairs(seen.model):
         batch = data.abstract_batch(1)
-        if batch.source is None:  # other data, which is refused elsewhere
+        if batch.source is None:  # other data, which is rejected elsewhere
             return
         settings = (f"{type(data).__name__}.{side}_length" for side in ("source", "target"))
         lengths = dict(zip(settings, example_shape(batch), strict=True))

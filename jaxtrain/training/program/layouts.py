@@ -63,7 +63,7 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
     means_more = config.exchange.method != "synchronous" or own.dcn.get("fsdp", 1) > 1
     if sizes["fsdp"] == 1 or config.sharding.zero == 0 or means_more:
         return own
-    with contextlib.suppress(NotRead):  # of a model that was refused: the rest is known
+    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
         plain = _layout_on(_abstract(config, own, device_count), config)
         share = dividing.shared_by(plain, shapes_of(config.train.model))
         if share > 1:
@@ -74,7 +74,7 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
 def notes(config: Config, layout: Layout) -> list[str]:
     """A sentence for everything that lies on more devices than the configuration says, where rows
-    of the batch weigh nothing, and where experts multiply more rows than their own."""
+    of the batch have zero weight, and where experts multiply more rows than their own."""
     sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
     found = [*dividing.notes(layout, sizes, model), *uneven.notes(config, layout)]
     found += _notes_of_masters(config, layout)
@@ -134,7 +134,7 @@ def _abstract(config: Config, mesh: Mesh, device_count: int) -> jax.sharding.Abs
 
 def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Config) -> Layout:
     num_kv_heads = None
-    with contextlib.suppress(NotRead):  # of a model that was refused: the rest is known
+    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
         attention = config.train.model.attention
         num_kv_heads = None if attention is None else attention.num_kv_heads
     found = Layout.of(mesh, config.sharding, num_kv_heads)

@@ -99,7 +99,7 @@ def make_program(
 ) -> Program | ExchangeProgram:
     """The pure functions that a configuration makes on a layout.
 
-    What 'auto' means is asked of the layout's devices, or of this process's where it has none.
+    What 'auto' means is required of the layout's devices, or of this process's where it has none.
 
     Args:
       config: the configuration.

@@ -1,8 +1,8 @@
 """Global batches that do not divide over devices and microbatches: rejected or padded.
 
-A filled batch has rows past its last that weigh nothing: the last row again, with a loss mask of 0
-and of no document. Losses, gradients and what routers count are those of the rows before them; the
-work on them is idle.
+A filled batch has rows past its last that have zero weight: the last row again, with a loss mask
+of 0 and of no document. Losses, gradients and router statistics are those of the rows before
+them; the work on them is idle.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ def filled(config: Config, layout: Layout) -> Config:
 
 
 def notes(config: Config, layout: Layout) -> Iterator[str]:
-    """A sentence where rows weigh nothing."""
+    """A sentence where rows have zero weight."""
     rows, held = config.train.global_batch_size, rows_held(config, layout)
     if held > rows:
         yield (
@@ -115,10 +115,10 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
     model = settings.model
     name = type(model).__name__
     if _has_statistics(model):
-        yield f"would count rows that weigh nothing in the running statistics of {name}"
+        yield f"would count rows that have zero weight in the running statistics of {name}"
     if model.experts is not None and settings.data.abstract_batch(1).segment_ids is None:
         yield (
-            f"would count rows that weigh nothing in the router's losses of {name}, which tell "
+            f"would count rows that have zero weight in the router's losses of {name}, which tell "
             "them by TextData.separate_documents=True"
         )
     if exchange != "synchronous":

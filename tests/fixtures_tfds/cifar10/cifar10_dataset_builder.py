@@ -1,4 +1,4 @@
-"""A few images in the form of TFDS's `cifar10`, each of its class's colour with noise on it."""
+"""A few images in the form of TFDS's `cifar10`, each of its class's color with noise on it."""
 
 import colorsys
 import io
@@ -32,8 +32,8 @@ class Builder(tfds.core.GeneratorBasedBuilder):
         rng = np.random.default_rng(len(split))
         for number in range(count):
             label = number % len(CLASSES)
-            colour = 255 * np.array(colorsys.hsv_to_rgb(label / len(CLASSES), 0.7, 0.7))
-            pixels = np.clip(rng.normal(colour, 60, (32, 32, 3)), 0, 255).astype(np.uint8)
+            color = 255 * np.array(colorsys.hsv_to_rgb(label / len(CLASSES), 0.7, 0.7))
+            pixels = np.clip(rng.normal(color, 60, (32, 32, 3)), 0, 255).astype(np.uint8)
             file = io.BytesIO()
             Image.fromarray(pixels).save(file, "PNG")
             file.seek(0)

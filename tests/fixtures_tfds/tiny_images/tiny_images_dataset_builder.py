@@ -1,4 +1,4 @@
-"""Images of one colour that says their number; written as PNG bytes, without TensorFlow."""
+"""Images of one color that says their number; written as PNG bytes, without TensorFlow."""
 
 import io
 
@@ -9,8 +9,8 @@ CLASSES = ["ant", "bee"]
 SPLITS = {"train": 10, "test": 4}
 
 
-def colour(number: int) -> tuple[int, int, int]:
-    """The colour of image `number`."""
+def color(number: int) -> tuple[int, int, int]:
+    """The color of image `number`."""
     return (number, 10 * number, 255 - number)
 
 
@@ -35,6 +35,6 @@ class Builder(tfds.core.GeneratorBasedBuilder):
     def _generate_examples(self, count):
         for number in range(count):
             file = io.BytesIO()
-            Image.new("RGB", (5, 4), colour(number)).save(file, "PNG")
+            Image.new("RGB", (5, 4), color(number)).save(file, "PNG")
             file.seek(0)
             yield number, {"image": file, "label": number % len(CLASSES)}

@@ -57,7 +57,7 @@ def audit(
     """A row for every reason and for everything without one, the largest first.
 
     Both sides are matched by kind, axis and size, so that equal arrays share their reasons; several
-    that were laid end to end, as a GPU's compiler does with small ones, each by itself. First those
+    that were concatenated, as a GPU's compiler does with small ones, each by itself. First those
     that run as often as they should, each or all of a size together, or all layers' as one array.
     What remains is tried in the forms that the compiler is free to choose:
 
@@ -130,7 +130,7 @@ def over_hosts(sizes: Mapping[str, int], devices_per_host: int) -> set[str]:
     return {axis for number, axis in enumerate(sizes) if np.ptp(hosts, axis=number).any()}
 
 
-# -- matching -------------------------------------------------------------------------------------
+# -- matching ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -347,7 +347,7 @@ def _widened(left: _Left) -> _Left:
 
 
 def _apart(left: _Left) -> Iterable[_Left]:
-    """The arrays that were laid end to end."""
+    """The arrays that were concatenated."""
     one = left.found
     if sum(part.bytes for part in one.parts) != one.bytes:
         return [left]

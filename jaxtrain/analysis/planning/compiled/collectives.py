@@ -54,7 +54,7 @@ class Collective:
       shape: of the operand.
       op_name: the path of named scopes and primitives that it came from.
       launch: the instruction; arrays that are launched together have it in common.
-      parts: the arrays that the compiler laid end to end in it; empty: it is one.
+      parts: the arrays that the compiler concatenated in it; empty: it is one.
     """
 
     kind: str

@@ -58,7 +58,7 @@ class Compiled:
       argument_bytes: state and batch on one device, tiles padded.
       temp_bytes: what the program reserves beside them; None where the compiler gave up without
         saying how much.
-      live_bytes: the most of it that is alive at one time; None where the compiler does not say. A
+      live_bytes: the most of it that is alive at once; None where the compiler does not say. A
         TPU's compiler reserves more where there is room, for overlap.
       unaliased_bytes: outputs that take no argument's place.
       host_bytes: in the host's memory.
@@ -233,7 +233,7 @@ def _out_of_memory(message: str, arguments: int, seconds: float) -> Compiled:
     )
 
 
-# -- the cache ------------------------------------------------------------------------------------
+# -- the cache -----------------------------------------------------------------------------------
 
 
 def _key(

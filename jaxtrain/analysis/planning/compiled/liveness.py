@@ -20,7 +20,7 @@ _RUNS = ("while", "call", "conditional")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One array that is alive at the fullest moment.
+    """One array that is alive at the memory peak.
 
     Attributes:
       bytes: with the padding of its tiles.
@@ -34,7 +34,7 @@ class Buffer:
 
 
 def fullest(text: str) -> list[Buffer]:
-    """The temporaries alive at the fullest moment of a scheduled program, largest first.
+    """The temporaries alive at the memory peak of a scheduled program, largest first.
 
     What loops carry counts once, updates in place and views count as their operand. Where the
     compiler reuses memory in more ways than these the sum is above what it reports.

@@ -234,7 +234,7 @@ class _Walk:
             bodies = [self.run(name, here, runs * turns, within, label) for name in one.called]
             return turns * sum(bodies)
         if one.opcode == "conditional" and given_count(self.branch_counts, label) is None:
-            # One branch is taken: the dearest.
+            # One branch is taken: the most expensive.
             uncounted = dataclasses.replace(self, found=Scheduled())
             name = max(one.called, key=lambda name: uncounted.run(name, here, 0, 0, label))
             return self.run(name, here, runs, scoped, label)

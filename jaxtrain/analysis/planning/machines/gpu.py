@@ -63,16 +63,16 @@ def gpu_devices(
     Args:
       chip: a GPU.
       hosts, gpus_per_host: how many.
-      noise: what the compiler has said on stderr, for the message where it refuses.
+      noise: what the compiler has said on stderr, for the message where it rejects.
 
     Raises:
       NoCompilerError: JAX's CUDA plugin is not installed, or does not compile for this chip.
-      UserError: JAX has already refused it in this process; the compiler refuses the target.
+      UserError: JAX has already rejected it in this process; the compiler rejects the target.
     """
     name = f"{chip.name}:{hosts}x{gpus_per_host}"
     if chip.processor is None:
         raise NoCompilerError(f"target {name!r}: no compiler for it comes with JAX's CUDA plugin")
-    # The plugin otherwise looks for a driver as it is loaded, and refuses to be.
+    # The plugin otherwise looks for a driver as it is loaded, and rejects to be.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         description = topologies.get_topology_desc(
@@ -94,7 +94,7 @@ def gpu_devices(
         ) from error
     except RuntimeError as error:
         said = f"{error} {noise()}".strip()
-        raise UserError(f"target {name!r}: the CUDA compiler refuses it: {said}") from error
+        raise UserError(f"target {name!r}: the CUDA compiler rejects it: {said}") from error
     return list(description.devices)
 
 

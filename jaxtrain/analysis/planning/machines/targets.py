@@ -201,7 +201,7 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
     chip = slices_of.compiler_s_name or target.chip.name
     # Not the metadata server of a cloud machine: it is not asked about hardware that is not there.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Nor the lock that gives a machine's chips to one process: two may compile at one time.
+    # Nor the lock that gives a machine's chips to one process: two may compile at once.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         description = topologies.get_topology_desc(
@@ -214,7 +214,7 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
                 "pip install 'jaxtrain[tpu]'"
             ) from error
         said = f"{error} {noise()}".strip()
-        raise UserError(f"target {target.name!r}: libtpu refuses it: {said}") from error
+        raise UserError(f"target {target.name!r}: libtpu rejects it: {said}") from error
     return list(description.devices)
 
 

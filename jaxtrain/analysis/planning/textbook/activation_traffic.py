@@ -1,6 +1,6 @@
 """Closed forms of activation traffic: tensor, sequence, context, expert, pipeline parallelism.
 
-Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
+Letters: B the rows that a device computes with at once, T its part of the sequence, D embed,
 N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.
 """
 
@@ -97,7 +97,7 @@ class _Activations:
         found = {_part(weight) for weight in weights if weight.axes[-1] == "embed"}
         return [name for name in _PARTS if name in found]
 
-    # -- tensor -----------------------------------------------------------------------------------
+    # -- tensor ----------------------------------------------------------------------------------
 
     def sums_again(self, part: str) -> bool:
         """Whether a part's last sum runs again for the backward pass. It does not where it is kept,
@@ -286,7 +286,7 @@ class _Activations:
             "all-reduce", "tensor", 2 * times, 4 * tokens, "loss: sums over the vocabulary", "2 B T"
         )
 
-    # -- context ----------------------------------------------------------------------------------
+    # -- context ---------------------------------------------------------------------------------
 
     def heads(self) -> tuple[int, int]:
         """Query heads and kv heads of a device, before anything is exchanged."""
@@ -350,7 +350,7 @@ class _Activations:
             4 * facts.B * facts.T, "segment ids", "B T",
         )  # fmt: skip
 
-    # -- experts and stages -----------------------------------------------------------------------
+    # -- experts and stages ----------------------------------------------------------------------
 
     def experts(self) -> Iterator[Expected]:
         """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668)."""
@@ -385,7 +385,7 @@ def boundaries(facts: Facts) -> Iterator[Expected]:
     """A microbatch crosses a boundary of stages forward, its gradient backward
     (arXiv 1811.06965). A run is a tick in which anything crosses.
 
-    What was read of a source goes on from stage to stage of the decoder, beside the target.
+    What was read of a source resumes from stage to stage of the decoder, beside the target.
     """
     for name, first in facts.travels.items():
         payload = stream_bytes(facts, name)

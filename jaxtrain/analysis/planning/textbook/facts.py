@@ -1,6 +1,6 @@
 """Sizes of a configured step that the closed forms of traffic read.
 
-Letters: B the rows that a device computes with at one time, T its part of the sequence, D embed,
+Letters: B the rows that a device computes with at once, T its part of the sequence, D embed,
 N query heads, K kv heads, H head_dim, V vocab, L layers on a device.
 """
 
@@ -210,7 +210,7 @@ class Facts:
 
     @functools.cached_property
     def B(self) -> int:  # noqa: N802
-        """Rows that a device computes with at one time."""
+        """Rows that a device computes with at once."""
         rows = rows_held(self.config, self.layout)
         return max(rows // (self.devices(self.batch_axes) * self.passes), 1)
 

@@ -39,7 +39,7 @@ class Flops:
 
     Attributes:
       matmul: of matrix products and convolutions. Where a `cond` could go either way, of the
-        dearest branch, so at most this.
+        most expensive branch, so at most this.
       matmul_least: the same with the cheapest branches; equal to `matmul` where all cost the same.
       chosen: the part of `matmul` whose scope the caller's predicate picked.
       narrow: the part of `matmul` whose operands are all of 8 bits, float8 or int8.

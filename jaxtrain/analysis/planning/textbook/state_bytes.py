@@ -32,7 +32,7 @@ class Arguments:
       host: what of a state lies in the memory of the device's host, and in none of the others.
       streamed: the most of both that is on the device at a time, to be updated.
       disk: what of a state lies in files of the device's host, and in no memory.
-      read: what a step reads of `host`, an array as often as it is asked for.
+      read: what a step reads of `host`, an array as often as it is requested.
     """
 
     params: int

@@ -40,8 +40,8 @@ NF4 = np.array([
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantised:
-    """The value of a parameter in few bits, or of one layer of it.
+class Quantized:
+    """The value of a parameter quantized, or of one layer of it.
 
     Attributes:
       codes: int8 in the weight's shape; or uint8, half as many along `dim`.
@@ -64,15 +64,15 @@ class Quantised:
     summed: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def quantise(
+def quantize(
     weight: jax.Array,
     axes: tuple[str, ...],
     summed: tuple[int, ...],
     kind: Kind,
     *,
     group: int = BLOCK,
-) -> Quantised:
-    """A weight, or all layers of it, in few bits.
+) -> Quantized:
+    """A weight, or all layers of it, quantized.
 
     Args:
       weight: of any floating dtype; 'nf4' and 'int4' want a multiple of `group` in the last of
@@ -90,7 +90,7 @@ def quantise(
         kept = tuple(i for i in range(x.ndim) if i not in summed)
         names = tuple(axes[i] for i in kept)
         scales = largest.squeeze(summed)
-        return Quantised(codes, scales, None, axes, names, kind, from_end[-1], from_end)
+        return Quantized(codes, scales, None, axes, names, kind, from_end[-1], from_end)
     parts = _parts(x)
     zeros = None
     if kind == "int4":
@@ -101,7 +101,7 @@ def quantise(
     pairs = _split(_join(codes, dim, parts), dim, 2, parts)
     high, low = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
     packed, scales = (high << 4) | low, scales.squeeze(dim + 1)
-    return Quantised(packed, scales, zeros, axes, axes, kind, from_end[-1], from_end)
+    return Quantized(packed, scales, zeros, axes, axes, kind, from_end[-1], from_end)
 
 
 def _of_blocks(blocks: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +127,7 @@ def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.A
     return code.astype(jnp.uint8), kept, zero.astype(jnp.uint8)
 
 
-def dequantised(value: Quantised) -> jax.Array:
+def dequantized(value: Quantized) -> jax.Array:
     """The floats that the codes stand for, float32."""
     codes, scales = value.codes, value.scales
     if value.kind == "int8":
@@ -143,14 +143,14 @@ def dequantised(value: Quantised) -> jax.Array:
     return _join(steps * scales, dim, parts)
 
 
-def unpacked(value: Quantised) -> jax.Array:
+def unpacked(value: Quantized) -> jax.Array:
     """The codes of 4 bits, uint8 in the weight's shape."""
     codes, dim = value.codes, value.codes.ndim + value.dim
     return _join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim, _parts(codes))
 
 
-def arrays(value: Quantised) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
-    """What a weight in few bits is kept as: arrays by name, and what their dimensions mean."""
+def arrays(value: Quantized) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
+    """What a weight quantized is kept as: arrays by name, and what their dimensions mean."""
     found = {
         "codes": (value.codes, value.codes_axes),
         "scales": (value.scales, value.scales_axes),
@@ -162,11 +162,11 @@ def arrays(value: Quantised) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
 
 def of_arrays(
     found: Mapping[str, tuple[jax.Array, tuple[str, ...]]], summed: tuple[int, ...], kind: Kind
-) -> Quantised:
-    """The inverse of `arrays`; `summed` and `kind` as of `quantise`, `summed` from the end."""
+) -> Quantized:
+    """The inverse of `arrays`; `summed` and `kind` as of `quantize`, `summed` from the end."""
     (codes, axes), (scales, scales_axes) = found["codes"], found["scales"]
     zeros = found["zeros"][0] if kind == "int4" else None
-    return Quantised(codes, scales, zeros, axes, scales_axes, kind, summed[-1], summed)
+    return Quantized(codes, scales, zeros, axes, scales_axes, kind, summed[-1], summed)
 
 
 def product(
@@ -177,21 +177,21 @@ def product(
     *,
     by: Einsum,
 ) -> jax.Array:
-    """The product of x with a weight in few bits; arguments as of `contract`.
+    """The product of x with a weight quantized; arguments as of `contract`.
 
     Codes are gathered over fsdp, not floats. The backward pass makes the floats again: kept, they
     would be what the codes are there to avoid.
     """
-    value: Quantised = weight.get_value()
+    value: Quantized = weight.get_value()
 
-    def multiplied(x: jax.Array, value: Quantised) -> jax.Array:
+    def multiplied(x: jax.Array, value: Quantized) -> jax.Array:
         codes: Any = weight.replace(value.codes, axes=value.codes_axes)
         scales: Any = weight.replace(value.scales, axes=value.scales_axes)
         whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
         if value.zeros is not None:
             zeros: Any = weight.replace(value.zeros, axes=value.scales_axes)
             whole = dataclasses.replace(whole, zeros=gather(zeros))
-        floats: Any = weight.replace(dequantised(whole).astype(x.dtype))
+        floats: Any = weight.replace(dequantized(whole).astype(x.dtype))
         return contract(equation, x, floats, out, by=by)
 
     return jax.checkpoint(multiplied)(x, value)
