@@ -35,7 +35,7 @@ def batch_norm(
     Returns:
       the normalized activations in x's dtype, mean [C] and biased variance [C] in float32.
     """
-    # Sums of x and x^2 come from one skip x (and one reduction between devices), those of
+    # Sums of x and x^2 come from one pass over x (and one reduction between devices), those of
     # x and (x - mean)^2 from two; but mean(x^2) - mean(x)^2 cancels where the mean is large.
     from_shift = x_BHWC.astype(jnp.float32) - shift_C
     offset_C, square_C = mean_over_batch(

@@ -198,7 +198,7 @@ def _pooled_forward(
 def _pooled_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """The places of the window, each spread over the image: one skip it."""
+    """The places of the window, each spread over the image: one pass over it."""
     index, like = kept
     size, stride, rows, columns = window
     H, W = like.shape[1:3]

@@ -45,7 +45,7 @@ def named(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-# What is as quick to do again as to read back: one skip what it is given, fused into the pass
+# What is as quick to do again as to read back: one pass over what it is given, fused into the pass
 # that asks for it.
 _CHEAP = frozenset(
     {
@@ -122,7 +122,7 @@ def _is_attention(primitive: Any, parameters: dict[str, Any]) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def elementwise(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
-    """function(*inputs), one skip them, whose backward pass keeps them alone.
+    """function(*inputs), one pass over them, whose backward pass keeps them alone.
 
     It does the function again. JAX's own keeps every step on the way, in float32 where it is that.
     """

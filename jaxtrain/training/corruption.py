@@ -4,7 +4,7 @@ A device that computes wrongly without saying so leaves two traces. Devices that
 of an array no longer hold the same bits, because every one of them updates its own copy; and the
 same step taken again from the same state has another result. Large runs have met both (Llama 3,
 arXiv 2407.21783, section 3.3.4, counts 6 of 419 interruptions; Gemini, arXiv 2312.11805, section 4,
-replays steps to find such devices). The first costs one skip the state, the second a step and
+replays steps to find such devices). The first costs one pass over the state, the second a step and
 a copy of the state; neither changes the program of an ordinary step.
 """
 

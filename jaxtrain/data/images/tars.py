@@ -1,7 +1,7 @@
 """WebDataset tar files: an image and its label per sample, read by offset.
 
 A sample is the members whose names agree up to the first dot: `0001.jpg` with `0001.cls`, a number,
-or with `0001.json`, a field of which is one. A tar is skipped once, header by header, for where
+or with `0001.json`, a field of which is one. A tar is read once, header by header, for where
 the images lie; that is kept in the cache folder.
 """
 

@@ -41,7 +41,7 @@ NF4 = np.array([
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """The value of a parameter quantized, or of one layer of it.
+    """The value of a quantized parameter, or of one layer of it.
 
     Attributes:
       codes: int8 in the weight's shape; or uint8, half as many along `dim`.
@@ -150,7 +150,7 @@ def unpacked(value: Quantized) -> jax.Array:
 
 
 def arrays(value: Quantized) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
-    """What a weight quantized is kept as: arrays by name, and what their dimensions mean."""
+    """Arrays of a quantized weight by name, and what their dimensions mean."""
     found = {
         "codes": (value.codes, value.codes_axes),
         "scales": (value.scales, value.scales_axes),
