@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
 from jaxtrain.nn import convolution as module
 from jaxtrain.nn.convolution import convolution, max_pool
 
@@ -96,3 +97,59 @@ def test_max_pool_hands_on_what_is_no_number():
     forward = jax.vjp(max_pool, x)[0]
     np.testing.assert_array_equal(np.isnan(forward), np.isnan(max_pool(x)))
     assert np.isnan(forward).sum() == 1
+
+
+# -- images hardly larger than the kernel ----------------------------------------------------------
+
+# Height, width, side of the kernel, stride, padding.
+SMALL = [
+    (2, 2, 3, 1, 1), (1, 1, 3, 1, 1), (4, 4, 3, 1, 1), (4, 3, 3, 1, 0), (4, 4, 3, 2, 1),
+    (3, 4, 3, 2, 1), (1, 4, 3, 2, 1), (4, 4, 5, 1, 2), (6, 5, 5, 2, 2), (5, 6, 5, 3, 1),
+    (3, 3, 2, 1, 0), (3, 2, 2, 2, 1), (8, 7, 7, 2, 3), (4, 4, 3, 1, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("height", "width", "size", "stride", "padding"), SMALL)
+def test_small_images_are_patches_and_equal_torch(height, width, size, stride, padding):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(3, height, width, 5)).astype(np.float32)
+    kernel = rng.normal(size=(size, size, 5, 4)).astype(np.float32)
+    images = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)
+    weight = torch.tensor(kernel.transpose(3, 2, 0, 1), requires_grad=True)
+    theirs = torch.nn.functional.conv2d(images, weight, stride=stride, padding=padding)
+    gradient = rng.normal(size=theirs.shape).astype(np.float32)
+    theirs.backward(torch.tensor(gradient))
+
+    def run(x, kernel):
+        return convolution(x, kernel, stride, padding)
+
+    assert "conv_general_dilated" not in str(jax.make_jaxpr(run)(x, kernel))
+    y, pull = jax.vjp(run, x, kernel)
+    np.testing.assert_allclose(y, theirs.detach().numpy().transpose(0, 2, 3, 1), atol=2e-5)
+    of_x, of_kernel = pull(gradient.transpose(0, 2, 3, 1))
+    np.testing.assert_allclose(of_x, images.grad.numpy().transpose(0, 2, 3, 1), atol=2e-5)
+    np.testing.assert_allclose(of_kernel, weight.grad.numpy().transpose(2, 3, 1, 0), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "dtype"),
+    [
+        ((3, 5, 4, 5), 3, np.float32),  # larger
+        ((3, 2, 2, 5), 1, np.float32),  # a matmul already
+        ((3, 2, 2, 5), 3, jax.numpy.bfloat16),
+    ],
+)
+def test_all_else_is_xla_s_convolution(shape, size, dtype):
+    x, kernel = np.ones(shape, dtype), np.ones((size, size, 5, 4), dtype)
+    assert "conv_general_dilated" in str(jax.make_jaxpr(lambda *a: convolution(*a, 1))(x, kernel))
+
+
+def test_small_images_are_convolved_on_a_tpu():
+    """Its program is what it was: the choice is by the device that a program is for."""
+    devices = target_devices(parse_target("v5e:2x2"))
+    mesh = jax.sharding.Mesh(np.array(devices[:1]), "x")
+    x, kernel = inputs(2)
+    with jax.sharding.set_mesh(mesh):
+        traced = jax.jit(lambda *a: convolution(*a, 1)).trace(x[:, :2, :2], kernel)
+    assert "conv_general_dilated" in str(traced.jaxpr)

@@ -38,6 +38,8 @@ def convolution(
     """
     if padding is None:
         padding = kernel.shape[0] // 2
+    if _is_small(x_BHWC, kernel):
+        return _multiplied_patches(x_BHWC, kernel, stride, padding)
     same = stride == 1 and padding == kernel.shape[0] // 2
     if same and _images_of_a_tile(x_BHWC, kernel):
         return _with_tiles(x_BHWC, kernel)
@@ -58,15 +60,53 @@ def _convolved(
     )  # fmt: skip
 
 
+def _is_one_cpu() -> bool:
+    """Whether the program is for one CPU device: the forms below are XLA's better ones there."""
+    layout = current_layout()
+    alone = layout is None or layout.mesh.size == 1
+    return alone and platform_of(jax.sharding.get_abstract_mesh()) == "cpu"
+
+
+def _is_small(x_BHWC: jax.Array, kernel: jax.Array) -> bool:
+    """Whether images are hardly larger than the kernel, where XLA's convolution for CPUs is slow.
+
+    Of 32 images of 2 x 2 x 512 and a kernel of 3 x 3 x 512 x 512 it takes 1,070 ms forward and
+    backward, as patches 19 ms; at 4 x 4 88 and 71 ms, at 8 x 8 it is as quick or quicker
+    (benchmarks/history/cpu.md).
+    """
+    if x_BHWC.ndim != 4 or x_BHWC.dtype != jnp.float32 or kernel.shape[0] == 1:
+        return False
+    return max(x_BHWC.shape[1:3]) <= kernel.shape[0] + 1 and _is_one_cpu()
+
+
+def _multiplied_patches(
+    x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int
+) -> jax.Array:
+    """As `_convolved`, by one matmul of the patches under the kernel (im2col).
+
+    Its gradients, as JAX derives them, are two matmuls.
+    """
+    S, _, C, D = kernel.shape
+    B, *sides, _ = x_BHWC.shape
+    H, W = (pooled_side(side, S, stride, padding) for side in sides)
+    border = (padding, padding)
+    padded = jnp.pad(x_BHWC, ((0, 0), border, border, (0, 0)))
+    high, wide = stride * (H - 1) + 1, stride * (W - 1) + 1
+    shifted = [
+        padded[:, i : i + high : stride, j : j + wide : stride]
+        for i, j in itertools.product(range(S), range(S))
+    ]
+    patches_RP = jnp.concatenate(shifted, -1).reshape(-1, S * S * C)
+    return (patches_RP @ kernel.reshape(-1, D)).reshape(B, H, W, D)
+
+
 def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
     """How many images a tile of `_kernel_gradient` has; 0 where JAX's own gradient is better.
 
     XLA's for CPUs is a convolution over the batch, for which it turns both activations so that
     images come last: a quarter of a small ResNet's step.
     """
-    layout = current_layout()
-    alone = layout is None or layout.mesh.size == 1
-    if not alone or platform_of(jax.sharding.get_abstract_mesh()) != "cpu":
+    if not _is_one_cpu():
         return 0
     if x_BHWC.ndim == 3 or x_BHWC.dtype != jnp.float32:
         return 0
