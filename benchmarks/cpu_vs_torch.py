@@ -47,6 +47,10 @@ class Row:
       learning_rate: of both sides.
       clip_norm: of both sides.
       tolerance: how far the losses of 10 steps may be apart, relatively.
+      pixels: of a side of the images.
+      parts: of `torch_models.ConvNet`; empty: a ResNet.
+      side: pixels of a side before its fully connected layers.
+      activation: of that network.
     """
 
     says: str
@@ -59,6 +63,10 @@ class Row:
     learning_rate: float = 1e-3
     clip_norm: float | None = 1.0
     tolerance: float = 1e-4
+    pixels: int = 32
+    parts: tuple[str, ...] = ()
+    side: int = 0
+    activation: str = "relu"
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Inputs and targets of the batches that both sides go round."""
@@ -66,7 +74,7 @@ class Row:
         if self.length is None:
             return [
                 (
-                    rng.standard_normal((self.batch, 32, 32, 3), np.float32),
+                    rng.standard_normal((self.batch, self.pixels, self.pixels, 3), np.float32),
                     rng.integers(0, 10, self.batch, np.int32),
                 )
                 for _ in range(BATCHES)
@@ -101,6 +109,34 @@ def _lstm(says: str, layers: int, dim: int, length: int, batch: int) -> Row:
     return Row(says, "tokens", "lstm_quickstart", bindings, batch, length)
 
 
+_IMAGES = (
+    *COMMON[2:-2], "Mesh.fsdp = 1", "ImageData.channels = 3", "ImageData.source = 'synthetic'",
+    "ImageData.mean = (0.5, 0.5, 0.5)", "ImageData.std = (0.25, 0.25, 0.25)",
+    "Optimizer.name = 'sgd'", "Optimizer.learning_rate = 0.01", "Optimizer.weight_decay = 5e-4",
+    "Optimizer.clip_norm = None",
+)  # fmt: skip
+
+
+def _convnet(
+    says: str, config: str, bindings: tuple[str, ...], batch: int, pixels: int,
+    parts: str, side: int, activation: str = "relu",
+) -> Row:  # fmt: skip
+    # Batch norms on random images are chaotic: larger steps drift apart within ten of them.
+    rate = 1e-4
+    sizes = (
+        f"ImageData.image_size = {pixels}", f"Train.global_batch_size = {batch}",
+        f"Optimizer.learning_rate = {rate}",
+    )  # fmt: skip
+    return Row(
+        says, "images", config, (*_IMAGES, *sizes, *bindings), batch,
+        learning_rate=rate, clip_norm=None, pixels=pixels, parts=tuple(parts.split()), side=side,
+        activation=activation,
+    )  # fmt: skip
+
+
+_VGG11 = "c1.1 m2.2 c1.1 m2.2 c1.1 c1.1 m2.2 c1.1 c1.1 m2.2 c1.1 c1.1 m2.2"
+_VGG = ("VGG.width = 64", "VGG.head_width = 512", "VGG.channels = 3", "VGG.dropout = 0.0")
+
 ROWS = {
     "gpt_char": _gpt("nanoGPT char: 4 layers x 128, T 64, batch 12", 4, 128, 4, 64, 12),
     "gpt_256": _gpt("GPT 4 layers x 256, T 256, batch 8", 4, 256, 8, 256, 8),
@@ -111,15 +147,31 @@ ROWS = {
         "images",
         "resnet_digits",
         (
-            *COMMON[2:-2], "Mesh.fsdp = 1",
-            "ResNet.width = None", "ResNet.channels = 3", "ImageData.source = 'synthetic'",
-            "ImageData.image_size = 32", "ImageData.channels = 3", "ImageData.crop = 'resized'",
-            "ImageData.mean = (0.5, 0.5, 0.5)", "ImageData.std = (0.25, 0.25, 0.25)",
-            "Optimizer.learning_rate = 0.01", "Train.global_batch_size = 64",
+            *_IMAGES, "ResNet.width = None", "ResNet.channels = 3",
+            "ImageData.image_size = 32", "ImageData.crop = 'resized'",
+            "Train.global_batch_size = 64",
         ),
         64,
         learning_rate=0.01,
         clip_norm=None,
+    ),
+    "lenet": _convnet(
+        "LeNet, 32 x 32, batch 128", "lenet_mnist5k",
+        ("LeNet.channels = 3", "LeNet.padding = 0"),
+        128, 32, "c1.0 m2.2 c1.0 m2.2", 5,
+    ),
+    "alexnet": _convnet(
+        "AlexNet, 224 x 224, batch 16", "alexnet_mnist5k",
+        ("AlexNet.width = 64", "AlexNet.head_width = 4096", "AlexNet.channels = 3",
+         "AlexNet.dropout = 0.0"),
+        16, 224, "c4.2 m3.2 c1.2 m3.2 c1.1 c1.1 c1.1 m3.2", 6,
+    ),
+    "vgg11": _convnet(
+        "VGG-11, 32 x 32, batch 32", "vgg11_mnist5k", (*_VGG, "VGG.norm = None"),
+        32, 32, _VGG11, 7,
+    ),
+    "vgg11_norm": _convnet(
+        "VGG-11 with batch norms, 32 x 32, batch 32", "vgg11_mnist5k", _VGG, 32, 32, _VGG11, 7,
     ),
 }  # fmt: skip
 
@@ -169,7 +221,12 @@ def theirs(row: Row, weights_path: str, *, compiled: bool) -> Runner:
         for inputs, targets in row.batches()
     ]
     if row.length is None:
-        model: Any = torch_models.ResNet(weights).to(memory_format=torch.channels_last)
+        net = (
+            torch_models.ConvNet(weights, row.parts, row.side, row.activation)
+            if row.parts
+            else torch_models.ResNet(weights)
+        )
+        model: Any = net.to(memory_format=torch.channels_last)
         # The bytes of our images are channels last already.
         batches = [(x.permute(0, 3, 1, 2), y) for x, y in batches]
         optimizer = torch_models.sgd(model, row.learning_rate)

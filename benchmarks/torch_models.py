@@ -5,7 +5,8 @@ path in our model, its names joined by dots, to its array.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -155,6 +156,73 @@ class ResNet(nn.Module):
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.blocks(functional.relu(self.stem(images)))
         return functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+class ConvNet(nn.Module):
+    """Convolutions and poolings, then fully connected layers; `forward` is the mean loss of labels.
+
+    Args:
+      weights: ours, by name.
+      parts: one letter and numbers each: "c4.2" is a convolution of stride 4 with 2 pixels of
+        padding, followed by the activation; "m3.2" and "a2.2" take the largest and the mean of 3
+        x 3 and 2 x 2 pixels at a stride of 2; a third number is the padding in pixels.
+      side: pixels of a side before the fully connected layers, by adaptive average pooling.
+      activation: a function of `torch`.
+    """
+
+    def __init__(
+        self, weights: Weights, parts: Sequence[str], side: int, activation: str = "relu"
+    ) -> None:
+        super().__init__()
+        self.act, self.side, layers = getattr(torch, activation), side, []
+        names = sorted({name.rpartition(".")[0] for name in weights}, key=_in_order)
+        convolutions = (name for name in names if re.fullmatch(r"convolutions\.\d+", name))
+        for part in parts:
+            numbers = [int(number) for number in part[1:].split(".")]
+            if part[0] == "c":
+                layers.append(self._convolution(weights, next(convolutions), *numbers))
+            else:
+                pool = nn.MaxPool2d if part[0] == "m" else nn.AvgPool2d
+                layers.append(pool(*numbers))
+        self.parts = nn.ModuleList(layers)
+        dense = [name for name in names if name.startswith("dense")]
+        self.dense = nn.ModuleList(self._linear(weights, name) for name in (*dense, "head"))
+
+    def _convolution(self, weights: Weights, name: str, stride: int, padding: int) -> nn.Module:
+        kernel = weights[f"{name}.weight"].transpose(3, 2, 0, 1)
+        channels_out, channels_in, size, _ = kernel.shape
+        convolution = nn.Conv2d(channels_in, channels_out, size, stride, padding)
+        fill(convolution.weight, kernel)
+        fill(convolution.bias, weights[f"{name}.bias"])
+        if f"{name}.norm.scale" not in weights:
+            return convolution
+        norm = nn.BatchNorm2d(channels_out)
+        fill(norm.weight, weights[f"{name}.norm.scale"])
+        fill(norm.bias, weights[f"{name}.norm.bias"])
+        return nn.Sequential(convolution, norm)
+
+    def _linear(self, weights: Weights, name: str) -> nn.Module:
+        linear = nn.Linear(*weights[f"{name}.weight"].shape)
+        fill(linear.weight, weights[f"{name}.weight"].T)
+        fill(linear.bias, weights[f"{name}.bias"])
+        return linear
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = images
+        for part in self.parts:
+            pools = isinstance(part, nn.MaxPool2d | nn.AvgPool2d)
+            x = part(x) if pools else self.act(part(x))
+        if x.shape[2:] != (self.side, self.side):
+            x = functional.adaptive_avg_pool2d(x, self.side)
+        x = x.permute(0, 2, 3, 1).flatten(1)
+        for i, layer in enumerate(self.dense):
+            x = layer(self.act(x) if i else x)
+        return functional.cross_entropy(x, labels)
+
+
+def _in_order(name: str) -> list[tuple[int, str]]:
+    """ "convolutions.10" after "convolutions.9"."""
+    return [(int(word) if word.isdigit() else -1, word) for word in name.split(".")]
 
 
 def adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
