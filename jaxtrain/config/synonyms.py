@@ -179,6 +179,8 @@ SYNONYMS = (
     _same("sp sp_size sequence_parallel_size", "Sharding.sequence_parallel", "Mesh.context"),
     _same("zero_stage zero_optimization fsdp_stage sharding_strategy", "Sharding.zero"),
     _same("use_distributed_optimizer distributed_optimizer", "Sharding.masters"),
+    _same("grad_reduce_in_fp32 accumulate_allreduce_grads_in_fp32 grad_accum_dtype "
+          "gradient_accumulation_dtype reduce_dtype", "Precision.gradients"),
     _same("num_microbatches n_microbatches", "Pipeline.microbatches"),
     _same("pipeline_schedule pp_schedule", "Pipeline.schedule"),
     _same("num_devices n_devices cpu_devices", "--simulate-devices"),

@@ -29,6 +29,9 @@ class Precision:
         TF32 on GPUs since Ampere and bfloat16 on TPUs; 'tf32' has at least 10 bits (three bfloat16
         products on TPUs), 'float32' all 23. For Precision.compute='float32', and the routers and
         optimizers that compute in float32 whatever stands there. Plans price the default.
+      gradients: the dtype in which gradients of microbatches are summed, on a device and between
+        devices (Megatron-LM's grad_reduce_in_fp32). Those of a step with one microbatch are in the
+        dtype that they are computed in.
       loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
         underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
         steps).
@@ -44,6 +47,7 @@ class Precision:
     params: Literal["float32", "bfloat16"] = "float32"
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     float32_products: Literal["device", "tf32", "float32"] = "device"
+    gradients: Literal["float32", "bfloat16"] = "float32"
     loss_scale: Literal["dynamic"] | float | None = None
     matmul: Literal["compute", "float8", "int8", "mxfp8", "nvfp4"] = "compute"
 

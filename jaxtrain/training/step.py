@@ -26,7 +26,7 @@ from jaxtrain.training.balancing import rebalanced
 from jaxtrain.training.creation import created
 from jaxtrain.training.finetune.tuning import Tuning, Weights, partition
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, selected
-from jaxtrain.training.microbatches import numbered, split_microbatches
+from jaxtrain.training.microbatches import accumulated, numbered, split_microbatches
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.optimizers.average import averaged, begun
@@ -423,7 +423,7 @@ class Program:
     ) -> tuple[nnx.State, Sums, nnx.State]:
         """Gradients and sums of all microbatches of these rows, and the new statistics.
 
-        Gradients of several microbatches are float32; one's are in the dtype of its computation.
+        Gradients of several microbatches are in Precision.gradients, one's as they are computed.
 
         Args:
           layout: where everything goes, these rows being all that it knows of.
@@ -453,20 +453,9 @@ class Program:
         if self.accumulation == 1:
             return one(statistics, batch)
 
-        def add(carry: Any, micro: Batch) -> tuple[Any, None]:
-            grads, sums, statistics = carry
-            more_grads, more_sums, statistics = one(statistics, micro)
-            sums = jax.tree.map(jnp.add, sums, more_sums)
-            return (self.added(grads, more_grads), sums, statistics), None
-
         micros = split_microbatches(batch, self.accumulation)
-        first = jax.tree.map(lambda x: x[0], micros)
-        grads, sums, _ = jax.eval_shape(one, statistics, first)
-        grads = jax.tree.map(lambda g: g.update(dtype=jnp.float32), grads)
-        none, no_sums = jax.tree.map(_zeros, (grads, sums))
-        none = jax.tree.map(lambda x, to: jax.device_put(x, jax.typeof(to).memory_space), none, of)
-        (grads, sums, statistics), _ = jax.lax.scan(add, (none, no_sums, statistics), micros)
-        return grads, sums, statistics
+        dtype = self.precision.gradients
+        return accumulated(one, self.added, micros, statistics, like=of, dtype=dtype)
 
     def with_respect_to(self, trained: nnx.State) -> nnx.State:
         """What gradients are taken with respect to: of ZeRO 2 the shards (see GradientSlice)."""
@@ -474,8 +463,8 @@ class Program:
         return reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
 
     def added(self, total: nnx.State, grads: nnx.State) -> nnx.State:
-        """The float32 sum of microbatches' gradients with one's more."""
-        return jax.tree.map(lambda x, more: x + more.astype(jnp.float32), total, grads)
+        """The sum of microbatches' gradients with one's more, in the dtype of the sum."""
+        return jax.tree.map(lambda x, more: x + more.astype(x.dtype), total, grads)
 
     def sums(
         self,
@@ -520,6 +509,7 @@ class Program:
             self.layout,
             self._with_gradient,
             keep_residuals=self.pipeline.backward == "residuals",
+            sum_dtype=self.precision.gradients,
         )
         micros = split_microbatches(
             self.objective.arranged(batch, self.execution), self.pipeline.microbatches
@@ -593,7 +583,3 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes, shardings,
     )  # fmt: skip
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)

@@ -143,7 +143,8 @@ def own_precision(bench: Bench) -> Finding:
     found, expected = run.gradients(bench.batch), bench.one_device_step
     loss = relative(found.loss, expected.loss)
     norm = relative_norm(found.gradients, expected.gradients)
-    lowest = own.precision.compute if own.precision.compute in ROUNDING else own.precision.params
+    dtypes = own.precision.compute, own.precision.gradients, own.precision.params
+    lowest = next((dtype for dtype in dtypes if dtype in ROUNDING), own.precision.params)
     limit = band(lowest, own.precision.matmul, _matrices(bench.one_device.created.params))
     islands = ", ".join(f"{scope} ({', '.join(how)})" for scope, how in run.islands.items())
     return Finding(

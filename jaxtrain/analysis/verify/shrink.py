@@ -149,7 +149,11 @@ def shrink(own: Config) -> Small:
         pipeline=Pipeline(),
         exchange=Exchange(),
         precision=dataclasses.replace(
-            own.precision, params="float32", compute="float32", matmul="compute"
+            own.precision,
+            params="float32",
+            compute="float32",
+            gradients="float32",
+            matmul="compute",
         ),
     )
     if reads_tokens(model):

@@ -41,6 +41,7 @@ class Engine:
         with respect to `of`; of weights alone: without one (see `step.Program`).
       keep_residuals: whether the forward pass keeps its residuals; else backward computes each
         stage again from its input.
+      sum_dtype: of the sums of microbatches' gradients.
     """
 
     parts: Parts
@@ -49,6 +50,7 @@ class Engine:
     layout: Layout
     with_gradient: Callable[..., Any]
     keep_residuals: bool = False
+    sum_dtype: str = "float32"
 
     def run(
         self,
@@ -68,8 +70,8 @@ class Engine:
           step: optimizer steps taken, whose random numbers are drawn; None draws none.
 
         Returns:
-          Float32 gradients like `of`; sums over all rows. A schedule without backward actions
-          gives zeros for gradients.
+          Gradients like `of`, in `sum_dtype`; sums over all rows. A schedule without backward
+          actions gives zeros for gradients.
         """
         kept = "residuals" if self.keep_residuals else "recompute"
         table = slots(self.schedule, backward=kept)
@@ -93,6 +95,7 @@ class Engine:
             with_gradient=self.with_gradient,
             keep_residuals=self.keep_residuals,
             together=self._has_ring,
+            sum_dtype=self.sum_dtype,
         )
 
         def body(own: Any, *arguments: Any) -> Any:

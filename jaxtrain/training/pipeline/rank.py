@@ -49,6 +49,7 @@ class Rank:
         with_gradient: Callable[..., Any],
         keep_residuals: bool,
         together: bool,
+        sum_dtype: str,
     ) -> None:
         """Nothing is computed yet.
 
@@ -62,11 +63,12 @@ class Rank:
           keep_residuals: as in Backward.
           together: whether all ranks do a tick's work, those too that have none in it, whose
             results count for nothing.
+          sum_dtype: of the sums of microbatches' gradients.
         """
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
         self._names = names
         self._with_gradient, self._keep_residuals = with_gradient, keep_residuals
-        self._together = together
+        self._together, self._sum_dtype = together, sum_dtype
         numbers = np.unique(action_numbers(table, parts.passes, stages.chunks))
         self._actions = [(Work(n // parts.passes), int(n % parts.passes)) for n in numbers]
         self._split = Work.BACKWARD_INPUT in {kind for kind, _ in self._actions}
@@ -114,8 +116,8 @@ class Rank:
             "stash": [
                 [buffer(s, table.num_stash_slots) for s in own.stash] for own in self._passes
             ],
-            "layers": [jnp.zeros_like(total, jnp.float32) for total in totals],
-            "outer": [jnp.zeros_like(v, jnp.float32) for v in jax.tree.leaves(of_outer)],
+            "layers": [jnp.zeros_like(total, self._sum_dtype) for total in totals],
+            "outer": [jnp.zeros_like(v, self._sum_dtype) for v in jax.tree.leaves(of_outer)],
             "sums": self._no_sums(),
         }
         carry, _ = jax.lax.scan(self._tick, carry, ticks)

@@ -160,6 +160,11 @@ class Facts:
         """Bytes of one number of the parameters at rest."""
         return jnp.dtype(self.config.precision.params).itemsize
 
+    @functools.cached_property
+    def sum_bytes(self) -> int:
+        """Bytes of one number of a sum of microbatches' gradients."""
+        return jnp.dtype(self.config.precision.gradients).itemsize
+
     def gradient_bytes(self, weight: Weight) -> int:
         """Bytes of one number of a weight's gradient when it is reduced: norms, routers and what
         is added to scores compute in float32."""
@@ -167,10 +172,10 @@ class Facts:
         return 4 if weight.role in ("norm", "router") or in_scores else self.value_bytes
 
     def summed_bytes(self, weight: Weight) -> int:
-        """Bytes of one number of a weight's gradient when it crosses once a step: float32, where
-        microbatches were summed, else as it is computed with."""
+        """Bytes of one number of a weight's gradient when it crosses once a step: those of the sum,
+        where microbatches were summed, else as it is computed with."""
         if self.passes > 1 or self.size("pipe") > 1:
-            return 4
+            return self.sum_bytes
         return self.value_bytes if weight.is_matrix else self.master_bytes
 
     @functools.cached_property

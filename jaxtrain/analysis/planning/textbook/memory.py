@@ -138,7 +138,8 @@ class _Step:
         if self.arguments.streamed:
             phases.append(self._streaming())
         if self._numbers_on_host:
-            phases.append({"gradients": self._gradients(itemsize=4) - self._accumulators})
+            whole = self._gradients(itemsize=self._summed)
+            phases.append({"gradients": whole - self._accumulators})
         if self._holds_both_sums:
             phases.append(self._summing())
         largest = max(phases, key=lambda phase: sum(phase.values()))
@@ -147,8 +148,9 @@ class _Step:
             largest["parameters in the compute dtype"] = self._copies
         alive = {name: size for name, size in largest.items() if size}
         numbers, each, many = self._numbers_on_host, self._compute, self._microbatches > 1
-        on_host = numbers * (4 + 2 * each if many else each)
-        read = numbers * (4 + self._microbatches * (4 + each) if many else each)
+        total = self._summed
+        on_host = numbers * (total + 2 * each if many else each)
+        read = numbers * (total + self._microbatches * (total + each) if many else each)
         return Memory(self.arguments, gradients, alive, self._offloaded, self._sent, on_host, read)
 
     # -- what is alive all the time --------------------------------------------------------------
@@ -175,6 +177,11 @@ class _Step:
     @property
     def _compute(self) -> int:
         return jax.numpy.dtype(self.config.precision.compute).itemsize
+
+    @property
+    def _summed(self) -> int:
+        """Bytes of one number of a sum of microbatches' gradients."""
+        return jax.numpy.dtype(self.config.precision.gradients).itemsize
 
     @property
     def _microbatches(self) -> int:
@@ -205,10 +212,11 @@ class _Step:
         if self._microbatches == 1:
             return 0
         if self._ranks == 1:
-            return self._gradients(itemsize=4) - 4 * self._numbers_on_host
+            whole = self._gradients(itemsize=self._summed)
+            return whole - self._summed * self._numbers_on_host
         # A pipeline's ranks each keep accumulators for the embedding and the head.
-        outer = self._gradients(itemsize=4, layers=False)
-        own = self._gradients(itemsize=4, layers=True)
+        outer = self._gradients(itemsize=self._summed, layers=False)
+        own = self._gradients(itemsize=self._summed, layers=True)
         return (own + outer) * (2 if self.config.train.accumulation > 1 else 1)
 
     # -- the phases of a microbatch --------------------------------------------------------------
@@ -357,7 +365,7 @@ class _Step:
 
     def _summing(self) -> dict[str, int]:
         """A microbatch's whole gradients are added."""
-        return {"gradients": self._gradients(itemsize=4)}
+        return {"gradients": self._gradients(itemsize=self._summed)}
 
     def _embedding(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute)
@@ -379,7 +387,8 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"]).of_microbatches
     layout = of_weights(on_platform(layout, platform, "planned"))
     activations, on_host = kept_of_rows(of_forward(config), layout, rows)
-    gradients = 4 * elements(
+    facts = Facts(config, own)
+    gradients = (facts.sum_bytes if facts.passes > 1 else 4) * elements(
         shapes_of_state(without_layout(config, own)), own, "gradient", "trained", None
     )
     if sizes["pipe"] == 1:
@@ -387,7 +396,6 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         return Memory(arguments, gradients, {"activations": activations}, on_host, sent)
     table = waiting(pipeline, sizes["pipe"], passes_of(config.train.model))
     stages = sizes["pipe"] * pipeline.virtual_stages
-    facts = Facts(config, own)
     waits = {
         "activations": activations * (table.residuals or 1) // stages,
         "pipeline: inputs and gradients of stages": (table.inputs + table.gradients)

@@ -194,7 +194,7 @@ class _Weight:
             )
 
     def once(self) -> Iterator[Expected]:
-        """What crosses after the last microbatch: to where it is updated, summed in float32."""
+        """What crosses after the last microbatch, to where it is updated: the sum."""
         facts, axes = self.facts, self.weight.axes
         over = [axis for axis in self.reduced_over() if axis in facts.summed_once]
         if not over:
@@ -240,13 +240,14 @@ class _Weight:
         return [axis for axis in over if axis not in used and facts.size(axis) > 1]
 
     def over_pipe(self) -> Iterator[Expected]:
-        """What stands around the layers: stages have parts of its gradient, in float32."""
+        """What stands around the layers: stages have parts of its gradient's sum."""
         facts = self.facts
         if facts.size("pipe") == 1 or self.weight.is_layer:
             return
         axes = self.extra(facts.layout.parameter)
         within = self.extra(facts.layout.gradient)
-        size = 4 * self.elements // facts.devices([a for a in within if a != "pipe"])
+        size = facts.sum_bytes * self.elements
+        size //= facts.devices([a for a in within if a != "pipe"])
         kind = "reduce-scatter" if "pipe" in axes else "all-reduce"
         formula = "N (p-1)/p" if "pipe" in axes else "2 N (p-1)/p"
         times = facts.config.train.accumulation
@@ -271,4 +272,5 @@ class _Weight:
             yield Expected("collective-permute", facts.joined(split), 2, size, cause, "N / k")
         if "fsdp" in facts.of_microbatches.summed_once:  # the sum's shards too, on the way in
             cause = f"gradients: {self.name}"
-            yield Expected("collective-permute", facts.joined(split), 1, 4 * held, cause, "N / k")
+            size = 4 * held  # float32, whatever they were summed in
+            yield Expected("collective-permute", facts.joined(split), 1, size, cause, "N / k")
