@@ -210,22 +210,6 @@ SLOW = {
         ),
         {WHOLE},
     ),
-    "masters, sums in bfloat16": (
-        config_of(
-            LLAMA, {"fsdp": 8}, rows=16, accumulation=2,
-            sharding=Sharding(zero=1, masters="sharded"),
-            precision=Precision(gradients="bfloat16"),
-        ),
-        set(),
-    ),
-    "masters, pipe, sums in bfloat16": (
-        config_of(
-            deep(LLAMA), {"pipe": 2, "fsdp": 4}, rows=32, accumulation=2,
-            pipeline=Pipeline(microbatches=4), sharding=Sharding(zero=1, masters="sharded"),
-            precision=Precision(gradients="bfloat16"),
-        ),
-        {WHOLE},
-    ),
     "masters, tensor, replicas": (
         config_of(
             LLAMA, {"data": 2, "fsdp": 2, "tensor": 2}, rows=16, accumulation=2,

@@ -12,18 +12,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_program, needs_libtpu
 from test_accumulate_local import K, N, configured, moved
+from test_planning_traffic import WHOLE, audited, compiled_step, config_of, deep, faults
 from test_step import BATCH, MODELS
+from test_traffic import MODELS as WIDE
 
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.parallel.sharding import by_name, name_of
+from jaxtrain.parallel.sharding import Sharding, by_name, name_of
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout, notes
 
@@ -101,6 +104,32 @@ def masters(**sections):
     config = configured("shard", zero=1, **sections)
     sharding = dataclasses.replace(config.sharding, masters="sharded")
     return dataclasses.replace(config, sharding=sharding)
+
+
+COMPILED = {
+    "sums in bfloat16": ({"fsdp": 8}, {"precision": Precision(gradients="bfloat16")}),
+    "tensor, replicas": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    "pipe": ({"pipe": 2, "fsdp": 4}, {"pipeline": Pipeline(microbatches=4)}),
+    "pipe, sums in bfloat16": (
+        {"pipe": 2, "fsdp": 4},
+        {"pipeline": Pipeline(microbatches=4), "precision": Precision(gradients="bfloat16")},
+    ),
+}
+
+
+@needs_libtpu
+@pytest.mark.slow_cases("pipe")
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_a_compiled_step_moves_is_the_closed_form(name):
+    """For TPUs, with two microbatches; of one and without other axes: tests/test_traffic.py."""
+    sizes, changes = COMPILED[name]
+    pipelined = "pipe" in sizes
+    config = config_of(
+        deep(WIDE["llama"]) if pipelined else WIDE["llama"], sizes, rows=32 if pipelined else 16,
+        accumulation=2, sharding=Sharding(zero=1, masters="sharded"), **changes,
+    )  # fmt: skip
+    rows = audited(config, *compiled_step(config))
+    assert faults(rows, {WHOLE} if pipelined else set()) == []
 
 
 def test_the_estimate_has_shards_of_masters_and_whole_weights():
