@@ -43,6 +43,7 @@ def _status(words: list[str]) -> int:
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{_bindings_meant(unknown)}")
+    arguments.words = [whole.prog, *words]  # for the pages that --html writes
     if (absent := _absent_config(getattr(arguments, "config", None))) is not None:
         print(f"jaxtrain: {absent}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
@@ -93,7 +94,7 @@ def _without_devices(arguments: argparse.Namespace) -> int:
         if arguments.command == "plot":
             from jaxtrain.run.show.compare import plot
 
-            return plot(terminal(), arguments.runs, arguments.png)
+            return plot(terminal(), arguments.runs, arguments.png, arguments.html, arguments.words)
         from jaxtrain.run.sweep import sweep
 
         return sweep(arguments)

@@ -18,7 +18,7 @@ CLAIMS = {
     ),
     "notebooks": ("notebooks",),
     "benchmarks": ("benchmarks_*", "promised_results", "g2p"),
-    "planning": ("planning_*", "profiling", "pipeline_timeline", "absent_tpus"),
+    "planning": ("planning_*", "profiling", "pipeline_timeline", "absent_tpus", "html_reports"),
     "traffic": (
         "traffic", "*_traffic", "torus_collectives", "tiles", "collective_matmul",
         "experts_overlap", "accumulate_local",

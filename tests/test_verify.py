@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import html_pages
 import jax
 import pytest
 
@@ -55,8 +56,9 @@ def prove(monkeypatch, tmp_path, capsys):
 # -- what holds -----------------------------------------------------------------------------------
 
 
-def test_a_config_is_proved_and_the_table_says_how(prove):
-    status, verdicts, written = prove("gpt_quickstart")
+def test_a_config_is_proved_and_the_table_says_how(prove, tmp_path):
+    page = tmp_path / "verify.html"
+    status, verdicts, written = prove("gpt_quickstart", "--html", str(page))
     out = prove.capsys.readouterr().out
     proofs = [name for name in OF_TEXT if name != "precision"]  # its own is float32
     assert status == 0
@@ -81,6 +83,16 @@ def test_a_config_is_proved_and_the_table_says_how(prove):
             "proof", "what", "measured", "limit", "verdict", "seconds", "detail",
         }  # fmt: skip
         assert 0 <= proof["measured"] <= proof["limit"]
+    shown = html_pages.read(page)
+    assert [text for text in shown.texts("td") if text in verdicts] == proofs
+    assert shown.texts("td").count("proved") == len(proofs)
+    assert {written["seconds"], float(len(proofs))} <= shown.values().keys()
+    entries = shown.texts("li")
+    assert "shrunk: GPT.embed_dim = 128 -> 16" in entries
+    assert "mesh: fsdp=4 x tensor=2" in entries
+    cells = set(shown.texts("td"))
+    for proof in written["proofs"]:
+        assert {f"{proof['what']} ({proof['detail']})", f"{proof['measured']:.2g}"} <= cells
 
 
 @pytest.mark.slow

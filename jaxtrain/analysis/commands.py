@@ -2,9 +2,11 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,8 @@ from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.show import show as show_plan
 from jaxtrain.analysis.planning.timeline import draw, simulate, table
+from jaxtrain.analysis.reports.plan import plan_page, plans_page
+from jaxtrain.analysis.reports.verify import verify_page
 from jaxtrain.analysis.verify import verify as verification
 from jaxtrain.analysis.verify.report import show_end, showing
 from jaxtrain.config.errors import UserError
@@ -38,6 +42,7 @@ from jaxtrain.training.step import parameter_shapes
 def verify(arguments: argparse.Namespace) -> int:
     """Proves a shrunk configuration on simulated devices."""
     name, file = arguments.config, writable("--json", arguments.json)
+    page = writable("--html", arguments.html)
     config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
     verification.simulate()
     console = terminal()
@@ -47,6 +52,8 @@ def verify(arguments: argparse.Namespace) -> int:
     show_end(console, found)
     if file is not None:
         write_atomically(file, json.dumps({"config": name, **found.to_json()}, indent=2).encode())
+    if page is not None:
+        _write_page(console, page, verify_page(found, config, name, arguments.words))
     return DONE if found.passed else FAILED
 
 
@@ -54,12 +61,18 @@ def plan(arguments: argparse.Namespace) -> int:
     """Plans a run for machines that need not be there, or for a budget of FLOPs."""
     console = terminal()
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
+    page = writable("--html", arguments.html)
     given = {"network": arguments.network, "disk": arguments.disk}
     targets = [parse_target(name, **given) for name in arguments.target]
     if arguments.budget is not None:
         budget = plan_budget(arguments.budget)
         others = {"CONFIG": arguments.config, "-b": arguments.gin_bindings, "--json": file}
-        others |= {"--png": picture, "--search": arguments.search, "--tokens": arguments.tokens}
+        others |= {
+            "--png": picture,
+            "--html": page,
+            "--search": arguments.search,
+            "--tokens": arguments.tokens,
+        }
         others |= {"a second --target": len(targets) > 1, "--disk": arguments.disk}
         if not targets:
             others |= {"--price": arguments.price, "--network": arguments.network}
@@ -87,17 +100,26 @@ def plan(arguments: argparse.Namespace) -> int:
         side_by_side.show(console, entries)
         if all(entry.plan is None for entry in entries):
             return USER_ERROR
-        drawn, told = side_by_side.figure(entries), {"plans": [one.to_json() for one in entries]}
+        told: dict[str, Any] = {"plans": [one.to_json() for one in entries]}
+        draw_all = functools.partial(side_by_side.figure, entries)
+        pages = functools.partial(plans_page, entries)
     else:
         found = _plan(arguments, console, targets[0], layouts[0])
         show_plan(console, found)
-        drawn, told = found.plot(), found.to_json()
+        told, draw_all, pages = found.to_json(), found.plot, functools.partial(plan_page, found)
     if picture is not None:
-        write_atomically(picture, drawn.png())
+        write_atomically(picture, draw_all().png())
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
     if file is not None:
         write_atomically(file, json.dumps(told, indent=2).encode())
+    if page is not None:
+        _write_page(console, page, pages(arguments.config, arguments.words))
     return DONE
+
+
+def _write_page(console: Console, file: Path, content: bytes) -> None:
+    write_atomically(file, content)
+    say(console, f"Written: {file}")
 
 
 def _on_target(

@@ -8,6 +8,7 @@ def add_analysis_commands(add: Add) -> None:
     command = add("verify", "Verify a config, shrunk, on 8 simulated devices.")
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
     command.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    command.add_argument("--html", metavar="FILE", help="write a self-contained page to this file")
     add_config_options(command)
 
     command = add("plan", "Predict memory, traffic and step time on a target machine.")
@@ -68,6 +69,7 @@ def add_analysis_commands(add: Add) -> None:
     )
     command.add_argument("--json", metavar="FILE", help="also write the plan to this file")
     command.add_argument("--png", metavar="FILE", help="draw memory, time and traffic to this file")
+    command.add_argument("--html", metavar="FILE", help="write a self-contained page to this file")
     add_config_options(command)
 
     command = add("timeline", "Simulate a pipeline schedule and draw it.")

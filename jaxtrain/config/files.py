@@ -57,6 +57,8 @@ def writable(option: str, name: str | None) -> Path | None:
             raise UserError(f"{named} is no file; name one, such as {file / f'out.{option[2:]}'}")
         if option == "--png" and file.suffix.lower() not in ("", ".png"):
             raise UserError(f"{named}: what is drawn is PNG; use {file.with_suffix('.png')}")
+        if option == "--html" and file.suffix.lower() not in ("", ".html", ".htm"):
+            raise UserError(f"{named}: the page is HTML; use {file.with_suffix('.html')}")
         tempfile.TemporaryFile(dir=folder).close()
     return file
 

@@ -232,6 +232,9 @@ def add_run_commands(add: Add) -> None:
         "runs", nargs="+", metavar="RUN", help="folder of a run, of several runs, or of a sweep"
     )
     command.add_argument("--png", metavar="FILE", help="draw into this file (default: plot.png)")
+    command.add_argument(
+        "--html", metavar="FILE", help="write a self-contained page, in place of plot.png"
+    )
 
     command = add("sweep", "Train one run for each combination of setting values.")
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")

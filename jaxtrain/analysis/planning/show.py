@@ -1,6 +1,5 @@
 """Terminal output and figure of `jaxtrain plan`: memory, time and traffic."""
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
+    from jaxtrain.analysis.planning.compiled.compiled import Compiled
     from jaxtrain.analysis.planning.result import Plan
     from jaxtrain.run.show.picture import Picture
 
@@ -248,6 +248,29 @@ _FILLS: list[dict[str, Any]] = [
 ]
 
 
+_GREYS: list[dict[str, Any]] = [
+    {"color": "dimgrey"},
+    {"color": "darkgrey"},
+    {"color": "0.92", "edgecolor": "grey"},
+]
+
+
+def compiled_parts(compiled: "Compiled") -> dict[str, int]:
+    """What the compiler gives to a step on one device, in bytes, from the bottom of a bar up."""
+    live = compiled.live_bytes or compiled.temp_bytes or 0
+    parts = {"arguments": compiled.argument_bytes, "alive beside them": live}
+    rest = (compiled.temp_bytes or 0) - live
+    return {**parts, "reserved besides": rest} if rest > 0 else parts
+
+
+def traffic_by_axis(plan: "Plan") -> dict[str, int]:
+    """Bytes that one device sends in a step along each mesh axis."""
+    together: dict[str, int] = {}
+    for row in plan.rows:
+        together[row.axis] = together.get(row.axis, 0) + row.bytes
+    return together
+
+
 def plan_figure(plan: "Plan") -> "Picture":
     """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
     pieces of a step's time, and the traffic by mesh axis."""
@@ -277,18 +300,10 @@ def _memory_bars(axes: Any, plan: "Plan") -> None:
         axes.bar("closed forms", size / unit.size, bottom=bottom, width=0.5, label=name, **fill)
         bottom += size / unit.size
     if compiled is not None:
-        bar = functools.partial(axes.bar, "compiled", width=0.5)
-        bar(compiled.argument_bytes / unit.size, color="dimgrey", label="arguments")
-        live = compiled.live_bytes or compiled.temp_bytes or 0
-        start = compiled.argument_bytes / unit.size
-        bar(live / unit.size, bottom=start, color="darkgrey", label="alive beside them")
-        rest = (compiled.temp_bytes or 0) - live
-        if rest > 0:
-            start += live / unit.size
-            bar(
-                rest / unit.size, bottom=start, color="0.92", edgecolor="grey",
-                label="reserved besides",
-            )  # fmt: skip
+        bottom = 0.0
+        for (name, size), fill in zip(compiled_parts(compiled).items(), _GREYS, strict=False):
+            axes.bar("compiled", size / unit.size, bottom=bottom, width=0.5, label=name, **fill)
+            bottom += size / unit.size
     if is_small:
         times = f"capacity {human_bytes(capacity)}: {capacity / most:,.0f} times as much"
         axes.plot([], [], linestyle="none", label=times)
@@ -326,9 +341,7 @@ def _time_bars(axes: Any, plan: "Plan") -> None:
 
 
 def _traffic_bars(axes: Any, plan: "Plan") -> None:
-    together: dict[str, int] = {}
-    for row in plan.rows:
-        together[row.axis] = together.get(row.axis, 0) + row.bytes
+    together = traffic_by_axis(plan)
     names = sorted(together, key=lambda name: together[name])
     unit = byte_unit(max(together.values(), default=0))
     sizes = [together[name] / unit.size for name in names]

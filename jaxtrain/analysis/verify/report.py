@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from rich.console import Console
@@ -99,7 +99,7 @@ class _Shown:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-        self._table = Table("proof", "what", "measured", "limit", "verdict", "seconds")
+        self._table = proof_table(())
 
     def small(self, small: Small) -> None:
         """Prints what was shrunk, and the head of the table."""
@@ -113,19 +113,31 @@ class _Shown:
 
     def proof(self, proof: Proof) -> None:
         """Adds a line."""
-        name, measured, limit, verdict, seconds, what = _cells(proof)
         if self._live is None:
-            line = _plain(name, measured, limit, verdict, seconds, what)
+            line = _plain(*_cells(proof))
             self._console.print(line, soft_wrap=True, highlight=False)
             return
-        style = {"proved": "green", "FAILED": "bold red"}.get(verdict, "yellow")
-        self._table.add_row(name, what, measured, limit, f"[{style}]{verdict}[/]", seconds)
+        _add(self._table, proof)
         self._live.refresh()
 
     def close(self) -> None:
         """Leaves the table as it is."""
         if self._live is not None:
             self._live.stop()
+
+
+def proof_table(proofs: Iterable[Proof]) -> Table:
+    """Return a table with a row for each proof."""
+    table = Table("proof", "what", "measured", "limit", "verdict", "seconds")
+    for proof in proofs:
+        _add(table, proof)
+    return table
+
+
+def _add(table: Table, proof: Proof) -> None:
+    name, measured, limit, verdict, seconds, what = _cells(proof)
+    style = {"proved": "green", "FAILED": "bold red"}.get(verdict, "yellow")
+    table.add_row(name, what, measured, limit, f"[{style}]{verdict}[/]", seconds)
 
 
 @contextlib.contextmanager

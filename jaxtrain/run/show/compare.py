@@ -44,18 +44,37 @@ class Run:
     lines: Sequence[Mapping[str, Any]]
 
 
-def plot(console: Console, folders: Sequence[str], png: str | None) -> int:
+def plot(
+    console: Console,
+    folders: Sequence[str],
+    png: str | None,
+    html: str | None = None,
+    words: Sequence[str] = (),
+) -> int:
     """Prints a table of these runs' folders and draws them; returns the exit status.
 
+    Args:
+      console: where the table is printed.
+      folders: of runs, or of such.
+      png: the picture's file; `PICTURE` if neither it nor `html` is given.
+      html: the file of an HTML page with the curves.
+      words: the command line, for the page.
+
     Raises:
-      UserError: a folder is no run's, or has no metrics yet; or the picture cannot be written.
+      UserError: a folder is no run's, or has no metrics yet; or a file cannot be written.
     """
-    picture = writable("--png", PICTURE if png is None else png)
-    assert picture is not None
+    picture = writable("--png", PICTURE if png is None and html is None else png)
+    page = writable("--html", html)
     runs = open_runs(folders)
     console.print(table(runs))
-    write_atomically(picture, figure(runs).png())
-    say(console, f"Drawn: {picture}")
+    if picture is not None:
+        write_atomically(picture, figure(runs).png())
+        say(console, f"Drawn: {picture}")
+    if page is not None:
+        from jaxtrain.run.show.html.runs import runs_page
+
+        write_atomically(page, runs_page(runs, words))
+        say(console, f"Written: {page}")
     return DONE
 
 
@@ -118,14 +137,10 @@ def figure(runs: Sequence[Run]) -> "Picture":
     """Losses, the objectives' metrics and learning rates over steps, a panel each."""
     from jaxtrain.run.show.picture import Picture
 
-    drawn: dict[str, list[str]] = {"loss": ["loss", "eval_loss"]}
-    for name in _metrics(runs):
-        drawn.setdefault(name.removeprefix("eval_"), []).append(name)
-    panels = [(names[0].replace("_", " "), names) for names in drawn.values()]
-    panels.append(("learning rate", ["learning_rate"]))
-    picture = Picture(8, 1 + 2.6 * len(panels))
-    several = picture.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, names) in zip(several, panels, strict=True):
+    drawn = panels(runs)
+    picture = Picture(8, 1 + 2.6 * len(drawn))
+    several = picture.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, names) in zip(several, drawn, strict=True):
         for number, run in enumerate(runs):
             color = _LIGHTNESS[number % len(_LIGHTNESS)]
             for name in names:
@@ -152,6 +167,15 @@ def figure(runs: Sequence[Run]) -> "Picture":
     several[-1].set_xlabel("step")
     several[0].legend(frameon=False, fontsize="small")
     return picture
+
+
+def panels(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """What is drawn in a panel of its own: its label, and the metrics in it."""
+    drawn: dict[str, list[str]] = {"loss": ["loss", "eval_loss"]}
+    for name in _metrics(runs):
+        drawn.setdefault(name.removeprefix("eval_"), []).append(name)
+    labelled = [(names[0].replace("_", " "), names) for names in drawn.values()]
+    return [*labelled, ("learning rate", ["learning_rate"])]
 
 
 def curve(

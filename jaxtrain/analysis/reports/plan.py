@@ -1,0 +1,178 @@
+"""The HTML page of `jaxtrain plan --html`: key figures, charts, and the tables of the terminal."""
+
+from collections.abc import Sequence
+
+from jaxtrain.analysis.planning import show, side_by_side
+from jaxtrain.analysis.planning.result import Plan
+from jaxtrain.analysis.planning.side_by_side import Entry
+from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.analysis.planning.units import human_seconds
+from jaxtrain.config.writer import changes
+from jaxtrain.run.show.html import charts
+from jaxtrain.run.show.html.elements import Html, element, join
+from jaxtrain.run.show.html.page import (
+    Recorder,
+    Tile,
+    document,
+    folded,
+    sections,
+    settings,
+    tiles,
+    verdict,
+)
+from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.report import human_bytes, written_mesh
+
+_READS = (
+    "Memory and traffic are those of one device, in binary units (1 GiB is 2^30 bytes). Times are "
+    "predictions. The error bar is the distance from the prediction within which two of three "
+    "measured runs lie."
+)
+_DAY = 86_400.0
+
+
+def plan_page(plan: Plan, name: str, words: Sequence[str] = ()) -> bytes:
+    """Return the page of one plan.
+
+    Args:
+      plan: the plan.
+      name: of the configuration.
+      words: the command line.
+    """
+    body = _whole(plan)
+    return document(f"{name} on {plan.target.name}", body, words=words, reads=_READS)
+
+
+def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -> bytes:
+    """Return the page of plans side by side: the comparison, and each plan folded under it.
+
+    Args:
+      entries: the plans, and those that cannot run.
+      name: of the configuration.
+      words: the command line.
+    """
+    recorder = Recorder()
+    side_by_side.show(recorder, entries)
+    made = [(entry.name, entry.plan) for entry in entries if entry.plan is not None]
+    each = (folded(entry, _whole(plan, level="h2")) for entry, plan in made)
+    title = f"{name}: {len(entries)} plans side by side"
+    body = join(sections(recorder.blocks), _compared(made), *each)
+    return document(title, body, words=words, reads=_READS)
+
+
+def _whole(plan: Plan, level: str = "") -> Html:
+    """Return everything of one plan but the page's title."""
+    recorder = Recorder()
+    say(recorder, *plan.config.notes)
+    show.show(recorder, plan)
+    # The lines before the first table say what was planned and whether it fits.
+    first = next((i for i, one in enumerate(recorder.blocks) if not isinstance(one, str)), 0)
+    mesh = written_mesh(plan.layout.mesh.shape)
+    words = plan.verdict.capitalize()
+    source = "estimated by closed forms, nothing was compiled"
+    if plan.compiled is not None:
+        source = "compiled for this machine, without it"
+    return join(
+        element("p", f"{plan.devices} {plan.target.chip.kind} devices, {mesh}; {source}."),
+        verdict(words, "good" if plan.fits else "bad"),
+        tiles(_figures(plan)),
+        element("div", *_charts(plan), class_="charts"),
+        element(level or "h2", "In words and tables"),
+        sections(recorder.blocks[:first]),
+        sections(recorder.blocks[first:]),
+        settings(changes(plan.config)),
+    )
+
+
+def _figures(plan: Plan) -> list[Tile | None]:
+    """Return the key figures; a time that is not known is left out."""
+    time, run, capacity = plan.time, plan.whole_run, plan.target.chip.hbm_bytes
+    of = "" if capacity is None else f"of {human_bytes(capacity)}"
+    found: list[Tile | None] = [Tile("Memory of a device", plan.total, human_bytes(plan.total), of)]
+    if time.seconds is not None:
+        around = f"± {time.error_bar:.0%}" if time.error_bar else ""
+        found.append(Tile("One step", time.seconds, human_seconds(time.seconds), around))
+    if time.mfu is not None:
+        note = f"{time.tflops or 0:.0f} TFLOP/s a device"
+        found.append(Tile("MFU", time.mfu, f"{time.mfu:.1%}", note))
+    rate, unit = plan.tokens_per_second, plan.config.train.model.inputs
+    if rate is not None:
+        found.append(Tile(f"{unit.capitalize()} a second and device", rate, f"{rate:,.0f}"))
+    if run is None:
+        return found
+    steps = f"{run.steps:,} steps"
+    seconds = run.days * _DAY
+    found.append(Tile("The whole run", seconds, human_seconds(seconds), steps))
+    found.append(Tile("Device-hours", run.device_hours, f"{run.device_hours:,.4g}"))
+    if run.dollars is not None:
+        note = "" if plan.price is None else f"at ${plan.price:,g} a device-hour"
+        found.append(Tile("Cost", run.dollars, f"${run.dollars:,.0f}", note))
+    if run.kilowatt_hours is not None:
+        note = f"at most, {plan.target.chip.watts:g} W a device"
+        found.append(Tile("Energy", run.kilowatt_hours, f"{run.kilowatt_hours:,.4g} kWh", note))
+    return found
+
+
+def _charts(plan: Plan) -> list[Html]:
+    """Return what `--png` draws: memory against capacity, the step's time, traffic by axis."""
+    capacity, bars = plan.target.chip.hbm_bytes, {"closed forms": show.memory_parts(plan)}
+    if plan.compiled is not None:
+        bars["compiled"] = show.compiled_parts(plan.compiled)
+    limits = {}
+    if capacity is not None:
+        limits = dict.fromkeys(bars, float(capacity))
+    found = [
+        charts.stacked("Memory of one device, of its capacity", bars, human_bytes, limits=limits)
+    ]
+    if plan.time.seconds is not None:
+        closed = plan.time.estimate
+        times = (
+            {"step": plan.time}
+            if closed is None
+            else {"schedule": plan.time, "closed forms": closed}
+        )
+        found.append(
+            charts.stacked(
+                "Time of one step, predicted",
+                {name: _pieces(one) for name, one in times.items()},
+                human_seconds,
+            )
+        )
+    traffic = show.traffic_by_axis(plan)
+    if traffic:
+        by_axis = {f"axis {axis}": {"traffic": size} for axis, size in traffic.items()}
+        found.append(charts.stacked("Traffic of one device and step", by_axis, human_bytes))
+    return found
+
+
+def _pieces(time: StepTime) -> dict[str, float]:
+    return {
+        "computation": time.compute or 0.0,
+        "exposed communication": time.exposed or 0.0,
+        "pipeline bubble": time.bubble or 0.0,
+    }
+
+
+def _compared(made: Sequence[tuple[str, Plan]]) -> Html:
+    """Return memory, days, and cost or device-hours of every plan as bars."""
+    memory = {name: {"memory": plan.total} for name, plan in made}
+    limits = {
+        name: float(plan.target.chip.hbm_bytes)
+        for name, plan in made
+        if plan.target.chip.hbm_bytes is not None
+    }
+    found = [
+        charts.stacked("Memory of one device, of its capacity", memory, human_bytes, limits=limits)
+    ]
+    runs = {name: plan.whole_run for name, plan in made}
+    known = {name: run for name, run in runs.items() if run is not None}
+    if known:
+        took = {name: {"time": run.days * _DAY} for name, run in known.items()}
+        found.append(charts.stacked("The whole run, predicted", took, human_seconds))
+        if all(run.dollars is not None for run in known.values()):
+            cost = {name: {"cost": run.dollars or 0.0} for name, run in known.items()}
+            found.append(charts.stacked("Cost", cost, "${:,.0f}".format))
+        else:
+            hours = {name: {"device-hours": run.device_hours} for name, run in known.items()}
+            found.append(charts.stacked("Device-hours", hours, "{:,.4g}".format))
+    return element("div", *found, class_="charts") if made else Html()

@@ -1,0 +1,1 @@
+"""Self-contained HTML reports: escaped elements, tables, charts, and the page around them."""
