@@ -74,6 +74,8 @@ def plan(arguments: argparse.Namespace) -> int:
             "--tokens": arguments.tokens,
         }
         others |= {"a second --target": len(targets) > 1, "--disk": arguments.disk}
+        others |= {"--goodput": arguments.goodput, "--mtbf": arguments.mtbf}
+        others |= {"--storage": arguments.storage}
         if not targets:
             others |= {"--price": arguments.price, "--network": arguments.network}
         if ignored := [name for name, value in others.items() if value]:
@@ -154,6 +156,9 @@ def _plan(
         tokens=arguments.tokens,
         network=arguments.network,
         disk=arguments.disk,
+        goodput=arguments.goodput,
+        mtbf=arguments.mtbf,
+        storage=arguments.storage,
         progress=progress,
     )
 

@@ -67,6 +67,23 @@ def add_analysis_commands(add: Add) -> None:
         metavar="GBYTES",
         help="disk bandwidth per device, in GB/s, for Offload.optimizer_state='disk' (default: 5)",
     )
+    command.add_argument(
+        "--goodput",
+        action="store_true",
+        help="plan the whole run under failures: useful time, best save interval, days, cost",
+    )
+    command.add_argument(
+        "--mtbf",
+        type=float,
+        metavar="HOURS",
+        help="device-hours per interruption, for --goodput (default: of published runs)",
+    )
+    command.add_argument(
+        "--storage",
+        type=float,
+        metavar="GBYTES",
+        help="checkpoint bandwidth per host, in GB/s, for --goodput (default: 1)",
+    )
     command.add_argument("--json", metavar="FILE", help="also write the plan to this file")
     command.add_argument("--png", metavar="FILE", help="draw memory, time and traffic to this file")
     command.add_argument("--html", metavar="FILE", help="write a self-contained page to this file")

@@ -9,6 +9,7 @@ from jaxtrain.analysis.planning.advice import fixes_for
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
 from jaxtrain.analysis.planning.compiled.placement import paddings
+from jaxtrain.analysis.planning.goodput.goodput import Reliability
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
 from jaxtrain.analysis.planning.result import Plan, moved_by
@@ -40,6 +41,9 @@ def plan(
     tokens: float | None = None,
     network: float | None = None,
     disk: float | None = None,
+    goodput: bool = False,
+    mtbf: float | None = None,
+    storage: float | None = None,
     advise: bool = True,
     progress: Progress = lambda words: contextlib.nullcontext(),
 ) -> Plan:
@@ -58,6 +62,10 @@ def plan(
       tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
       network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
       disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
+      goodput: whether to show the whole run under failures; with `mtbf`, and from 64 devices on, the
+        plan's `goodput` has it anyway.
+      mtbf: device-hours per interruption of the job; None: the median of the published rates.
+      storage: GB/s of checkpoints that each host reads or writes; None: 1.
       advise: whether to look for changes that make a plan fit which does not.
       progress: called with what is going to be done, for the time that takes.
 
@@ -66,6 +74,7 @@ def plan(
         configuration cannot run, or a number is not finite and above 0.
     """
     refuse_amounts(price, tokens)
+    reliability = Reliability(asked=goodput, mtbf=mtbf, storage=storage)
     machine = parse_target(target, network=network, disk=disk)
     machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:
@@ -79,7 +88,7 @@ def plan(
         made = _best_compiled(found, machine, effort, progress=progress)
     else:
         made = _plan(config, machine, effort, progress=progress, advise=advise)
-    return dataclasses.replace(made, price=price, tokens=tokens)
+    return dataclasses.replace(made, price=price, tokens=tokens, reliability=reliability)
 
 
 def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: Progress) -> Plan:

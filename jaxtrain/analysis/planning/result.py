@@ -14,6 +14,12 @@ from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
 from jaxtrain.analysis.planning.compiled.liveness import Buffer, fullest
+from jaxtrain.analysis.planning.goodput.goodput import (
+    LEAST_DEVICES,
+    Goodput,
+    Reliability,
+    goodput_of,
+)
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.search import Found
 from jaxtrain.analysis.planning.textbook.facts import Expected
@@ -50,6 +56,7 @@ class Plan:
       found: what a search found; its best is `config`.
       price: dollars of one device for an hour; None: not said.
       tokens: of the run, in place of those of Train.steps; of images and vectors their number.
+      reliability: failure rate and storage, for the goodput of the whole run.
     """
 
     config: Config
@@ -65,6 +72,7 @@ class Plan:
     found: Found | None = None
     price: float | None = None
     tokens: float | None = None
+    reliability: Reliability = Reliability()
 
     @property
     def attention(self) -> Choice | None:
@@ -158,6 +166,14 @@ class Plan:
             watts=self.target.chip.watts,
         )
 
+    @functools.cached_property
+    def goodput(self) -> Goodput | None:
+        """The whole run under failures, where it was asked for or has 64 devices and more; None
+        without a time."""
+        if not self.reliability.is_shown and self.devices < LEAST_DEVICES:
+            return None
+        return goodput_of(self, self.reliability)
+
     @property
     def devices(self) -> int:
         """Devices of all slices."""
@@ -247,6 +263,7 @@ class Plan:
                 "assumptions": list(time.assumptions),
             },
             "run": None if self.whole_run is None else dataclasses.asdict(self.whole_run),
+            "goodput": None if self.goodput is None else self.goodput.to_json(),
             "compile_seconds": compiled.seconds if compiled else None,
             "cached": compiled.cached if compiled else None,
             "advice": self.advice,

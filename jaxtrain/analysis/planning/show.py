@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.analysis.planning.goodput.show import show as show_goodput
+from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_line
 from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.parallel.mesh import MESH_AXES
@@ -28,6 +30,7 @@ def show(console: Console, plan: "Plan") -> None:
     _buffers(console, plan)
     _traffic(console, plan)
     _time(console, plan)
+    _goodput(console, plan)
     _candidates(console, plan)
     _advice(console, plan)
 
@@ -191,6 +194,14 @@ def _time(console: Console, plan: "Plan") -> None:
         say(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
     for words in time.assumptions:
         say(console, f"Assumed: {words}.")
+
+
+def _goodput(console: Console, plan: "Plan") -> None:
+    if plan.goodput is not None:
+        shown = show_goodput if plan.reliability.is_shown else show_goodput_line
+        shown(console, plan.goodput)
+    elif plan.reliability.is_shown:
+        say(console, "Goodput: not known without the time of a step; name a target that has one")
 
 
 def _candidates(console: Console, plan: "Plan") -> None:

@@ -1,0 +1,1 @@
+"""Goodput planned before a run: failures, recovery, saves, and what each of them costs."""

@@ -1,0 +1,340 @@
+"""`plan --goodput`: the whole run under failures, its best save interval, and what would gain."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtrain.analysis.planning.goodput.recovery import (
+    BY_HAND_SECONDS,
+    REPLACE_SECONDS,
+    STANDBY_SECONDS,
+    START_SECONDS,
+    STORAGE_BANDWIDTH,
+    Recovery,
+    Saving,
+    compile_seconds,
+    saving,
+    seconds_to_notice,
+)
+from jaxtrain.analysis.planning.goodput.simulation import (
+    LEAST_FRACTION,
+    Simulated,
+    number_of_runs,
+    simulate,
+)
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS, FAILURE_RATES
+from jaxtrain.run.checkpoint.interval import Costs
+
+if TYPE_CHECKING:
+    from jaxtrain.analysis.planning.result import Plan
+
+# Devices from which a plan has a line of goodput without being asked: Llama 3's rate is then one
+# interruption a month.
+LEAST_DEVICES = 64
+_DAY, _HOUR = 86_400.0, 3_600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reliability:
+    """What a user says about failures and storage; None where the table or an assumption holds.
+
+    Attributes:
+      asked: whether the whole section is to be shown.
+      mtbf: device-hours per interruption.
+      storage: GB/s of checkpoints that each host reads or writes.
+      seed: of the simulation.
+    """
+
+    asked: bool = False
+    mtbf: float | None = None
+    storage: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, unit, example in (
+            ("--mtbf", self.mtbf, "device-hours per interruption", "50000"),
+            ("--storage", self.storage, "GB/s of a host", "1"),
+        ):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise UserError(
+                    f"{name}={value:g}; use {unit}, a finite number above 0, such as {example}"
+                )
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether a whole section is shown."""
+        return self.asked or self.mtbf is not None
+
+    @property
+    def mtbf_hours(self) -> float:
+        """Device-hours per interruption."""
+        return DEFAULT_MTBF_HOURS if self.mtbf is None else self.mtbf
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of checkpoints that each host reads or writes."""
+        return STORAGE_BANDWIDTH if self.storage is None else self.storage * 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change to the run, and its goodput with the save interval that is then the best.
+
+    Attributes:
+      name: what is changed.
+      fraction: productive time over all time; 0: it makes next to no progress.
+      save_every: steps between two saves.
+      days: of the whole run; None: it does not end.
+    """
+
+    name: str
+    fraction: float
+    save_every: int
+    days: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """A whole run under failures.
+
+    Attributes:
+      steps: of the run.
+      devices: that take them together.
+      configured: Train.save_every; 0 saves at the end alone, None chooses the best interval.
+      price: dollars of one device for an hour; None: not given.
+      reliability: what was given.
+      recovery: seconds of a failure.
+      saving: of a checkpoint on the run's storage.
+      local: of a checkpoint on the hosts' own disks.
+      step_seconds: of one optimizer step.
+    """
+
+    steps: int
+    devices: int
+    configured: int | None
+    price: float | None
+    reliability: Reliability
+    recovery: Recovery
+    saving: Saving
+    local: Saving
+    step_seconds: float
+
+    @property
+    def mtbf(self) -> float:
+        """Seconds between two failures of the whole job."""
+        return self.reliability.mtbf_hours * _HOUR / self.devices
+
+    def costs(self, recovery: Recovery | None = None, saved: Saving | None = None) -> Costs:
+        """Return the costs of this run, or of one with another recovery or other checkpoints."""
+        recovery, saved = recovery or self.recovery, saved or self.saving
+        return Costs(
+            step=self.step_seconds,
+            save=saved.step_seconds,
+            write=saved.write_seconds,
+            recovery=recovery.seconds,
+            mtbf=self.mtbf,
+            startup=recovery.start + recovery.compile,
+        )
+
+    @functools.cached_property
+    def save_every(self) -> int:
+        """Steps between two saves with which the run ends soonest."""
+        return self.costs().best_interval(self.steps)
+
+    @property
+    def useful_seconds(self) -> float:
+        """Of all steps, each counted once."""
+        return self.steps * self.step_seconds
+
+    def fraction_of(self, costs: Costs, save_every: int) -> float:
+        """Return productive time over all time of the whole run, in closed form; 0 where the run
+        makes so little progress that it does not end."""
+        if costs.fraction(save_every) < LEAST_FRACTION:
+            return 0.0
+        return self.useful_seconds / costs.run_seconds(self.steps, save_every)
+
+    @functools.cached_property
+    def fraction(self) -> float:
+        """Productive time over all time with the best interval, in closed form."""
+        return self.fraction_of(self.costs(), self.save_every)
+
+    @property
+    def configured_fraction(self) -> float | None:
+        """The same with `Train.save_every`; None where that is the best interval or not set."""
+        if self.configured is None or self.configured == self.save_every:
+            return None
+        every = min(self.configured, self.steps) if self.configured else self.steps
+        return self.fraction_of(self.costs(), every)
+
+    @property
+    def progresses(self) -> bool:
+        """Whether failures leave the run enough time to come to its end."""
+        return self.fraction > 0
+
+    @functools.cached_property
+    def simulated(self) -> Simulated | None:
+        """Runs with the failure rate as given; None of a run that makes no progress."""
+        if not self.progresses:
+            return None
+        costs = self.costs()
+        count = number_of_runs(costs, self.useful_seconds / self.fraction)
+        rates = np.full(count, self.mtbf)
+        return simulate(costs, self.steps, self.save_every, rates, seed=self.reliability.seed)
+
+    @property
+    def simulated_fraction(self) -> float | None:
+        """Productive time over all time, the mean of the simulated runs' times."""
+        simulated = self.simulated
+        return None if simulated is None else self.useful_seconds / float(simulated.seconds.mean())
+
+    @functools.cached_property
+    def fractions(self) -> np.ndarray:
+        """Productive parts of simulated runs, whose scatter is that of p10 and p90.
+
+        Where no failure rate is given, each run draws one of the table's: that is uncertain too.
+        """
+        if self.reliability.mtbf is not None:
+            simulated = self.simulated
+            return np.zeros(1) if simulated is None else self.useful_seconds / simulated.seconds
+        found = []
+        for number, rate in enumerate(FAILURE_RATES):
+            costs = dataclasses.replace(self.costs(), mtbf=rate.mtbf_hours * _HOUR / self.devices)
+            expected = self.fraction_of(costs, self.save_every)
+            if not expected:
+                found.append(np.zeros(1))
+                continue
+            count = number_of_runs(costs, self.useful_seconds / expected) // 10
+            drawn = simulate(
+                costs, self.steps, self.save_every, np.full(max(count, 50), costs.mtbf),
+                seed=self.reliability.seed + 1 + number,
+            )  # fmt: skip
+            found.append(self.useful_seconds / drawn.seconds)
+        # Every row counts alike, however many runs it took.
+        points = np.linspace(0, 1, 201)
+        return np.concatenate([np.quantile(one, points) for one in found])
+
+    @functools.cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The productive parts below which 10 and 90 % of the runs are.
+
+        Where most runs have no failure at all, their mean may be below both: it then is the bound.
+        """
+        low, high = np.percentile(self.fractions, (10, 90))
+        return min(float(low), self.fraction), max(float(high), self.fraction)
+
+    def days(self, fraction: float) -> float | None:
+        """Return the calendar days of a run with this productive part; None: it does not end."""
+        return self.useful_seconds / fraction / _DAY if fraction > 0 else None
+
+    def dollars(self, fraction: float) -> float | None:
+        """Return what a run with this productive part costs; None without a price or an end."""
+        days = self.days(fraction)
+        if self.price is None or days is None:
+            return None
+        return days * 24 * self.devices * self.price
+
+    @property
+    def interruptions(self) -> float | None:
+        """Failures of the whole run that are expected; None of a run that does not end."""
+        days = self.days(self.fraction)
+        return None if days is None else days * _DAY / self.mtbf
+
+    @functools.cached_property
+    def losses(self) -> dict[str, float]:
+        """Parts of all time that are not productive, by cause; to first order they add up."""
+        seconds = self.useful_seconds / self.fraction if self.fraction else math.inf
+        per_second = 1 / self.mtbf
+        interval = self.save_every * self.step_seconds
+        found = {
+            "saves": self.saving.step_seconds / (interval + self.saving.step_seconds),
+            "repeated steps": (interval / 2 + self.saving.write_seconds) * per_second,
+            **{name: part * per_second for name, part in vars(self.recovery).items()},
+            "first start": self.costs().startup / seconds,
+        }
+        lost, scale = 1 - self.fraction, sum(found.values())
+        return {name: part * lost / scale for name, part in found.items()}
+
+    @functools.cached_property
+    def changes(self) -> list[Change]:
+        """What a change would gain, each alone and the useful ones together."""
+        recovery = self.recovery
+        spare = dataclasses.replace(recovery, replace=0.0)
+        cached = dataclasses.replace(recovery, compile=0.0)
+        standby = dataclasses.replace(cached, start=STANDBY_SECONDS)
+        local = dataclasses.replace(recovery, restore=self.local.restore_seconds)
+        together = dataclasses.replace(standby, replace=0.0, restore=local.restore)
+        by_hand = dataclasses.replace(recovery, replace=BY_HAND_SECONDS)
+        return [
+            self._change("a spare host or slice that is ready", spare, self.saving),
+            self._change("checkpoints on each host's own disk", local, self.local),
+            self._change("compiled programs in a cache of all hosts", cached, self.saving),
+            self._change("and processes that wait with JAX imported", standby, self.saving),
+            self._change("all of these", together, self.local),
+            self._change("restarts by hand instead", by_hand, self.saving),
+        ]
+
+    def _change(self, name: str, recovery: Recovery, saved: Saving) -> Change:
+        costs = self.costs(recovery, saved)
+        every = costs.best_interval(self.steps)
+        fraction = self.fraction_of(costs, every)
+        return Change(name, fraction, every, self.days(fraction))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `plan --json` writes as `goodput`."""
+        fraction = self.fraction
+        low, high = self.bounds
+        found: dict[str, Any] = {
+            "fraction": fraction,
+            "p10": low,
+            "p90": high,
+            "save_every": self.save_every,
+            "days": self.days(fraction),
+            "days_p10": self.days(high),
+            "days_p90": self.days(low),
+            "dollars": self.dollars(fraction),
+            "dollars_p10": self.dollars(high),
+            "dollars_p90": self.dollars(low),
+            "interruptions": self.interruptions,
+            "simulated_fraction": self.simulated_fraction,
+            "configured_save_every": self.configured,
+            "configured_fraction": self.configured_fraction,
+            "mtbf_device_hours": self.reliability.mtbf_hours,
+            "mtbf_job_seconds": self.mtbf,
+            "recovery_seconds": {**vars(self.recovery), "total": self.recovery.seconds},
+            "checkpoint": vars(self.saving),
+            "losses": self.losses,
+            "changes": [vars(one) for one in self.changes],
+        }
+        return found
+
+
+def goodput_of(plan: "Plan", reliability: Reliability) -> Goodput | None:
+    """Return the goodput of a plan's whole run; None without a time of its step."""
+    run, step = plan.whole_run, plan.time.seconds
+    if run is None or step is None:
+        return None
+    save: Callable[..., Saving] = functools.partial(saving, plan, reliability.bandwidth)
+    shared = save()
+    every = plan.config.train.save_every
+    return Goodput(
+        steps=run.steps,
+        devices=plan.devices,
+        configured=every if isinstance(every, int) else None,
+        price=plan.price,
+        reliability=reliability,
+        recovery=Recovery(
+            notice=seconds_to_notice(plan.config.deadlines, step),
+            replace=REPLACE_SECONDS,
+            start=START_SECONDS,
+            compile=compile_seconds(plan),
+            restore=shared.restore_seconds,
+        ),
+        saving=shared,
+        local=save(local=True),
+        step_seconds=step,
+    )
