@@ -232,3 +232,10 @@ def test_rates_that_stop_the_run_count_as_such():
     )
     assert slow.bounds[0] < slow.fraction < slow.bounds[1]
     assert slow.bounds[0] < 0.02
+
+
+def test_plans_side_by_side_have_a_column_of_it(capsys):
+    assert main(["plan", *CONFIG, "--target", "h100:1x8", "--target", "h100:2x8", "--goodput"]) == 0
+    printed = capsys.readouterr().out
+    assert "goodput" in printed
+    assert "days with" in printed

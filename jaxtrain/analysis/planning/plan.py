@@ -62,8 +62,8 @@ def plan(
       tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
       network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
       disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
-      goodput: whether to show the whole run under failures; with `mtbf`, and from 64 devices on, the
-        plan's `goodput` has it anyway.
+      goodput: whether to show the whole run under failures. The plan's `goodput` has it with `mtbf`
+        and from 64 devices on anyway.
       mtbf: device-hours per interruption of the job; None: the median of the published rates.
       storage: GB/s of checkpoints that each host reads or writes; None: 1.
       advise: whether to look for changes that make a plan fit which does not.

@@ -57,6 +57,8 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     priced = any(plan.price is not None for plan in made)
     columns = ["devices", "memory", "of", "step", f"{unit}/s a device", "MFU"]
     columns += ["run", "device-hours", *(["dollars"] * priced), "kWh, at most"]
+    fails = any(plan.reliability.is_shown for plan in made)
+    columns += ["goodput", "days with failures"] * fails
     for name in columns:
         table.add_column(name, justify="right")
     table.add_column("")
@@ -75,6 +77,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
         if plan is fastest and len(made) > 1:
             remark = "fastest"
         cells = [written_mesh(plan.layout.mesh.shape), *_numbers(plan, priced=priced)]
+        cells += _under_failures(plan) if fails else []
         table.add_row(entry.target, *map(escape, entry.values.values()), *cells, remark)
     console.print(table)
     for entry in entries:
@@ -101,6 +104,13 @@ def _numbers(plan: Plan, *, priced: bool) -> list[str]:
         numbers.append(None if run is None else run.dollars)
     numbers.append(None if run is None else run.kilowatt_hours)
     return cells + [_short(number) for number in numbers]
+
+
+def _under_failures(plan: Plan) -> list[str]:
+    goodput = plan.goodput
+    if goodput is None:
+        return ["-", "-"]
+    return [f"{goodput.fraction:.1%}", _short(goodput.days(goodput.fraction))]
 
 
 def _seconds(seconds: float | None) -> str:

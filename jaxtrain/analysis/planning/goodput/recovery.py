@@ -34,8 +34,8 @@ STORAGE_BANDWIDTH = 1e9
 HOST_BANDWIDTH = 1.6e10  # bytes/s from a device to its host where the chip has no figure: PCIe 3
 SAVE_SECONDS = 1.0  # of a save besides its copy: barriers and metadata, assumed
 
-# Of a step without a cache, at least: Llama 8B's for 64 v5p took 132 s, and a plan's own compiler is
-# quicker than a run's.
+# Of a step without a cache, at least: Llama 8B's for 64 v5p took 132 s, and a plan's own compiler
+# is quicker than a run's.
 COMPILE_SECONDS = 120.0
 
 
