@@ -77,7 +77,7 @@ class Costs:
     startup: float = 0.0
 
     def segment_seconds(self, steps: int) -> float:
-        """Return the expected seconds for so many steps and their save, failures included.
+        """Return the expected seconds for `steps` steps and their save, failures included.
 
         Exact for Poisson failures, also during recovery: M e^((R + w) / M) (e^((n s + C) / M) - 1),
         Daly 2006 equation 20 with the write w, in which a failure costs the interval before too.
@@ -127,8 +127,8 @@ class Costs:
         Compares (e^(L / M) - 1) / n alone: the other factors are the same, and may be infinite.
         """
 
-        def wasted(steps: int) -> float:
+        def waste(steps: int) -> float:
             exponent = (steps * self.step + self.save) / self.mtbf
             return math.inf if exponent > _MOST_EXPONENT else math.expm1(exponent) / steps
 
-        return wasted(one) < wasted(other)
+        return waste(one) < waste(other)
