@@ -22,7 +22,7 @@ START_SECONDS = 60.0  # processes, imports, rendezvous, devices, data: assumed f
 STANDBY_SECONDS = 15.0  # the same where processes wait with JAX imported: assumed
 # The same where people restart a job: fitted on OPT-175B and Alibaba's June 2023, see
 # `benchmarks/goodput.py`, which also says what it is off for runs that it was not fitted on.
-BY_HAND_SECONDS = 4.0 * 3600
+BY_HAND_SECONDS = 3.4 * 3600
 
 # Of failures the part in which a job hangs or goes wrong without an error: 5,948 of 44,184 in
 # ByteDance's three months (arXiv 2509.16293).
