@@ -83,7 +83,7 @@ class Pair:
 
     def strangers(self) -> list[str]:
         """The lines about unauthenticated clients."""
-        return [line for line in self.said if "stranger" in line]
+        return [line for line in self.said if "unauthenticated client" in line]
 
     def end(self):
         """Both go some ticks, stop at one of them and part, as a run does that nobody troubles."""
