@@ -47,7 +47,7 @@ def _status(words: list[str]) -> int:
     if (absent := _absent_config(getattr(arguments, "config", None))) is not None:
         print(f"jaxtrain: {absent}", file=sys.stderr)  # noqa: T201
         return USER_ERROR
-    if arguments.command in ("configs", "plot", "sweep"):
+    if arguments.command in ("configs", "init", "plot", "sweep"):
         return _without_devices(arguments)
     return _ended(arguments)
 
@@ -91,6 +91,10 @@ def _without_devices(arguments: argparse.Namespace) -> int:
             from jaxtrain.run.show.configs import show_configs
 
             return show_configs(terminal())
+        if arguments.command == "init":
+            from jaxtrain.run.init import init
+
+            return init(arguments, terminal())
         if arguments.command == "plot":
             from jaxtrain.run.show.compare import plot
 

@@ -225,6 +225,9 @@ def add_run_commands(add: Add) -> None:
     )
     add_config_options(command)
 
+    command = add("init", "Write a starter project: config, model, Slurm script, README.")
+    command.add_argument("folder", metavar="DIR", help="folder to write; created if needed")
+
     add("configs", "List the shipped configs with their hardware.")
 
     command = add("plot", "Compare runs in a table and a figure.")

@@ -1,0 +1,1 @@
+"""Starter project that `jaxtrain init` writes: config, model, Slurm script and README."""
