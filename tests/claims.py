@@ -12,7 +12,7 @@ from pathlib import Path
 # Claim -> names of test files without `test_` and `.py`, as patterns. The first match counts.
 CLAIMS = {
     "documentation": (
-        "release", "*_page", "readme", "links", "language", "recipes", "schedules_picture",
+        "release", "*_page", "readme", "links", "site", "language", "recipes", "schedules_picture",
         "architecture",
         "notes", "claims", "smoke", "start", "cli*", "synonyms", "newcomers", "security",
     ),

@@ -178,8 +178,8 @@ def curves(names: Sequence[str], panels: Iterable[Panel]) -> tuple[Html, str]:
 
 
 def _look(run: int) -> str:
-    """Return the classes of a run's colour and dashes: 32 differ, neighbours in their dashes too,
-    for prints without colour."""
+    """Return the classes of a run's color and dashes: 32 differ, neighbors in their dashes too, for
+    prints without color."""
     return f"s{run % _COLORS} d{(run + run // _COLORS) % _DASHES}"
 
 

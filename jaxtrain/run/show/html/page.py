@@ -14,10 +14,10 @@ from rich.text import Text
 
 from jaxtrain.run.show.html.elements import Html, element, join, trusted
 
-# The browser itself then refuses scripts, and anything from another place.
+# The browser itself then blocks scripts, and anything from another place.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
-# A phone holds a table of so many columns, and so many characters in a row; of others each row is
-# a card. A cell of at most `_LONG` characters is kept in one line.
+# A phone shows a table of at most `_FEW` columns and `_NARROW` characters in a row; of others each
+# row is a card. A cell of at most `_LONG` characters is kept in one line.
 _FEW, _NARROW, _LONG = 3, 60, 18
 _MANY = 8  # columns; with more the letters are smaller
 _ASSUMED = "Assumed: "
