@@ -23,7 +23,8 @@ def plan_files(tmp_path_factory):
     files = {kind: folder / f"plan.{kind}" for kind in ("html", "json")}
     with pytest.MonkeyPatch.context() as context, (folder / "out").open("w") as out:
         context.setattr("sys.stdout", out)
-        words = ["plan", "gpt2_124m", *SMALL, "--target", "h100:1x8", "--no-compile"]
+        words = ["plan", "gpt2_124m", *SMALL, "--target", "h100:8x8", "--no-compile"]
+        words += ["-b", "Train.global_batch_size=640"]
         words += ["--price", "2.5", "-b", "Sharding.zero=3"]
         words += ["--json", str(files["json"]), "--html", str(files["html"])]
         assert main(words) == 0
@@ -58,6 +59,7 @@ def test_a_plan_s_page_has_the_numbers_of_its_json(plan_files):
     figures = [told["memory"]["total"], told["hbm_bytes"], told["step_seconds"], told["mfu"]]
     figures += [told["tokens_per_second_per_device"], run["days"] * 86_400, run["device_hours"]]
     figures += [run["dollars"], run["kilowatt_hours"]]
+    figures += [told["goodput"]["fraction"], told["goodput"]["days"] * 86_400]
     assert [one for one in figures if one not in shown] == []
     assert shown[told["mfu"]] == {f"{told['mfu']:.1%}"}
     assert shown[run["dollars"]] == {f"${run['dollars']:,.0f}"}

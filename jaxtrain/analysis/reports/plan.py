@@ -110,6 +110,21 @@ def _figures(plan: Plan) -> list[Tile | None]:
     if run.kilowatt_hours is not None:
         note = f"at most, {plan.target.chip.watts:g} W a device"
         found.append(Tile("Energy", run.kilowatt_hours, f"{run.kilowatt_hours:,.4g} kWh", note))
+    return [*found, *_with_failures(plan)]
+
+
+def _with_failures(plan: Plan) -> list[Tile]:
+    """Return goodput, and what the run takes with it; nothing where it is not planned."""
+    goodput = plan.goodput
+    if goodput is None:
+        return []
+    fraction = goodput.fraction
+    found = [Tile("Goodput", fraction, f"{fraction:.1%}", "useful time of all time")]
+    days, dollars = goodput.days(fraction), goodput.dollars(fraction)
+    if days is not None:
+        cost = "" if dollars is None else f"for ${dollars:,.0f}"
+        seconds = days * _DAY
+        found.append(Tile("The run with failures", seconds, human_seconds(seconds), cost))
     return found
 
 
