@@ -41,7 +41,8 @@ def main(folder: Path) -> None:
     """Build the site into `folder`, which is replaced.
 
     Raises:
-      SystemExit: a link, an anchor or a page of the navigation is missing, or a page is not listed.
+      SystemExit: a link, an anchor or a page of the navigation is missing, a page is not listed, or
+        a docstring names a parameter that its function does not have.
     """
     with tempfile.TemporaryDirectory() as name:
         stage = Path(name)
@@ -52,9 +53,10 @@ def main(folder: Path) -> None:
         (stage / "mkdocs.yml").write_text(f"{settings}nav: {json.dumps(navigation(where))}\n")
         words = [sys.executable, "-m", "zensical", "build", "--strict"]
         done = subprocess.run(words, cwd=stage, capture_output=True, text=True)
-        if done.returncode:
-            # The messages come before a traceback of the abort.
-            sys.exit(done.stdout + done.stderr.partition("Traceback")[0])
+        # The messages come before a traceback of the abort.
+        said = done.stdout + done.stderr.partition("Traceback")[0]
+        if done.returncode or "griffe:" in said:
+            sys.exit(said)
         (stage / "site" / ".nojekyll").touch()
         shutil.rmtree(folder, ignore_errors=True)
         shutil.move(stage / "site", folder)

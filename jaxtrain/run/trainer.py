@@ -473,7 +473,7 @@ class Trainer:
           prompt: text, which is answered in text up to its end; or a list of token ids, which is
             answered with ids, of a published model up to one that ends its answers.
           max_new_tokens: None: as far as 100 tokens fit.
-          temperature, top_k, top_p: as in `run.generation.sampling.Sampling`.
+          temperature: see `run.generation.sampling.Sampling`, also for `top_k` and `top_p`.
           seed: of the draws.
 
         Raises:
