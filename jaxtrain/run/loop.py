@@ -142,6 +142,7 @@ class Loop:
         train, phases = self.train, self.attempt.phases
         values: dict[str, Any] = {}
         first = self.steps_done
+        self.saved.schedule.resume(first)
         with ExitStack() as stack:
             garbage = stack.enter_context(Garbage(last - first))
             with phases.phase("start"):
@@ -188,9 +189,9 @@ class Loop:
                         is_best = record.see(step, values)
                         ends = record.ends_run
                         self.saved.keep_best(record.steps)
-                if _every(train.save_every, step) or step == last or is_best or ends:
+                if self.saved.schedule.is_due(step) or step == last or is_best or ends:
                     with log.paused():
-                        self._save()
+                        self._save_and_time()
                         garbage.collect()
                     self._account(log)
                 if record is not None and (ends or step == last):
@@ -241,15 +242,28 @@ class Loop:
         self._account(log)
         raise Preempted(self.steps_done, reason)
 
-    def _save(self) -> None:
-        with self.attempt.phases.phase("save", self.steps_done):
+    def _save_and_time(self) -> None:
+        """Saves, and lets the schedule know what that took from the steps."""
+        waited, saved = self._save()
+        with jax.transfer_guard("allow"):
+            self.saved.schedule.record(self.steps_done, saved, waited_seconds=waited)
+
+    def _save(self) -> tuple[float, float]:
+        """Saves; the seconds that steps under way took before it, and those of the save itself."""
+        phases = self.attempt.phases
+        with phases.phase("save", self.steps_done):
+            due = phases.seconds["save"]
+            jax.block_until_ready(self.stepper.state)
+            begun = phases.seconds["save"]
             self.saved.save(
                 self.steps_done,
                 self.stepper.state,
                 next_batch=self.next_batch,
                 digest=self.dataset().digest,
             )
+            done = phases.seconds["save"]
         self._tell_trackers()
+        return begun - due, done - begun
 
     def _tell_trackers(self) -> None:
         """Lets them have the lines that a later start does not write again."""

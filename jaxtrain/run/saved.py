@@ -4,18 +4,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.data.source import Dataset
 from jaxtrain.run import resume
 from jaxtrain.run.ancestry import Ancestor, of_checkpoint
+from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import refuse_held
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.run.checkpoint import retention
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
+from jaxtrain.run.checkpoint.save_schedule import (
+    AutomaticInterval,
+    FixedInterval,
+    SaveSchedule,
+)
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
@@ -42,6 +50,7 @@ class SavedRun:
     Attributes:
       extra: what the checkpoint that was restored last says beside its state; None: none was.
       ancestors: what the run's first parameters came from, the nearest first.
+      schedule: after which steps a state is saved.
     """
 
     def __init__(
@@ -86,6 +95,22 @@ class SavedRun:
             )
             for line in self._checkpoints.cleaned:
                 report(line)
+        self.schedule = self._schedule()
+
+    def _schedule(self) -> SaveSchedule:
+        train, mtbf = self._config.train, self._config.checkpoint.mtbf
+        if train.save_every != "auto":
+            return FixedInterval(train.save_every)
+        if self._checkpoints is None:
+            return FixedInterval(0)
+        hours = DEFAULT_MTBF_HOURS if mtbf is None else mtbf
+        return AutomaticInterval(
+            mtbf=hours * 3600 / self._program.layout.mesh.size,
+            steps=train.steps,
+            phases=self._phases,
+            agree=_largest,
+            say=self._report,
+        )
 
     def of_step(self, step: int) -> tuple[TrainState, int]:
         """The state of a step, and its position, for looking at it.
@@ -222,6 +247,14 @@ class SavedRun:
             raise resume.with_settings(error, extra["config"], self._config) from error
         self.extra = extra
         return state, extra["data"]["next_batch"]
+
+
+def _largest(values: Sequence[float]) -> Sequence[float]:
+    """The largest of every process's value, for each; the same numbers on all of them."""
+    if jax.process_count() == 1:
+        return values
+    gathered = multihost_utils.process_allgather(np.array(values, np.float32))
+    return [float(value) for value in np.max(gathered, axis=0)]
 
 
 def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:

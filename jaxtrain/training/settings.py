@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import importlib
+import math
 import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence
@@ -58,12 +59,15 @@ class Checkpoint:
       keep: number of newest checkpoints kept; at least 1.
       keep_every: steps that are multiples of this are never deleted; None keeps only the newest.
       asynchronous: write to disk while the next steps run; False waits for the disk.
+      mtbf: device-hours per interruption, for Train.save_every='auto' and `jaxtrain plan`; None is
+        the median of published rates, about 50,000. Spot machines have far less.
       max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
     """
 
     keep: int = 3
     keep_every: int | None = None
     asynchronous: bool = True
+    mtbf: float | None = None
     max_failed_saves: int = 3
 
     def __post_init__(self) -> None:
@@ -73,6 +77,11 @@ class Checkpoint:
             raise UserError(
                 f"Checkpoint.keep_every = {self.keep_every}: a number of steps of at least 1, "
                 "or None to keep only the newest"
+            )
+        if self.mtbf is not None and not (math.isfinite(self.mtbf) and self.mtbf > 0):
+            raise UserError(
+                f"Checkpoint.mtbf={self.mtbf:g}; use device-hours per interruption, a finite "
+                "number above 0, such as 50000, or None for that of published runs"
             )
         if self.max_failed_saves < 1:
             raise UserError(
@@ -117,6 +126,16 @@ def refuse_best(settings: Best, train: "Train") -> Iterator[str]:
         yield (
             f"Best.metric={settings.metric!r} with Train.eval_every=0: the end alone is evaluated; "
             "set Train.eval_every, such as 100"
+        )
+
+
+def validate_automatic_saves(settings: Checkpoint, train: "Train") -> Iterator[str]:
+    """Yield a sentence where steps that are kept would be saved by chance alone."""
+    if train.save_every == "auto" and settings.keep_every is not None:
+        yield (
+            f"Checkpoint.keep_every={settings.keep_every} with Train.save_every='auto': the steps "
+            "that are saved are multiples of it by chance alone; set Checkpoint.keep_every=None "
+            f"or Train.save_every={settings.keep_every}"
         )
 
 
@@ -252,7 +271,8 @@ class Train:
       log_every: how often metrics are written.
       eval_every: how often the held-out examples are evaluated; the end always is.
       eval_batches: held-out batches in one evaluation; None takes them all.
-      save_every: how often a checkpoint is written; the end always is.
+      save_every: how often a checkpoint is written; the end always is. 'auto' chooses the interval
+        from the measured cost of a save and `Checkpoint.mtbf`, anew at each save.
       bad_records: how many examples may be unreadable; each is replaced by a row that weighs
         nothing. 0 stops at the first.
       noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
@@ -276,7 +296,7 @@ class Train:
     log_every: int = 10
     eval_every: int = 0
     eval_batches: int | None = None
-    save_every: int = 0
+    save_every: int | Literal["auto"] = 0
     bad_records: int = 0
     noise_scale_every: int = 0
     start_from: Annotated[str | None, PathOr()] = None
@@ -284,9 +304,14 @@ class Train:
 
     def __post_init__(self) -> None:
         refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
-        refuse_below(
-            0, self, "seed", "eval_every", "save_every", "bad_records", "noise_scale_every"
-        )
+        refuse_below(0, self, "seed", "eval_every", "bad_records", "noise_scale_every")
+        if isinstance(self.save_every, str):
+            if self.save_every != "auto":
+                raise UserError(
+                    f"Train.save_every={self.save_every!r}; use a number of steps, 0 or 'auto'"
+                )
+        else:
+            refuse_below(0, self, "save_every")
         refuse_above(MAX_SEED, self, "seed")
         refuse_above(MAX_STEPS, self, "steps")
         if self.eval_batches is not None and self.eval_batches < 1:

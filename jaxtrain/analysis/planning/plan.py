@@ -64,7 +64,8 @@ def plan(
       disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
       goodput: whether to show the whole run under failures. The plan's `goodput` has it with `mtbf`
         and from 64 devices on anyway.
-      mtbf: device-hours per interruption of the job; None: the median of the published rates.
+      mtbf: device-hours per interruption of the job; None: Checkpoint.mtbf, else
+        the median of the published rates.
       storage: GB/s of checkpoints that each host reads or writes; None: 1.
       advise: whether to look for changes that make a plan fit which does not.
       progress: called with what is going to be done, for the time that takes.
@@ -74,7 +75,9 @@ def plan(
         configuration cannot run, or a number is not finite and above 0.
     """
     refuse_amounts(price, tokens)
-    reliability = Reliability(asked=goodput, mtbf=mtbf, storage=storage)
+    asked = goodput or mtbf is not None
+    given = config.checkpoint.mtbf if mtbf is None else mtbf
+    reliability = Reliability(asked=asked, mtbf=given, storage=storage)
     machine = parse_target(target, network=network, disk=disk)
     machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:

@@ -198,9 +198,9 @@ def _time(console: Console, plan: "Plan") -> None:
 
 def _goodput(console: Console, plan: "Plan") -> None:
     if plan.goodput is not None:
-        shown = show_goodput if plan.reliability.is_shown else show_goodput_line
+        shown = show_goodput if plan.reliability.asked else show_goodput_line
         shown(console, plan.goodput)
-    elif plan.reliability.is_shown:
+    elif plan.reliability.asked:
         say(console, "Goodput: not known without the time of a step; name a target that has one")
 
 

@@ -57,7 +57,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     priced = any(plan.price is not None for plan in made)
     columns = ["devices", "memory", "of", "step", f"{unit}/s a device", "MFU"]
     columns += ["run", "device-hours", *(["dollars"] * priced), "kWh, at most"]
-    fails = any(plan.reliability.is_shown for plan in made)
+    fails = any(plan.reliability.asked for plan in made)
     columns += ["goodput", "days with failures"] * fails
     for name in columns:
         table.add_column(name, justify="right")

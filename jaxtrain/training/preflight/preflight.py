@@ -187,6 +187,7 @@ _PARTS: tuple[Callable[[Outlook, Config], Iterable[str]], ...] = (
         exchange=c.exchange.method,
     ),
     lambda seen, c: settings.refuse_best(c.best, c.train),
+    lambda seen, c: settings.validate_automatic_saves(c.checkpoint, c.train),
     lambda seen, c: dividing.refuse(
         seen.model, seen.layout, shapes=seen.shapes, free=c.mesh.free_axis
     ),

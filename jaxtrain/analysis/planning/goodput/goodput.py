@@ -66,11 +66,6 @@ class Reliability:
                 )
 
     @property
-    def is_shown(self) -> bool:
-        """Whether a whole section is shown."""
-        return self.asked or self.mtbf is not None
-
-    @property
     def mtbf_hours(self) -> float:
         """Device-hours per interruption."""
         return DEFAULT_MTBF_HOURS if self.mtbf is None else self.mtbf

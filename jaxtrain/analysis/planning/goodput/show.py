@@ -29,11 +29,13 @@ def show_line(console: Console, goodput: Goodput) -> None:
         say(console, _stuck(goodput))
         return
     low, high = goodput.bounds
+    given = goodput.reliability.mtbf is not None
+    rates = "the rate of Checkpoint.mtbf" if given else "the published failure rates"
     say(
         console,
         f"Goodput: about {goodput.fraction:.1%} ({low:.1%} to {high:.1%}) of "
         f"{_days(goodput.days(goodput.fraction))} with a save every "
-        f"{counted(goodput.save_every, 'step')}, at the published failure rates; "
+        f"{counted(goodput.save_every, 'step')}, at {rates}; "
         "plan --goodput shows more",
     )
 
@@ -58,6 +60,8 @@ def show(console: Console, goodput: Goodput) -> None:
         say(console, f"Cost: ${dollars[0]:,.0f} (${dollars[1]:,.0f} to ${dollars[2]:,.0f})")
     say(console, f"Best Train.save_every: {goodput.save_every:,} ({interval})")
     configured = goodput.configured_fraction
+    if goodput.configured is None:
+        say(console, "Train.save_every='auto' chooses it from measured times")
     if configured is not None:
         every = goodput.configured or "0, the end alone"
         say(console, f"With Train.save_every={every} as configured: {configured:.1%}")
