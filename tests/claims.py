@@ -12,8 +12,8 @@ from pathlib import Path
 # Claim -> names of test files without `test_` and `.py`, as patterns. The first match counts.
 CLAIMS = {
     "documentation": (
-        "release", "*_page", "readme", "links", "site", "language", "recipes", "schedules_picture",
-        "architecture",
+        "release", "examples", "init", "*_page", "readme", "links", "site", "language", "recipes",
+        "schedules_picture", "architecture",
         "notes", "claims", "smoke", "start", "cli*", "synonyms", "newcomers", "security",
     ),
     "notebooks": ("notebooks",),

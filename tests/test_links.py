@@ -10,6 +10,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 
 

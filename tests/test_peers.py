@@ -127,7 +127,7 @@ def test_a_coordinator_that_is_not_there_is_named(tmp_path):
         assert processes[0].end() == 1
         line = processes[0].wait_for("cluster error: the coordinator 127.0.0.1")
         assert "(process 0) cannot be reached from process 1" in line
-        assert "Connection rejected" in line
+        assert "Connection refused" in line
 
 
 @pytest.mark.parametrize("twice", ["0", "1"])

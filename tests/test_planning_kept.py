@@ -41,6 +41,6 @@ def test_stages_and_rows_share_their_traces(name: str, zero: int) -> None:
     assert (shared == layout) == (zero == 3)
     expected = memory.kept(dataclasses.replace(config), layout, rows)
     assert memory.kept_of_rows(key, shared, rows) == expected
-    # Rows add to it, and are not all of it.
+    # Each row adds as much, and weights are none of it.
     fewer = memory.kept(key, shared, layout.batch_devices())[0]
-    assert fewer < expected[0] < times * fewer
+    assert expected[0] == times * fewer > 0

@@ -271,6 +271,31 @@ def test_what_lives_of_shipped_models_is_the_compilers_to_a_quarter(name, tmp_pa
     assert estimate == pytest.approx(live, rel=0.25)
 
 
+IMAGES = {
+    "resnet18": ("ResNet.depth=18",),
+    "vit": (
+        "Train.model=@ViT()", "ViT.num_classes=1000", "ViT.channels=3", "ViT.image_size=224",
+        "ViT.patch_size=16", "ViT.embed_dim=384", "ViT.num_heads=6", "ViT.num_layers=12",
+    ),
+}  # fmt: skip
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_lives_of_image_models_is_the_compilers_to_a_quarter(name, tmp_path, monkeypatch):
+    """Activations are in the compute dtype, each counted once, without masks and constants."""
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    bindings = (
+        "ImageData.source='synthetic'", "ImageData.heldout_split=None", "Mesh.data=1",
+        "Train.global_batch_size=64", *IMAGES[name],
+    )  # fmt: skip
+    config, machine = load_config("resnet50_imagenet", bindings), parse_target("v5e:1x1")
+    found = memory(config, layouts.abstract_layout(config, 1), "tpu")
+    made = compile_step(config, planned_layout(config, machine), machine)
+    assert found.total == pytest.approx(made.argument_bytes + made.temp_bytes, rel=0.25)
+
+
 # Heads of 128 numbers, which a TPU does not pad.
 WIDE = ("Llama.num_heads=16", "Llama.num_kv_heads=4")
 OFFLOADED = {

@@ -135,8 +135,8 @@ def refuse(
         return
     if trains and holds_few and settings.lora_rank is None:
         yield (
-            f"Finetune.few_bits={settings.few_bits!r} with Finetune.lora_rank=None: weights in few "
-            "bits cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
+            f"Finetune.few_bits={settings.few_bits!r} with Finetune.lora_rank=None: quantized "
+            "weights cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
         )
     if settings.lora_rank is None and settings.freeze and holds_few:
         yield (

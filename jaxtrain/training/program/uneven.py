@@ -71,8 +71,8 @@ def notes(config: Config, layout: Layout) -> Iterator[str]:
     if held > rows:
         yield (
             f"Train.global_batch_size={rows} is filled to {held} rows, a multiple of its "
-            f"{layout.batch_devices()} devices and their microbatches: {held - rows} weigh "
-            f"nothing, {(held - rows) / held:.1%} of the work"
+            f"{layout.batch_devices()} devices and their microbatches: {held - rows} have "
+            f"zero weight, {(held - rows) / held:.1%} of the work"
         )
 
 

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 
 from jaxtrain.analysis.planning.textbook.activation_traffic import stream_bytes
 from jaxtrain.analysis.planning.textbook.facts import Facts
@@ -28,6 +29,7 @@ from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
 from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
@@ -450,14 +452,36 @@ def kept(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
         batch = config.train.data.abstract_batch(rows)
         batch = with_shardings(batch, program.batch_shardings(batch))
 
-        def forward(params: Any, statistics: Any, batch: Batch) -> Any:
-            def loss(params: Any) -> Any:
-                whole = program.tuning.join((params, state.frozen))
+        def forward(weights: Any, statistics: Any, batch: Batch) -> Any:
+            trained, frozen = to_compute(weights, program.precision.compute)
+
+            def loss(trained: Any) -> Any:
+                whole = program.tuning.join((trained, frozen))
                 sums, statistics_ = program.sums(whole, statistics, batch, train=True)
                 return sums["loss"], statistics_
 
-            return jax.tree.leaves(jax.vjp(loss, params, has_aux=True)[1])
+            return jax.tree.leaves(jax.vjp(loss, trained, has_aux=True)[1])
 
-        found: Any = jax.make_jaxpr(forward)(state.params, state.statistics, batch).out_avals
+        closed: Any = jax.make_jaxpr(forward)(state.weights, state.statistics, batch)
+    found = [var.aval for var in _of_examples(closed.jaxpr, len(jax.tree.leaves(batch)))]
     on_host = sum(shard_bytes(x) for x in found if is_on_host(x))
     return sum(map(shard_bytes, found)) - on_host, on_host
+
+
+# Results that a compiler makes again where they are used, in the fusion that reads them: a mask out
+# of what it compares, and constants.
+_MADE_AGAIN = frozenset({"broadcast_in_dim", "eq", "ge", "gt", "iota", "le", "lt", "ne"})
+
+
+def _of_examples(jaxpr: Any, count: int) -> list[Any]:
+    """The outputs, each once, that depend on the last `count` inputs and are none of them: weights
+    are there anyway, in another shape too."""
+    depends, made_again = set(jaxpr.invars[len(jaxpr.invars) - count :]), set()
+    inputs = set(depends)
+    for equation in jaxpr.eqns:
+        if any(isinstance(var, Var) and var in depends for var in equation.invars):
+            depends |= {*equation.outvars}
+        if equation.primitive.name in _MADE_AGAIN:
+            made_again |= {*equation.outvars}
+    outputs = dict.fromkeys(var for var in jaxpr.outvars if isinstance(var, Var))
+    return [var for var in outputs if var in depends - inputs - made_again]

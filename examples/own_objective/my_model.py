@@ -1,0 +1,71 @@
+"""A language model with a ReLU-squared MLP that is trained with word dropout."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.reader import configurable
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.nn.block import Block
+from jaxtrain.nn.mlp import TwoLayers
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Square of the positive part (Primer, arXiv 2109.08668), elementwise."""
+    return jnp.square(jax.nn.relu(x))
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MyModel(GroupedQuerySizes):
+    """Sizes of the model: each field is a setting of the config, `MyModel.num_layers = 4`.
+
+    Attributes:
+      vocab_size: rows of the embedding table; 256 for the byte tokenizer.
+      num_layers: transformer layers.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads.
+      mlp_dim: width inside the MLP.
+      context_length: the longest sequence, in tokens.
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: factor that slows them for a longer context; 1 leaves them.
+      sliding_window: tokens that a query sees back; None: all of them.
+      norm_eps: epsilon of the RMS norms.
+      tie_embeddings: the embedding is the output matrix too.
+    """
+
+    vocab_size: int = 256
+    num_layers: int = 4
+    embed_dim: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    mlp_dim: int = 512
+    context_length: int = 256
+    rope_theta: float = 10_000.0
+    rope_scaling: float = 1.0
+    sliding_window: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+
+    objective: ClassVar[str] = "word_dropout"  # the name of the class in my_objective.py
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    @property
+    def block(self) -> Block:
+        """What every layer computes: x + attention(norm(x)), then x + mlp(norm(x))."""
+        return Block(
+            attention=self.grouped_query,
+            mlp=TwoLayers(
+                embed_dim=self.embed_dim,
+                mlp_dim=self.mlp_dim,
+                residual_stddev=self.residual_stddev,
+                function=relu_squared,
+                biases=False,
+            ),
+            norm=self.norm,
+        )
