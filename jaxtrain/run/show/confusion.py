@@ -14,10 +14,10 @@ _MOST_LETTERS = 16  # of a class's name
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ()) -> "Picture":
-    """Labels down, what was told of them across; each row's shades are shares of its label.
+    """Labels down, predictions across; each row's shades are shares of its label.
 
     Args:
-      counts: how often each label (a row) was told as each class (a column).
+      counts: how often each label (a row) was predicted as each class (a column).
       names: of the classes; numbers where there are not as many names as classes.
     """
     from jaxtrain.run.show.picture import Picture
@@ -34,7 +34,7 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ())
     places = range(0, size, every)
     axes.set_xticks(places, [short[place] for place in places], rotation=90)
     axes.set_yticks(places, [short[place] for place in places])
-    axes.set_xlabel("told")
+    axes.set_xlabel("predicted")
     axes.set_ylabel("label")
     if size <= _MOST_WRITTEN:
         for (row, column), count in np.ndenumerate(table):
