@@ -110,6 +110,7 @@ class StateShapes:
 
 @functools.lru_cache(maxsize=64)
 def shapes_of_state(config: Config) -> StateShapes:
+    """Shapes of a configuration's state, whose mesh is that of `without_layout`."""
     layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
     return StateShapes(config, make_program(config, layout).shapes())
 
