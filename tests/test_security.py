@@ -82,6 +82,7 @@ WALL_CLOCKS = {
     "run/attempts/records.py",
     "run/attempts/goodput.py",
     "run/attempts/watchdog.py",
+    "run/show/html/page.py",
     "run/tensorboard.py",
     "run/tracking/services.py",
 }
