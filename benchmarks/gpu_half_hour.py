@@ -43,11 +43,15 @@ class Options:
       out: the folder of results.
       tiny: tiny sizes on a CPU.
       seconds: of timing a side.
+      peers: settings of PyTorch.
+      ours: our settings beside the first; None: all of a row.
     """
 
     out: Path
     tiny: bool
     seconds: float
+    peers: Sequence[str] = PEERS
+    ours: Sequence[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Row:
 
 
 def _formats(options: Options, seconds: float) -> dict[str, Any]:
-    return gpu_formats.compare(tiny=options.tiny, seconds=seconds / 2)
+    return gpu_formats.compare(tiny=options.tiny, seconds=seconds)
 
 
 def _versus(name: str) -> Callable[[Options, float], dict[str, Any]]:
@@ -73,7 +77,7 @@ def _versus(name: str) -> Callable[[Options, float], dict[str, Any]]:
     def run(options: Options, seconds: float) -> dict[str, Any]:
         asked = argparse.Namespace(
             compute="bfloat16", tiny=options.tiny, seconds=options.seconds, repeats=1,
-            peers=list(PEERS),
+            peers=list(options.peers), ours=options.ours,
         )  # fmt: skip
         of = gpu_vs_torch.train_row if name in TRAIN else gpu_vs_torch.cells_row
         return of(name, asked, time.monotonic() + seconds)
@@ -107,7 +111,7 @@ def _real_run(options: Options, seconds: float) -> dict[str, Any]:
 
 
 ROWS: dict[str, Row] = {
-    "formats": Row(4, _formats),
+    "formats": Row(3, _formats),
     "ceilings": Row(1.5, _versus("ceilings")),
     "gpt2_124m": Row(8, _versus("gpt2_124m")),
     "llama_1b": Row(6, _versus("llama_1b")),
@@ -304,6 +308,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of timing a side")
     parser.add_argument("--out", type=Path, default=Path("gpu_half_hour"))
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--peers", nargs="*", default=PEERS, help="settings of PyTorch")
+    parser.add_argument("--ours", nargs="*", help="settings of ours beside the first (all)")
     parser.add_argument("--against", type=Path, help="rows.jsonl of an earlier half hour")
     parser.add_argument("--tiny", action="store_true", help="every row in tiny sizes on a CPU")
     options = parser.parse_args(words)
@@ -315,7 +321,9 @@ def main(words: Sequence[str] | None = None) -> int:
     def write(results: dict[str, dict[str, Any]]) -> None:
         (options.out / "half_hour.md").write_text(markdown(results, earlier))
 
-    given = Options(options.out, options.tiny, options.seconds)
+    given = Options(
+        options.out, options.tiny, options.seconds, options.peers, options.ours
+    )  # fmt: skip
     asked = {name: ROWS[name] for name in options.rows}
     results = do(asked, given, seconds=60 * options.minutes, after=write)
     write(results)

@@ -23,9 +23,11 @@ from benchmarks.gpu_rows import (
     TrainRow,
     attention_cases,
     attention_sizes,
+    block,
+    launches,
     loss_head_sizes,
     normal,
-    product_sizes,
+    products,
     results,
     timed,
 )
@@ -165,14 +167,21 @@ def ceilings(tiny: bool, seconds: float) -> Iterator[Cell]:
     def product(a: Any, b: Any) -> Any:
         return jnp.matmul(a, b, preferred_element_type=jnp.bfloat16)
 
-    for n in product_sizes(tiny):
-        for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
-            a, b = (jnp.asarray(normal(i, n, n), dtype) for i in range(2))
-            yield cell(f"{jnp.dtype(dtype).name} product {n}^3", "", seconds, product, a, b,
-                       work=2 * n**3, unit="FLOP/s",
-                       check=lambda found: [float(x) / n**0.5 for x in found[0, :4]])  # fmt: skip # noqa: B023
+    def chain(x: Any, b: Any) -> Any:
+        for _ in range(launches(tiny)):
+            x = product(x, b)
+        return x
+
     x = jnp.zeros((2**12 if tiny else 2**30,), jnp.float32)
     yield cell("copy", "", seconds, lambda x: x + 1, x, work=2 * x.nbytes, unit="B/s")
+    for dtype, M, K, N in products(tiny):
+        a, b = (jnp.asarray(block(i, *shape), dtype) for i, shape in enumerate(((M, K), (K, N))))
+        yield cell(f"{dtype} product {M} x {K} x {N}", "", seconds, product, a, b,
+                   work=2 * M * K * N, unit="FLOP/s",
+                   check=lambda found: [float(x) / K for x in found[0, :4]])  # fmt: skip # noqa: B023
+    a, b = (jnp.asarray(block(i, 128, 128) / 8, jnp.bfloat16) for i in range(2))
+    yield cell("chain of products 128^3", "", seconds, chain, a, b, work=launches(tiny),
+               unit="kernels/s")  # fmt: skip
 
 
 def attention_table(tiny: bool, seconds: float) -> Iterator[Cell]:

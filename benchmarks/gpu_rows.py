@@ -322,7 +322,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 def attention_cases(tiny: bool) -> list[tuple[int, int, bool]]:
     """(head_dim, length, packed)."""
     lengths = (64,) if tiny else (512, 2048, 8192, 32768)
-    return [(H, T, packed) for H in (64, 128) for T in lengths for packed in (False, True)]
+    cases = [(H, T, packed) for H in (64, 128) for T in lengths for packed in (False, True)]
+    # What most models are trained with comes first: a row that is out of time has it.
+    return sorted(cases, key=lambda case: (case[1] not in (2048, 8192), case[2]))
 
 
 def attention_sizes(head_dim: int, length: int, tiny: bool) -> tuple[int, int]:
@@ -330,9 +332,27 @@ def attention_sizes(head_dim: int, length: int, tiny: bool) -> tuple[int, int]:
     return (1, 2) if tiny else (max(1, 16384 // length), 2048 // head_dim)
 
 
-def product_sizes(tiny: bool) -> tuple[int, ...]:
-    """Sides of square matrices."""
-    return (64,) if tiny else (4096, 8192, 16384)
+def products(tiny: bool) -> list[tuple[str, int, int, int]]:
+    """(dtype, M, K, N) of products [M, K] x [K, N]: squares, then those of models' layers."""
+    squares = [(dtype, n, n, n) for n in ((64,) if tiny else (8192, 4096))
+               for dtype in ("bfloat16", "float8_e4m3fn")]  # fmt: skip
+    layers = [
+        (65536, 768, 3072), (65536, 768, 768), (16384, 768, 50304), (16384, 2048, 8192),
+        (16384, 4096, 14336), (2048, 4096, 4096), (256, 4096, 4096),
+    ]  # fmt: skip
+    return squares + ([] if tiny else [("bfloat16", *sizes) for sizes in layers])
+
+
+def block(seed: int, rows: int, columns: int) -> np.ndarray:
+    """Float32 numbers [rows, columns] that repeat: drawn in a moment however large the matrix."""
+    one = normal(seed, min(rows, 512), min(columns, 512))
+    times = (-(-rows // one.shape[0]), -(-columns // one.shape[1]))
+    return np.tile(one, times)[:rows, :columns]
+
+
+def launches(tiny: bool) -> int:
+    """Products of 128 x 128 in a chain: what starting a kernel costs."""
+    return 4 if tiny else 256
 
 
 def loss_head_sizes(tiny: bool) -> tuple[int, int, int]:

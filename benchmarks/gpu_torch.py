@@ -20,9 +20,11 @@ from benchmarks.gpu_rows import (
     TrainRow,
     attention_cases,
     attention_sizes,
+    block,
+    launches,
     loss_head_sizes,
     normal,
-    product_sizes,
+    products,
     results,
     timed,
 )
@@ -212,17 +214,22 @@ def ceilings(tiny: bool, seconds: float) -> Iterator[Cell]:
         found: Any = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         return found
 
-    for n in product_sizes(tiny):
-        for dtype, product in ((torch.bfloat16, torch.matmul), (torch.float8_e4m3fn, in_float8)):
-            a, b = (torch.from_numpy(normal(i, n, n)).to(DEVICE, dtype) for i in range(2))
-            # The library's own float8 product has its second matrix by columns.
-            b = b.T.contiguous().T
-            name = str(dtype).removeprefix("torch.")
-            yield cell(f"{name} product {n}^3", "", seconds, functools.partial(product, a, b),
-                       work=2 * n**3, unit="FLOP/s",
-                       check=lambda found: [float(x) / n**0.5 for x in found[0, :4]])  # fmt: skip # noqa: B023
     x = torch.zeros(2**12 if tiny else 2**30, device=DEVICE)
     yield cell("copy", "", seconds, lambda: x + 1, work=2 * x.nbytes, unit="B/s")
+    for dtype, M, K, N in products(tiny):
+        product = torch.matmul if dtype == "bfloat16" else in_float8
+        a, b = (torch.from_numpy(block(i, *shape)).to(DEVICE, getattr(torch, dtype))
+                for i, shape in enumerate(((M, K), (K, N))))  # fmt: skip
+        if product is in_float8:
+            # The library's own float8 product has its second matrix by columns.
+            b = b.T.contiguous().T
+        yield cell(f"{dtype} product {M} x {K} x {N}", "", seconds,
+                   functools.partial(product, a, b), work=2 * M * K * N, unit="FLOP/s",
+                   check=lambda found: [float(x) / K for x in found[0, :4]])  # fmt: skip # noqa: B023
+    a, b = (torch.from_numpy(block(i, 128, 128) / 8).to(DEVICE, torch.bfloat16) for i in range(2))
+    yield cell("chain of products 128^3", "", seconds,
+               lambda: functools.reduce(lambda x, _: x @ b, range(launches(tiny)), a),
+               work=launches(tiny), unit="kernels/s")  # fmt: skip
 
 
 def attention_table(tiny: bool, seconds: float) -> Iterator[Cell]:

@@ -117,8 +117,9 @@ def train_row(name: str, options: argparse.Namespace, deadline: float) -> dict[s
     sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         weights = str(Path(folder) / "weights.npz")
-        plan = [("jaxtrain", setting) for setting in row.ours]
-        plan[1:1] = [("torch", setting) for setting in options.peers]
+        first, *others = row.ours
+        plan = [("jaxtrain", first), *(("torch", setting) for setting in options.peers)]
+        plan += [("jaxtrain", s) for s in others if options.ours is None or s in options.ours]
         for _ in range(options.repeats):
             for side, setting in plan:
                 task = Task(name, side, setting, options.tiny, compute, options.seconds, weights)
@@ -149,9 +150,13 @@ def merge(sides: dict[str, Any], name: str, result: dict[str, Any]) -> None:
 def cells_row(name: str, options: argparse.Namespace, deadline: float) -> dict[str, Any]:
     """Single operations: {"sides": {side: {"cells": [...]}}}."""
     sides: dict[str, Any] = {}
-    for side in SIDES[:1] if name in ALONE else SIDES:
+    asked = SIDES[:1] if name in ALONE else SIDES
+    for number, side in enumerate(asked):
         task = Task(name, side, None, options.tiny, "bfloat16", options.seconds, "")
-        sides[side] = one_side(task, deadline=deadline)
+        # The time that is left is shared: a row that is cut short has something of both sides.
+        now = time.monotonic()
+        share = (deadline - now) / (len(asked) - number)
+        sides[side] = one_side(task, deadline=now + share)
     found: dict[str, Any] = {"says": name, "sides": sides}
     wrong = disagreeing(sides)
     if wrong:
@@ -267,6 +272,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="of timing a side")
     parser.add_argument("--repeats", type=int, default=1, help="fresh processes of every side")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), help="settings of PyTorch")
+    parser.add_argument(
+        "--ours", nargs="*", help="settings of ours beside the first (default: all of a row)"
+    )
     parser.add_argument("--compute", choices=TOLERANCE, default="bfloat16")
     parser.add_argument("--tiny", action="store_true", help="every row in tiny sizes on a CPU")
     parser.add_argument("--json", type=Path, default=Path("gpu_vs_torch.jsonl"))
