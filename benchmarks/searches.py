@@ -15,8 +15,9 @@ from rich.console import Console
 
 from benchmarks.predictions import FILE
 from jaxtrain import load_config
+from jaxtrain.analysis.planning.candidates import Candidate, Found
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
-from jaxtrain.analysis.planning.search import Candidate, Found, price, search
+from jaxtrain.analysis.planning.search import price, search
 from jaxtrain.analysis.planning.variants import changed
 from jaxtrain.training.settings import Config
 

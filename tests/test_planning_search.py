@@ -8,8 +8,9 @@ import pytest
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning import search as searching
+from jaxtrain.analysis.planning.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.search import SHOWN, TIE, _allowed, price, search
+from jaxtrain.analysis.planning.search import _allowed, price, search
 from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.unstacked import between_layers

@@ -5,12 +5,14 @@ import contextlib
 import functools
 import itertools
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 
 from jaxtrain.analysis import doctor
 from jaxtrain.analysis.planning import side_by_side
@@ -108,6 +110,7 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         found = _plan(arguments, console, targets[0], layouts[0])
         show_plan(console, found)
+        entries = [side_by_side.Entry(targets[0].name, layouts[0].values, found)]
         told, draw_all, pages = found.to_json(), found.plot, functools.partial(plan_page, found)
     if picture is not None:
         write_atomically(picture, draw_all().png())
@@ -116,7 +119,19 @@ def plan(arguments: argparse.Namespace) -> int:
         write_atomically(file, json.dumps(told, indent=2).encode())
     if page is not None:
         _write_page(console, page, pages(arguments.config, arguments.words))
-    return DONE
+    return _status(entries)
+
+
+def _status(entries: Sequence[side_by_side.Entry]) -> int:
+    """FAILED where a search was interrupted, which is said."""
+    if not any(_is_interrupted(entry.plan) for entry in entries):
+        return DONE
+    print("jaxtrain: interrupted by Ctrl-C; the best so far is shown", file=sys.stderr)  # noqa: T201
+    return FAILED
+
+
+def _is_interrupted(made: Plan | None) -> bool:
+    return made is not None and made.found is not None and made.found.interrupted
 
 
 def _write_page(console: Console, file: Path, content: bytes) -> None:
@@ -143,8 +158,13 @@ def _plan(
     config = load_config(arguments.config, chosen.bindings, allow_imports=arguments.allow_imports)
     say(console, *config.notes)
 
-    def progress(words: str) -> contextlib.AbstractContextManager[Any]:
-        return console.status(words) if console.is_terminal else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def progress(words: str) -> Iterator[Callable[[str], None]]:
+        if not console.is_terminal:
+            yield lambda words: None
+            return
+        with console.status(words) as status:
+            yield lambda words: status.update(escape(words))
 
     return make_plan(
         config,
@@ -178,6 +198,8 @@ def _side_by_side(
         except UserError as error:
             refused = str(error)
         entries.append(side_by_side.Entry(target.name, chosen.values, made, refused))
+        if _is_interrupted(made):
+            break
     return entries
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxtrain.analysis.planning import accumulation, chunks
+from jaxtrain.analysis.planning.candidates import Price
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import replicated
 from jaxtrain.analysis.planning.machines.targets import (
@@ -15,7 +16,7 @@ from jaxtrain.analysis.planning.machines.targets import (
     most_memory,
     with_memory,
 )
-from jaxtrain.analysis.planning.search import Price, price
+from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
     changed,

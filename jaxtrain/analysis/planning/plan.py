@@ -3,9 +3,16 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtrain.analysis.planning.advice import fixes_for
+from jaxtrain.analysis.planning.candidates import (
+    COMPILED,
+    Candidate,
+    Found,
+    numbered,
+    with_reasons,
+)
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
 from jaxtrain.analysis.planning.compiled.placement import paddings
@@ -13,7 +20,6 @@ from jaxtrain.analysis.planning.goodput.goodput import Reliability
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
 from jaxtrain.analysis.planning.result import Plan, moved_by
-from jaxtrain.analysis.planning.search import COMPILED, Candidate, Found, numbered, with_reasons
 from jaxtrain.analysis.planning.search import search as search_layouts
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -27,7 +33,15 @@ from jaxtrain.training.settings import Config
 
 # How hard the target's compiler tries; "none" leaves everything to closed forms.
 Effort = Literal["none", "quick", "thorough"]
-Progress = Callable[[str], contextlib.AbstractContextManager[Any]]
+# Called with what is going to be done; entered for the time that takes, it gives a function that
+# replaces those words.
+Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[str], None]]]
+
+
+def silent(words: str) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    """Show no progress."""
+    del words
+    return contextlib.nullcontext(lambda words: None)
 
 
 def plan(
@@ -45,7 +59,7 @@ def plan(
     mtbf: float | None = None,
     storage: float | None = None,
     advise: bool = True,
-    progress: Progress = lambda words: contextlib.nullcontext(),
+    progress: Progress = silent,
 ) -> Plan:
     """What the train step of a configuration needs on a machine that need not be there.
 
@@ -57,7 +71,8 @@ def plan(
       thorough: whether a TPU's compiler takes as long as for the run itself, about ten times as
         long as for a plan.
       search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
-        for this target and global batch; the plan is then the winner's.
+        for this target and global batch; the plan is then the winner's. Ctrl-C ends the search
+        early: the plan is then the best so far, and its `found.interrupted` is True.
       price: dollars of one device for an hour, for what the whole run costs.
       tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
       network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
@@ -86,8 +101,10 @@ def plan(
         )
     effort: Effort = "none" if not compile else "thorough" if thorough else "quick"
     if search:
-        with progress("pricing layouts by closed forms"):
-            found = search_layouts(config, machine)
+        with progress("listing layouts") as tell:
+            found = search_layouts(config, machine, tell)
+        if found.interrupted:
+            effort = "none"
         made = _best_compiled(found, machine, effort, progress=progress)
     else:
         made = _plan(config, machine, effort, progress=progress, advise=advise)
@@ -100,7 +117,8 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     As many are compiled as it takes until `COMPILED` of them fit, or twice as many with one that
     does, or four times as many; their own traffic then ranks them. A program that fits because its
     compiler does work again is none of those: with a little less memory the next may be faster.
-    Where none of them fits, the first of the others stands there as an estimate.
+    Where none of them fits, the first of the others stands there as an estimate. Ctrl-C ends it
+    with those that are compiled.
     """
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
@@ -108,8 +126,15 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
         one_fits = any(made.fits for _, made in plans)
         if len(plans) >= (2 if one_fits else 4) * COMPILED:
             break
-        one = rest.pop(0)
-        made = _plan(one.config, machine, effort, progress=progress, advise=False)
+        one = rest[0]
+        try:
+            made = _plan(one.config, machine, effort, progress=progress, advise=False)
+        except KeyboardInterrupt:
+            found, effort = dataclasses.replace(found, interrupted=True), "none"
+            if plans:
+                break
+            made = _plan(one.config, machine, effort, progress=progress, advise=False)
+        del rest[0]
         if made.compiled is None:  # the closed forms' order stands
             made = _plan(one.config, machine, effort, progress=progress)
             return dataclasses.replace(made, found=found)

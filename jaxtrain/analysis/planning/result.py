@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxtrain.analysis.planning import show
 from jaxtrain.analysis.planning.advice import Fix, remarks
+from jaxtrain.analysis.planning.candidates import Found
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
@@ -21,7 +22,6 @@ from jaxtrain.analysis.planning.goodput.goodput import (
     goodput_of,
 )
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.search import Found
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts

@@ -4,12 +4,23 @@ import bisect
 import dataclasses
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxtrain.analysis.planning import chunks
+from jaxtrain.analysis.planning.candidates import (
+    FAR,
+    SHOWN,
+    Candidate,
+    Found,
+    Price,
+    kinds_of,
+    order_of,
+    ranked,
+    with_reasons,
+)
 from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.space import (
@@ -24,11 +35,11 @@ from jaxtrain.analysis.planning.textbook.memory import Memory, memory
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import (
-    StepTime,
     busy_seconds,
     step_time,
     waited_seconds,
 )
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import (
     bindings_of,
@@ -39,38 +50,12 @@ from jaxtrain.analysis.planning.variants import (
     slices_of,
 )
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.run.show.report import human_bytes
+from jaxtrain.run.show.report import human_bytes, written_mesh
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class Price:
-    """What a configuration costs on a target; an estimate.
-
-    Attributes:
-      memory: of one device.
-      time: of a step.
-      hbm_bytes: what a device has; None: as much as it takes.
-      devices: over which the configuration goes.
-    """
-
-    memory: Memory
-    time: StepTime
-    hbm_bytes: int | None
-    devices: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate is within a device's memory."""
-        return self.hbm_bytes is None or self.memory.total <= self.hbm_bytes
-
-    @property
-    def seconds(self) -> float:
-        """Of a step; where the chip's speed is not known, 0: then memory alone decides."""
-        return self.time.seconds or 0.0
 
 
 def price(
@@ -89,130 +74,79 @@ def price(
     return Price(needed, time, target.chip.hbm_bytes, devices)
 
 
-SHOWN, COMPILED = 10, 3
-# Predictions closer than this are one: the layouts of one model share most of their error.
-TIE = 0.01
-AS_FAST = f"as fast as any that fits within {TIE:.0%}, and the smallest of those"
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One configuration of a search.
-
-    Attributes:
-      changes: binding -> value, over the user's configuration.
-      config: with them.
-      price: by closed forms.
-      reason: a sentence: why it stands where it does.
-      compiled_bytes: memory of a device as the compiler says; None where it was not compiled.
-      fits: by the compiler where it was compiled, else by the estimate.
-      rank: from 1; those that share it are as fast as the prediction can tell.
-    """
-
-    changes: Mapping[str, Any]
-    config: Config
-    price: Price
-    reason: str = ""
-    compiled_bytes: int | None = None
-    fits: bool = True
-    rank: int = 0
-
-    @property
-    def bindings(self) -> list[str]:
-        """What to paste after -b."""
-        return bindings_of(self.changes)
-
-    def to_json(self) -> dict[str, Any]:
-        """For `plan --json`."""
-        return {
-            "rank": self.rank,
-            "bindings": self.bindings,
-            "step_seconds": self.price.time.seconds,
-            "mfu": self.price.time.mfu,
-            "memory": self.price.memory.total,
-            "compiled_memory": self.compiled_bytes,
-            "fits": self.fits,
-            "reason": self.reason,
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """What a search found.
-
-    Attributes:
-      candidates: the best first.
-      priced: configurations that were priced.
-      too_large: of these, which do not fit.
-      slower: layouts that were not priced: their products with what these read, and what their
-        mesh waits for in any case, take longer than all that are shown.
-      refused: reason -> configurations that `jaxtrain train` would reject.
-    """
-
-    candidates: list[Candidate]
-    priced: int
-    too_large: int
-    slower: int
-    refused: dict[str, int]
-
-    @property
-    def shown(self) -> list[Candidate]:
-        """The best few."""
-        return self.candidates[:SHOWN]
-
-    def to_json(self) -> dict[str, Any]:
-        """For `plan --json`."""
-        return {
-            "candidates": [one.to_json() for one in self.shown],
-            "search": {
-                "priced": self.priced,
-                "too_large": self.too_large,
-                "slower": self.slower,
-                "refused": self.refused,
-            },
-        }
-
-
-def search(config: Config, target: Target) -> Found:
+def search(
+    config: Config, target: Target, tell: Callable[[str], None] = lambda words: None
+) -> Found:
     """Prices every layout of a configuration on a target by closed forms.
 
     The model, data, global batch and kernels stay as they are. Of each mesh, ZeRO stage, remat
     policy and schedule the fewest microbatches that fit are taken, since more repeat the weights'
     traffic; of pipelines more, while that is worth their smaller bubble. Where there are several,
-    they are summed locally too, if that fits. The same question has the same answer.
+    they are summed locally too, if that fits. The best `SHOWN` are among those found, and the best
+    of each kind of layout (`candidates.kinds_of`). The same question has the same answer.
+
+    KeyboardInterrupt ends the search early: what was found so far is returned
+    (`Found.interrupted`); it is raised again where nothing was found yet.
+
+    Args:
+      config: the configuration.
+      target: the machine.
+      tell: called now and then with a sentence on how far the search is.
 
     Raises:
       UserError: nothing fits, or nothing may run.
+      KeyboardInterrupt: Ctrl-C before any layout was found.
     """
     slices = slices_of(config, target)
     _refuse_hopeless(config, target, target.devices * slices)
     fitting: list[Candidate] = []
+    best: dict[str, float] = {}  # kind -> seconds of its fastest
     refused: dict[str, int] = {}
-    priced = too_large = slower = 0
+    priced = too_large = slower = done = 0
     smallest: _Sized | None = None
-    left = list(_allowed(config, target, slices, refused))
+    unfit: Candidate | None = None
+    left: list[_Layout] = []
+    for layout in _allowed(config, target, slices, refused):
+        left.append(layout)
+        if not len(left) % _TELL_EVERY:
+            tell(f"listing layouts: {len(left):,}")
+    kinds = {kind for layout in left for kind in layout.kinds}
     heapq.heapify(left)
-    while left:
-        # Nothing that is left can be among those that are shown.
-        if len(fitting) >= SHOWN and left[0].least_seconds > fitting[SHOWN - 1].price.seconds:
-            slower = len(left)
-            break
-        layout = heapq.heappop(left)
-        found, tried, large = _fewest(config, layout, target)
-        if large < tried:
-            best, more = _fastest(config, layout, target, found)
-            tried += more
-            bisect.insort(fitting, best, key=_order)
-            local = _locally(config, layout, best, Facts(best.config, found.layout).passes)
-            if local is not None:
-                said = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
-                if said is None:
-                    heapq.heappush(left, local)
-                else:
-                    refused[said] = refused.get(said, 0) + 1
-        elif smallest is None or found.memory.total < smallest.memory.total:
-            smallest = found
-        priced, too_large = priced + tried, too_large + large
+    interrupted = False
+    try:
+        while left:
+            layout = heapq.heappop(left)
+            done += 1
+            if not done % _TELL_EVERY:
+                tell(_progress(done, len(left), fitting))
+            if not _may_be_shown(layout, fitting, best):
+                slower += 1
+                continue
+            found, tried, large = _fewest(config, layout, target)
+            if large < tried:
+                one, more = _fastest(config, layout, target, found)
+                tried += more
+                bisect.insort(fitting, one, key=order_of)
+                for kind in layout.kinds:
+                    best[kind] = min(best.get(kind, math.inf), one.price.seconds)
+                local = _locally(config, layout, one, Facts(one.config, found.layout).passes)
+                if local is not None:
+                    said = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
+                    if said is None:
+                        heapq.heappush(left, local)
+                    else:
+                        refused[said] = refused.get(said, 0) + 1
+            else:
+                if smallest is None or found.memory.total < smallest.memory.total:
+                    smallest = found
+                if unfit is None or layout.least_seconds < unfit.price.seconds:
+                    one = _candidate(config, found, target)
+                    unfit = min(unfit or one, one, key=order_of)
+            priced, too_large = priced + tried, too_large + large
+    except KeyboardInterrupt:
+        if not fitting:
+            raise
+        interrupted = True
     if smallest is None and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
         raise UserError(
@@ -221,7 +155,40 @@ def search(config: Config, target: Target) -> Found:
     if not fitting:
         assert smallest is not None
         raise UserError(_nothing(config, target, priced, smallest))
-    return Found(with_reasons(ranked(fitting), target), priced, too_large, slower, refused)
+    candidates = with_reasons(ranked(fitting), target)
+    if unfit is not None and unfit.price.seconds >= fitting[0].price.seconds:
+        unfit = None
+    return Found(
+        candidates, priced, too_large, slower, refused,
+        unfit=unfit and dataclasses.replace(unfit, fits=False),
+        absent=() if interrupted else tuple(sorted(kinds - best.keys())),
+        left=len(left), interrupted=interrupted,
+    )  # fmt: skip
+
+
+# Layouts between two reports of progress.
+_TELL_EVERY = 50
+
+
+def _progress(done: int, left: int, fitting: Sequence[Candidate]) -> str:
+    words = f"pricing layouts by closed forms: {done:,} of {done + left:,}"
+    if not fitting:
+        return f"{words}, none that fits so far"
+    first = fitting[0]
+    time = first.price.time.seconds
+    step = "" if time is None else f" in {human_seconds(time)} a step"
+    return f"{words}, best so far {written_mesh(first.mesh)}{step} (Ctrl-C: show it)"
+
+
+def _may_be_shown(
+    layout: "_Layout", fitting: Sequence[Candidate], best: Mapping[str, float]
+) -> bool:
+    """Whether a layout may be among the best `SHOWN`, or the best of one of its kinds."""
+    if len(fitting) < SHOWN or layout.least_seconds <= fitting[SHOWN - 1].price.seconds:
+        return True
+    if layout.least_seconds > FAR * fitting[0].price.seconds:
+        return False
+    return any(layout.least_seconds < best.get(kind, math.inf) for kind in layout.kinds)
 
 
 def _refuse_hopeless(config: Config, target: Target, devices: int) -> None:
@@ -258,8 +225,9 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
     settings = f"with {enough[0]} it fits" if enough else "no setting alone is enough"
     return (
         f"target {target.name!r}: none of {priced} layouts fits into {devices} x "
-        f"{human_bytes(room)}; the smallest takes {human_bytes(size)} a device "
-        f"({' '.join(bindings) or 'as it is'}): {settings}, and so it does on about "
+        f"{human_bytes(room)}; the smallest takes {human_bytes(size)} a device, "
+        f"{human_bytes(size - room)} too much ({' '.join(bindings) or 'as it is'}): "
+        f"{settings}, and so it does on about "
         f"{math.ceil(size * devices / room / devices) * devices} devices"
     )
 
@@ -272,28 +240,6 @@ LIGHTER: tuple[dict[str, Any], ...] = (
     {"Remat.policy": "offload"},
     {"Offload.optimizer_state": "host"},
 )
-
-
-def _order(candidate: Candidate) -> tuple[float, int, list[str]]:
-    return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
-
-
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest first; of those within TIE of the fastest of them the
-    smallest first: what the prediction cannot tell apart, room in memory does."""
-    found = numbered(sorted(candidates, key=_order))
-    return sorted(found, key=lambda one: (one.rank, one.price.memory.total, *_order(one)))
-
-
-def numbered(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """With their ranks in this order: 1, or 1, 1, 3 where the second is within TIE of the first."""
-    found: list[Candidate] = []
-    rank, first = 1, candidates[0].price.seconds
-    for place, one in enumerate(candidates):
-        if abs(one.price.seconds / (first or 1.0) - 1) > TIE:
-            rank, first = place + 1, one.price.seconds
-        found.append(dataclasses.replace(one, rank=rank))
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,6 +256,11 @@ class _Layout:
     changes: dict[str, Any]
     counts: list[dict[str, Any]]
     least_seconds: float
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Which kinds of parallelism it has (`kinds_of`)."""
+        return kinds_of({axis: self.changes[f"Mesh.{axis}"] for axis in MESH_AXES})
 
     def __lt__(self, other: "_Layout") -> bool:
         """In which order they are priced."""
@@ -416,16 +367,17 @@ def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[_Sized, in
     return tried[number], len(tried), large
 
 
+def _candidate(config: Config, sized: _Sized, target: Target) -> Candidate:
+    cost = price(sized.config, target, sized.memory, sized.layout)
+    return Candidate(essential(config, sized.changes), sized.config, cost)
+
+
 def _fastest(
     config: Config, layout: _Layout, target: Target, fewest: _Sized
 ) -> tuple[Candidate, int]:
     """The candidate with these microbatches, or in a pipeline with more, as long as their smaller
     bubble is worth the weights' traffic, and with larger chunks of the loss where the asked ones
     wait for memory; and how many were tried besides."""
-
-    def candidate(sized: _Sized) -> Candidate:
-        cost = price(sized.config, target, sized.memory, sized.layout)
-        return Candidate(essential(config, sized.changes), sized.config, cost)
 
     def grown(before: Candidate, changes: dict[str, Any]) -> Candidate | None:
         nonlocal tried
@@ -434,10 +386,10 @@ def _fastest(
         tried += 1
         if target.chip.hbm_bytes is not None and needed.total > target.chip.hbm_bytes:
             return None
-        after = candidate(_Sized(changes, variant, fewest.layout, needed))
+        after = _candidate(config, _Sized(changes, variant, fewest.layout, needed), target)
         return after if after.price.seconds < before.price.seconds else None
 
-    best, tried, chosen = candidate(fewest), 0, fewest.changes
+    best, tried, chosen = _candidate(config, fewest, target), 0, fewest.changes
     if layout.changes["Mesh.pipe"] > 1:
         for count in layout.counts[_place(layout, fewest.config) + 1 :]:
             after = grown(best, {**layout.changes, **count})
@@ -469,44 +421,3 @@ def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _
     pipelined = layout.changes["Mesh.pipe"] > 1
     left = layout.counts[-1 if pipelined else _place(layout, best.config) :]
     return _Layout(changes, left, max(layout.least_seconds, best.price.time.compute or 0.0))
-
-
-# -- the reasons ---------------------------------------------------------------------------------
-
-
-def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]:
-    """The candidates, best first, each with the sentence why it stands there."""
-    best, fastest = ranked[0], min(one.price.seconds for one in ranked)
-    return [
-        dataclasses.replace(one, reason=_reason(one, best, fastest, target.chip.hbm_bytes))
-        for one in ranked
-    ]
-
-
-def _reason(one: Candidate, best: Candidate, fastest: float, hbm_bytes: int | None) -> str:
-    time = one.price.time
-    if not one.fits:
-        return "too large as it was compiled, though the estimate fits"
-    room = human_bytes(one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes)
-    if hbm_bytes is not None:
-        room += f" of {human_bytes(hbm_bytes)}"
-    if time.seconds is None or best.price.time.seconds is None:
-        return f"takes {room}; the chip's speed is not known, so memory alone decides"
-    if one is best:
-        which = "the fastest that fits" if one.price.seconds <= fastest else AS_FAST
-        return (
-            f"{which} ({room}): {time.compute:.3g} s of computation, "
-            f"{time.exposed:.2g} s of communication that nothing hides, {time.bubble:.2g} s of "
-            "pipeline bubble"
-        )
-    pieces = {
-        "computation, recomputation and update": (time.compute or 0)
-        - (best.price.time.compute or 0),
-        "communication that nothing hides": (time.exposed or 0) - (best.price.time.exposed or 0),
-        "pipeline bubble": (time.bubble or 0) - (best.price.time.bubble or 0),
-    }
-    name, more = max(pieces.items(), key=lambda piece: piece[1])
-    slower = time.seconds / best.price.time.seconds - 1
-    if one.rank == best.rank or more <= 0 or slower < 0.0005:
-        return f"as fast as the best within {TIE:.0%} ({slower:+.1%}), with {room}"
-    return f"{slower:.1%} slower than the best: {more:.2g} s more {name} ({room})"

@@ -6,15 +6,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxtrain.analysis.planning.candidates import FAR, FSDP
 from jaxtrain.analysis.planning.goodput.show import show as show_goodput
 from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_line
 from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
-from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
 
 if TYPE_CHECKING:
+    from jaxtrain.analysis.planning.candidates import Candidate, Found
     from jaxtrain.analysis.planning.compiled.compiled import Compiled
     from jaxtrain.analysis.planning.result import Plan
     from jaxtrain.run.show.picture import Picture
@@ -208,28 +209,46 @@ def _candidates(console: Console, plan: "Plan") -> None:
     found = plan.found
     if found is None:
         return
+    if found.interrupted:
+        say(console, f"The search was interrupted: {_unfinished(found)}; others may be better")
     table = Table(title="Search: best layouts first", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("mesh", overflow="fold")
+    table.add_column("best of", overflow="fold")
     table.add_column("also", overflow="fold")
     table.add_column("step", justify="right")
     table.add_column("memory", justify="right")
     table.add_column("why", overflow="fold")
     for one in found.shown:
-        mesh = {axis: getattr(one.config.mesh, axis) for axis in MESH_AXES}
-        others = [b for b in one.bindings if not b.startswith("Mesh.")]
-        seconds = one.price.time.seconds
         size = one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes
         how = "" if one.compiled_bytes is None else " compiled"
         table.add_row(
             str(one.rank),
-            written_mesh(mesh),
-            " ".join(others),
-            "-" if seconds is None else human_seconds(seconds),
+            written_mesh(one.mesh),
+            ", ".join(one.best_of),
+            _others(one),
+            _step(one),
             human_bytes(size) + how,
             one.reason,
         )
+    unfit = found.unfit
+    if unfit is not None:
+        gain = 1 - unfit.price.seconds / min(one.price.seconds for one in found.candidates)
+        table.add_section()
+        table.add_row(
+            "-",
+            written_mesh(unfit.mesh),
+            "",
+            _others(unfit),
+            _step(unfit),
+            human_bytes(unfit.price.memory.total),
+            f"does not fit: {human_bytes(unfit.over)} too much; the fastest of those that do not, "
+            f"{gain:.1%} less time than the fastest that fits",
+        )
     console.print(table)
+    for kind in found.absent:
+        which = "FSDP alone" if kind == FSDP else f"{kind} parallelism"
+        say(console, f"No layout with {which} fits in less than {FAR:g} times the best's time")
     refused = sum(found.refused.values())
     say(
         console,
@@ -240,6 +259,22 @@ def _candidates(console: Console, plan: "Plan") -> None:
         say(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
     say(console, f"To train so: {pasted or 'as it is'}")
+
+
+def _unfinished(found: "Found") -> str:
+    if found.left:
+        return f"{found.priced:,} layouts were priced, {found.left:,} more were not looked at"
+    return "all layouts were priced, but not all of the best compiled"
+
+
+def _others(one: "Candidate") -> str:
+    """The bindings but for the mesh."""
+    return " ".join(b for b in one.bindings if not b.startswith("Mesh."))
+
+
+def _step(one: "Candidate") -> str:
+    seconds = one.price.time.seconds
+    return "-" if seconds is None else human_seconds(seconds)
 
 
 def _advice(console: Console, plan: "Plan") -> None:
