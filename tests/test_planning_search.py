@@ -37,7 +37,7 @@ def test_the_ranking_is_by_time_and_everything_fits():
         assert faster or (
             one.rank == after.rank and one.price.memory.total <= after.price.memory.total
         )
-    assert len(found().shown) == SHOWN
+    assert SHOWN <= len(found().shown) <= SHOWN + 5  # and the best of each kind
     assert all(one.price.fits for one in found().candidates)
     assert all(one.reason for one in found().shown)
     fastest = min(one.price.seconds for one in found().candidates)

@@ -85,8 +85,8 @@ def test_where_nothing_fits_the_ways_out_are_true():
     with pytest.raises(UserError) as error:
         search(config, parse_target("l4:1x1"))
     said = re.search(
-        r"the smallest takes \S+ GiB a device, \S+ [GM]iB too much \((.*)\): with (.*) it fits, and so it does on "
-        r"about (\d+) devices$",
+        r"the smallest takes \S+ GiB a device, \S+ [GM]iB too much \((.*)\): with (.*) it fits, "
+        r"and so it does on about (\d+) devices$",
         str(error.value),
     )
     assert said, str(error.value)

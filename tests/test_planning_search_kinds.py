@@ -138,7 +138,10 @@ def interrupt_after(monkeypatch):
 
         monkeypatch.setattr(searching, "_fewest", interrupted)
 
-    return after
+    # A shell's background jobs ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield after
+    signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupted_search_shows_the_best_so_far(interrupt_after, capsys, tmp_path):
