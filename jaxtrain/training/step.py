@@ -535,18 +535,18 @@ class Program:
         reductions.
         """
         self.layout.check_active()
-        weights = to_compute(state.weights, self.precision.compute)
-        with self.precision.products():
-            sums = self._heldout_sums(weights, state.statistics, batch)
+        sums = self._heldout_sums(state.weights, state.statistics, batch)
         return jax.tree.map(jnp.add, total, sums)
 
     def _heldout_sums(self, weights: Weights, statistics: nnx.State, batch: Batch) -> Sums:
-        if self.stages is None:
-            params = self._with_gradient(weights)
-            sums, _ = self.sums(params, statistics, batch, train=False)
-        else:
-            no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
-            sums = self._through_stages(weights, weights[0], batch, no_gradient, None)[1]
+        weights = to_compute(weights, self.precision.compute)
+        with self.precision.products():
+            if self.stages is None:
+                params = self._with_gradient(weights)
+                sums, _ = self.sums(params, statistics, batch, train=False)
+            else:
+                no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
+                sums = self._through_stages(weights, weights[0], batch, no_gradient, None)[1]
         sums.pop(EXPERT_LOAD, None)
         return {**sums, **self.objective.counts(batch)}
 
