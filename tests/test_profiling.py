@@ -17,7 +17,13 @@ from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.profiling.ceilings import Ceilings, ceilings
 from jaxtrain.analysis.profiling.costs import costs, readers
-from jaxtrain.analysis.profiling.events import Run, newest_trace, shared_out, until_done
+from jaxtrain.analysis.profiling.events import (
+    Run,
+    newest_trace,
+    operation_times,
+    shared_out,
+    until_done,
+)
 from jaxtrain.analysis.profiling.recorder import Recorder
 from jaxtrain.analysis.profiling.scopes import place_of
 from jaxtrain.config.errors import UserError
@@ -220,6 +226,34 @@ def test_what_is_picked_out_of_numbers_in_another_dtype_is_all_that_is_read():
 def test_a_moment_is_shared_out_among_those_that_run_in_it():
     runs = [Run("a", 0e9, 4e9), Run("b", 2e9, 6e9), Run("c", 10e9, 11e9), Run("d", 3e9, 3e9)]
     assert shared_out(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])
+
+
+def test_a_library_call_of_several_kernels_is_one_run(tmp_path):
+    """Two calls of a product in two kernels, the second of which ran twice, and two fusions, as a
+    GPU's trace has them: an event a kernel."""
+    called = ["nvjet", "reduce", "reduce"]
+    launched = [(2, kernel) for kernel in called] * 2 + [(3, "input_fusion")] * 2
+    events = "".join(
+        f"""events {{ metadata_id: {10 + number} offset_ps: {number}000000 duration_ps: 500000
+            stats {{ metadata_id: 1 ref_value: {op} }}
+            stats {{ metadata_id: 4 str_value: "jit_train_step" }} }}
+        """
+        for number, (op, _) in enumerate(launched)
+    )
+    names = "".join(
+        f'event_metadata {{ key: {10 + number} value {{ id: {10 + number} name: "{kernel}" }} }}\n'
+        for number, (_, kernel) in enumerate(launched)
+    )
+    stats = "".join(
+        f'stat_metadata {{ key: {key} value {{ id: {key} name: "{name}" }} }}\n'
+        for key, name in {1: "hlo_op", 2: "custom-call.7", 3: "fusion", 4: "hlo_module"}.items()
+    )
+    text = f'planes {{ name: "/device:GPU:0" {names} {stats} lines {{ {events} }} }}'
+    file = tmp_path / "gpu.xplane.pb"
+    file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    found = operation_times(file, "jit_train_step", {"custom-call.7": [], "fusion": []})
+    assert {name: time.count for name, time in found.items()} == {"custom-call.7": 2, "fusion": 2}
+    assert found["custom-call.7"].seconds == pytest.approx(6 * 0.5e-6)
 
 
 def test_an_operation_is_done_when_what_reads_it_begins():
