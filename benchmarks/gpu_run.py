@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,18 @@ def measure(*, tiny: bool, seconds: float) -> dict[str, Any]:
     """What the run's folder says after both halves; {"error": ...} where a half failed."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        killed, said = _start(run, tiny=tiny, seconds=seconds / 2, ends_with=signal.SIGKILL)
+        # Killed before its first checkpoint, a run restarts: that would show nothing.
+        killed, said = _start(
+            run, tiny=tiny, seconds=seconds / 2, ends_with=signal.SIGKILL,
+            far_enough=lambda: _saved(run) and _last_step(run) > 0,
+        )  # fmt: skip
         if killed != -signal.SIGKILL:
             return {"error": f"the first half ended with status {killed}: {said}"}
-        before = _lines(run)
-        status, said = _start(run, tiny=tiny, seconds=seconds / 2, ends_with=signal.SIGTERM)
+        before, reached = _lines(run), _last_step(run)
+        status, said = _start(
+            run, tiny=tiny, seconds=seconds / 2, ends_with=signal.SIGTERM,
+            far_enough=lambda: _last_step(run) > reached,
+        )  # fmt: skip
         if status != PREEMPTED:
             return {"error": f"the second half ended with status {status}: {said}"}
         return summary(before, _lines(run))
@@ -77,8 +85,11 @@ def summary(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[s
     }
 
 
-def _start(run: Path, *, tiny: bool, seconds: float, ends_with: int) -> tuple[int, str]:
-    """Trains until the time is over, then sends a signal: status, and the last words."""
+def _start(
+    run: Path, *, tiny: bool, seconds: float, ends_with: int, far_enough: Callable[[], bool]
+) -> tuple[int, str]:
+    """Trains until the time is over and it is far enough, or five times the time is over, then
+    sends a signal: status, and the last words."""
     words = [sys.executable, "-m", "jaxtrain", "train", "gpt2_124m", "--workdir", str(run)]
     for binding in (*_BINDINGS, *(_TINY if tiny else ())):
         words += ["-b", binding]
@@ -87,11 +98,10 @@ def _start(run: Path, *, tiny: bool, seconds: float, ends_with: int) -> tuple[in
         process = subprocess.Popen(
             words, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT
         )
-        deadline = time.monotonic() + seconds
-        # Killed before its first checkpoint, a run restarts: that would show nothing.
-        while process.poll() is None and (time.monotonic() < deadline or not _saved(run)):
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() < began + 5 * seconds:
             time.sleep(0.2)
-            if time.monotonic() > deadline + 4 * seconds:
+            if time.monotonic() > began + seconds and far_enough():
                 break
         process.send_signal(ends_with)
         status = process.wait(timeout=120)
@@ -106,8 +116,14 @@ def _saved(run: Path) -> bool:
 
 def _lines(run: Path) -> list[dict[str, Any]]:
     """The whole lines of metrics.jsonl; a kill may have cut the last one."""
-    text = (run / "metrics.jsonl").read_text()
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _last_step(run: Path) -> int:
+    """Of the training lines; 0 without one."""
+    return max((line["step"] for line in _lines(run) if "loss" in line), default=0)
 
 
 def main() -> int:
