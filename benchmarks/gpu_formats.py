@@ -71,9 +71,12 @@ SETTINGS = {
     "experts that take all": Setting(_EXPERTS),
     "experts in float8": Setting((*_EXPERTS, "Precision.matmul = 'float8'"), 3e-2),
 }
-_BASE = (
+_GPT = (
     "GPT.vocab_size = 256", "GPT.num_layers = 2", "GPT.embed_dim = 128", "GPT.num_heads = 2",
-    "GPT.context_length = 128", "TextData.sequence_length = 128", "TextData.source = 'synthetic'",
+    "GPT.context_length = 128",
+)  # fmt: skip
+_BASE = (
+    "TextData.sequence_length = 128", "TextData.source = 'synthetic'",
     "TextData.tokenizer = 'byte'", "TextData.separate_documents = False",
     "Train.global_batch_size = 8", "Train.accumulation = 1", "Train.seed = 0",
     "Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Sharding.zero = 0",
@@ -81,15 +84,22 @@ _BASE = (
 )  # fmt: skip
 
 
+def config_of(bindings: tuple[str, ...]) -> Any:
+    """The quickstart with these bindings; its GPT is tiny where they name no other model."""
+    from jaxtrain import load_config  # noqa: PLC0415
+
+    own = () if any(one.startswith("Train.model") for one in bindings) else _GPT
+    return load_config("gpt_quickstart", [*own, *_BASE, *bindings])
+
+
 def losses(bindings: tuple[str, ...]) -> list[float]:
     """Of the first steps, on the only device of this process."""
     import jax  # noqa: PLC0415 - it begins in the process that computes
     import numpy as np  # noqa: PLC0415
 
-    from jaxtrain import Batch, Trainer, load_config  # noqa: PLC0415
+    from jaxtrain import Batch, Trainer  # noqa: PLC0415
 
-    config = load_config("gpt_quickstart", [*_BASE, *bindings])
-    trainer = Trainer(config, devices=jax.devices()[:1])
+    trainer = Trainer(config_of(bindings), devices=jax.devices()[:1])
     tokens = np.random.default_rng(0).integers(0, 256, (STEPS, 8, 129)).astype(np.int32)
     places = np.broadcast_to(np.arange(128, dtype=np.int32), (8, 128))
     found = []

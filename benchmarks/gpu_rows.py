@@ -174,7 +174,8 @@ TRAIN = {
             "vocab_size": 128256, "num_layers": 16, "embed_dim": 2048, "num_heads": 32,
             "num_kv_heads": 8, "mlp_dim": 8192, "tie_embeddings": True, **_LLAMA,
         },
-        tiny=_TINY_LLAMA, ours=_OURS, anchor="45.5k tokens/s (H100, MPT-1B at 2048)",
+        tiny=_TINY_LLAMA, ours=_OURS, learning_rate=1e-5,
+        anchor="45.5k tokens/s (H100, MPT-1B at 2048)",
     ),
     "llama_3b": TrainRow(
         says="Llama 3B, 4 x 4096, every layer recomputed", config="llama_1b", family="Llama",

@@ -149,3 +149,11 @@ def test_what_a_row_will_find_was_written_down_before(tmp_path):
             assert found["bytes"] > 2**30
     assert predicted("gpt2_124m", "", "t4") is None
     assert predicted("gpt2_124m", "", "h100", tmp_path / "none.csv") is None
+
+
+@pytest.mark.parametrize("name", gpu_formats.SETTINGS)
+def test_every_format_is_a_configuration(name):
+    setting = gpu_formats.SETTINGS[name]
+    config = gpu_formats.config_of((*setting.bindings, *setting.gpu))
+    experts = config.train.model.experts
+    assert (experts is not None) == ("experts" in name)
