@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 # Modules are compiled as they are imported, which of most packages are few: an install takes half as long.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 CORES = $$(nproc 2>/dev/null || sysctl -n hw.ncpu)
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder --strict-skips
+WORKERS = $$(($(CORES) + 1))
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --strict-skips
 FIRST ?= 0
 SAMPLE ?= 28
 SEED ?= 0
@@ -27,8 +28,10 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) --ignore tests/test_smoke.py --report $(VENV)/fast.json
 
-# The slow part. UNTIL (seconds since 1970) ends it: what would end later is named and not run. It
-# begins with file FIRST, so that other files are left out the next time.
+# The slow part, with one process a core: each comes to hold up to 9 GB. UNTIL (seconds since 1970)
+# ends it: what would end later is named and not run. It begins with file FIRST, so that other files
+# are left out the next time.
+test-slow: WORKERS = $(CORES)
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m "slow and not cuda_compile and not chaos" --report $(VENV)/slow.json $(if $(UNTIL),--until $(UNTIL)) --first $(FIRST)
 
