@@ -24,7 +24,8 @@ class Fitted:
 
     Attributes:
       products: s_p, the share of the peak that products reach.
-      scores: s_a, the share of the peak that attention's products reach.
+      scores: s_a, the share of the peak that attention's products reach: on Hopper and later, of
+        long sequences with a head_dim of 128 (`attention_share` has the others).
       shown: k, the share of weights' and gradients' traffic that computation does not hide.
       activations: t, the share of the time of tensor-parallel collectives that is waited for.
       passes: c, how often what products read and write goes over the memory, with the elementwise
@@ -39,7 +40,7 @@ class Fitted:
     scores: float
     shown: float
     activations: float
-    passes: float = 3.28
+    passes: float = 3.22
     memory: float = 0.85
     slices: float = 0.018
     portable: float | None = None
@@ -61,13 +62,13 @@ _WITHOUT_RUNS = {"mi300x"}  # of these, none of the runs of benchmarks/*_runs.cs
 IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 
 # Fitted on the rows of benchmarks/*_runs.csv that are fit for it, but for attention on Hopper and
-# Blackwell: cuDNN's kernel at half of the peak, as arXiv 2407.08608 measured it (figures 5 and 6,
-# head_dim 128, long sequences).
+# Blackwell: cuDNN's kernel and Pallas's ('triton'), forward and backward, as measured on an H100
+# (benchmarks/history/gpu.md); arXiv 2407.08608 has the same of cuDNN (figures 5 and 6).
 _KINDS = {
     "tpu": functools.partial(Fitted, scores=0.42, shown=0.62, activations=0.66),
-    "ampere": functools.partial(Fitted, scores=0.38, shown=0.36, activations=0.79),
+    "ampere": functools.partial(Fitted, scores=0.38, shown=0.35, activations=0.82),
     "hopper": functools.partial(
-        Fitted, scores=0.50, shown=0.36, activations=0.79, portable=0.19
+        Fitted, scores=0.60, shown=0.35, activations=0.82, portable=0.155
     ),
 }  # fmt: skip
 
@@ -75,7 +76,7 @@ _KINDS = {
 # each stack counting alike: by leave-one-stack-out, by family and kind of chip. No images on TPUs
 # were published: as on GPUs.
 _ERROR_BARS: dict[tuple[Family, str], float] = {
-    ("dense", "tpu"): 0.12, ("dense", "gpu"): 0.18,
+    ("dense", "tpu"): 0.12, ("dense", "gpu"): 0.20,
     ("mixture", "tpu"): 0.14, ("mixture", "gpu"): 0.34,
     ("image", "tpu"): 0.34, ("image", "gpu"): 0.34,
 }  # fmt: skip
@@ -124,3 +125,29 @@ def error_bar(target: Target, family: Family = "dense") -> float:
 def scores_share(shares: Fitted, *, portable: bool) -> float:
     """s_a of the kernel that runs."""
     return shares.portable if portable and shares.portable is not None else shares.scores
+
+
+# Keys a query sees with which a kernel on Hopper reaches half of what it does with many, and what
+# is left of that with a head_dim of 64: as measured on an H100, 16,384 tokens a call, causal,
+# sequences of 512 to 32,768 (benchmarks/history/gpu.md).
+_HALF_SPEED_KEYS = {"cudnn": 650, PORTABLE: 225}
+_NARROW_HEADS = {"cudnn": 0.75, PORTABLE: 0.97}
+
+
+def attention_speed(target: Target, kernel: str, *, head_dim: int, keys: float) -> float:
+    """What a kernel reaches of its own speed with long sequences and a head_dim of 128.
+
+    The formula is k / (k + k_half) for the keys, and linear in head_dim between 0, 64 and 128.
+
+    Args:
+      target: the machine; of generations other than Hopper nothing is measured: 1.
+      kernel: as `Attention.kernel`, resolved; of those not measured, cuDNN's figures.
+      head_dim: width of one head.
+      keys: that a query sees, in the mean: T / 2 of a causal sequence.
+    """
+    if generation_of(target.chip) != "hopper":
+        return 1.0
+    name = kernel if kernel in _HALF_SPEED_KEYS else "cudnn"
+    half, narrow = _HALF_SPEED_KEYS[name], _NARROW_HEADS[name]
+    wide = min(head_dim / 64, 1) * narrow + max(min(head_dim / 64 - 1, 1), 0) * (1 - narrow)
+    return wide * keys / (keys + half)

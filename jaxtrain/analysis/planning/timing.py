@@ -19,7 +19,8 @@ goes back at the same time. F of a state in files, all of which the update reads
 
 The capitals but C, G, E and H are counted. s_p is what bare matmuls reach on the chip, as others
 measured them, times a share; that share, s_a, h, k, t, c and g are fitted on published runs
-(`python -m benchmarks.predictions`, which prints what is left over): none is a measurement of ours.
+(`python -m benchmarks.predictions`, which prints what is left over). s_a of Hopper is measured, by
+head_dim and length (`fitted.attention_speed`): the one measurement of ours.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ from jaxtrain.analysis.planning.executed import (
 from jaxtrain.analysis.planning.fitted import (
     PORTABLE,
     Fitted,
+    attention_speed,
     error_bar,
     family_of,
     fitted,
@@ -51,6 +53,7 @@ from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.scheduled import scheduled
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
@@ -181,8 +184,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     config = dataclasses.replace(config, sharding=split)
     read = activation_bytes(config, pipelined=pipelined, devices=devices) / devices
     seconds += shares.passes * read / (shares.memory * (target.chip.hbm_bandwidth or math.inf))
-    portable = config.attention.kernel == PORTABLE
-    return seconds + scores / peak / scores_share(shares, portable=portable)
+    return seconds + scores / peak / _attention_share(config, target)
 
 
 def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterable[Moved]) -> float:
@@ -226,6 +228,7 @@ class Pieces:
       bubble: the idle share of the pipeline's schedule.
       slices: over which the mesh goes.
       portable: whether attention's kernel is written for no generation of chips.
+      attention_speed: of that kernel, as `fitted.attention_speed`.
       by_axis: mesh axis -> seconds of its collectives.
     """
 
@@ -245,11 +248,13 @@ class Pieces:
     bubble: float
     slices: int
     portable: bool
+    attention_speed: float
     by_axis: dict[str, float]
 
     def attention(self, shares: Fitted) -> float:
         """Of C, attention's scores."""
-        return self.scores / scores_share(shares, portable=self.portable)
+        share = scores_share(shares, portable=self.portable)
+        return self.scores / (share * self.attention_speed)
 
     def compute(self, shares: Fitted) -> float:
         """C of the module's formula."""
@@ -345,6 +350,7 @@ def pieces(
         bubble=bubble_fraction(config.pipeline, sizes["pipe"], stack_costs(config)),
         slices=math.prod(config.mesh.dcn.values()),
         portable=config.attention.kernel == PORTABLE,
+        attention_speed=_attention_speed(config, target),
         by_axis=by_axis,
     )
 
@@ -413,6 +419,26 @@ def step_time(
     return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
 
 
+def _attention_share(config: Config, target: Target) -> float:
+    """The share of the peak that attention's products reach in this model's kernel."""
+    share = scores_share(fitted(target), portable=config.attention.kernel == PORTABLE)
+    return share * _attention_speed(config, target)
+
+
+def _attention_speed(config: Config, target: Target) -> float:
+    """As `fitted.attention_speed`; 1 for models that read no tokens."""
+    model = config.train.model
+    if model.attention is None or model.inputs not in ("tokens", "pairs"):
+        return 1.0
+    length = max(example_shape(config.train.data.abstract_batch(1)))
+    return attention_speed(
+        target,
+        config.attention.kernel,
+        head_dim=model.attention.key_dim,
+        keys=model.attention.visible_share(length) * length,
+    )
+
+
 def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool) -> tuple[str, ...]:
     chip, shares = target.chip, fitted(target)
     family = family_of(config.train.model)
@@ -429,7 +455,7 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         which = {"float8": "weights", "int8": "weights, not their gradients,"}
         matmul = config.precision.matmul
         peaks += f" and {narrow / 1e12:.0f} TFLOP/s ({matmul}, {which[matmul]} inside layers)"
-    attention = scores_share(shares, portable=config.attention.kernel == PORTABLE)
+    attention = _attention_share(config, target)
     scores = f", {attention:.0%} in attention scores, which count {skipped}"
     if config.train.model.attention is None:
         scores = ""
