@@ -1,6 +1,8 @@
 """Experts equal a dense reference, forward and gradient, and drop what NumPy says they drop."""
 
+import contextlib
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +108,21 @@ def test_outputs_and_gradients_equal_every_expert_on_every_token(capacity_factor
     )  # fmt: skip
     auxiliary = run_whole(part, own, X)[1]
     assert auxiliary["router_dropped"] == pytest.approx(dropped / k)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_the_gradients_of_gathered_rows_are_gathered(capacity_factor, ranks):
+    """A scatter that adds rows is atomic additions on a GPU."""
+    part, own = experts(capacity_factor)
+    x = jnp.concatenate([X, X[:1]])
+    layout = make_layout(0, expert=ranks).active() if ranks > 1 else contextlib.nullcontext()
+    with layout:
+        loss = lambda w, x: run_with(part, own)(w, x).sum()  # noqa: E731
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(values(own), x).as_text()
+    results = re.findall(r"stablehlo\.scatter.*?-> tensor<(\S+)>\n", text, re.DOTALL)
+    assert results, "the router's own"
+    assert not [shape for shape in results if shape.endswith(f"x{D}xf32")]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

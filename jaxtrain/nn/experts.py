@@ -346,19 +346,19 @@ def _with_capacity(
     """
     B, T, D = x_BTD.shape
     E = ranks * networks["gate"].shape[0]
+    k = experts_BTk.shape[-1]
     row = jnp.arange(B)[:, None, None]
-    # The token in each slot; T where there is none, which reads as zeros.
-    token_BEC = jnp.full((B, E, C), T, jnp.int32)
-    token_BEC = token_BEC.at[row, experts_BTk, slots_BTk].set(
-        jnp.arange(T, dtype=jnp.int32)[None, :, None], mode="drop"
+    # The assignment in each slot; B T k where there is none, which reads as zeros.
+    assignment_BEC = jnp.full((B, E, C), B * T * k, jnp.int32)
+    assignment_BEC = assignment_BEC.at[row, experts_BTk, slots_BTk].set(
+        jnp.arange(B * T * k, dtype=jnp.int32).reshape(B, T, k), mode="drop"
     )
 
     def projected(x_ESD: jax.Array, name: str) -> jax.Array:
         h_ESF, bias = by(x_ESD, networks[name], None), f"{name}_bias"
         return h_ESF + networks[bias][:, None] if bias in networks else h_ESF
 
-    def there_and_back(token_BEC: jax.Array) -> jax.Array:
-        x_BECD = x_BTD.at[row, token_BEC].get(mode="fill", fill_value=0)
+    def there_and_back(x_BECD: jax.Array) -> jax.Array:
         x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, -1, D)
         if ranks > 1:
             x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
@@ -368,9 +368,11 @@ def _with_capacity(
         return jnp.moveaxis(y_ESD.reshape(E, B, -1, D), 0, 1)
 
     parts = parts_of_exchange(ranks, ranks * B * C, one_scale=by.float8)
-    cut = jnp.array_split(token_BEC, parts, axis=2)
-    y_BECD = jnp.concatenate([there_and_back(one_BEC) for one_BEC in cut], axis=2)
-    y_BTkD = y_BECD.at[row, experts_BTk, slots_BTk].get(mode="fill", fill_value=0)
+    slot_BTk = jnp.where(slots_BTk < C, (row * E + experts_BTk) * C + slots_BTk, B * E * C)
+    x_BECD = _rows(x_BTD.reshape(B * T, D), assignment_BEC // k, slot_BTk.reshape(B * T, k))
+    cut = jnp.array_split(x_BECD, parts, axis=2)
+    y_BECD = jnp.concatenate([there_and_back(part) for part in cut], axis=2)
+    y_BTkD = _rows(y_BECD.reshape(-1, D), slot_BTk, assignment_BEC.reshape(-1, 1))
     return _weighted(y_BTkD, gates_BTk)
 
 
@@ -396,12 +398,13 @@ def _dropless(
         expert_N = experts_tk.reshape(-1)
         order_N = jnp.argsort(expert_N, stable=True)
         sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
-        x_ND = x_tD[order_N // k]
+        place_N = jnp.argsort(order_N)
+        x_ND = _rows(x_tD, order_N // k, place_N.reshape(-1, k))
         if ranks == 1:
             y_ND = _grouped(gated, by, x_ND, sizes_E, networks)
         else:
             y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
-        return y_ND[jnp.argsort(order_N)].reshape(-1, k, D)
+        return _rows(y_ND, place_N, order_N[:, None]).reshape(-1, k, D)
 
     parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by.float8)
     of_tokens = (x_BTD.reshape(B * T, D), experts_BTk.reshape(B * T, k))
@@ -427,7 +430,9 @@ def _grouped_over_ranks(
     place_N = jnp.arange(N)
     # Part r of what is sent: the rows for rank r's experts, filled up with zeros.
     source_RN = jnp.where(place_N < count_R[:, None], start_R[:, None] + place_N, N)
-    x_RND = x_ND.at[source_RN].get(mode="fill", fill_value=0)
+    rank_N = expert_N // networks["gate"].shape[0]
+    sent_N = rank_N * N + place_N - start_R[rank_N]
+    x_RND = _rows(x_ND, source_RN, sent_N[:, None])
     # Part r is from now on what came from rank r, for the experts of this device.
     x_RND = _all_to_all(x_RND, axis=0, concat=0)
     sizes_RE = _all_to_all(sizes_RE, axis=0, concat=0)
@@ -435,10 +440,12 @@ def _grouped_over_ranks(
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
     local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
-    y = _grouped(gated, by, x_RND.reshape(-1, D)[order], sizes_RE.sum(0), networks)
-    y_RND = _all_to_all(y[jnp.argsort(order)].reshape(ranks, N, D), axis=0, concat=0)
-    rank_N = expert_N // networks["gate"].shape[0]
-    return y_RND[rank_N, place_N - start_R[rank_N]]
+    place = jnp.argsort(order)
+    x = _rows(x_RND.reshape(-1, D), order, place[:, None])
+    y = _grouped(gated, by, x, sizes_RE.sum(0), networks)
+    y_RND = _rows(y, place, order[:, None]).reshape(ranks, N, D)
+    y_RND = _all_to_all(y_RND, axis=0, concat=0)
+    return _rows(y_RND.reshape(-1, D), sent_N, source_RN.reshape(-1, 1))
 
 
 def _grouped(
@@ -483,6 +490,35 @@ def _through(
     """A network of three projections, by their names."""
     gate, up = (named(projected(x, name), f"mlp_{name}") for name in ("gate", "up"))
     return projected(elementwise(gated, gate, up), "down")
+
+
+@jax.custom_vjp
+def _rows(x_nD: jax.Array, index: jax.Array, uses_nr: jax.Array) -> jax.Array:
+    """x_nD[index], zeros where an index is past the end; its gradient is a gather too.
+
+    A gather's own gradient is a scatter that adds: on a GPU atomic additions, at a fifth of the
+    memory's bandwidth.
+
+    Args:
+      x_nD: rows.
+      index: [...], which of them each row of the result is.
+      uses_nr: where each row of x is in the result, counted through all its dimensions; past its
+        end for a row that is there fewer than r times.
+    """
+    del uses_nr
+    return x_nD.at[index].get(mode="fill", fill_value=0)
+
+
+def _rows_forward(x_nD: jax.Array, index: jax.Array, uses_nr: jax.Array) -> tuple[jax.Array, Any]:
+    return _rows(x_nD, index, uses_nr), uses_nr
+
+
+def _rows_backward(uses_nr: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None, None]:
+    gradient = gradient.reshape(-1, gradient.shape[-1])
+    return gradient.at[uses_nr].get(mode="fill", fill_value=0).sum(1), None, None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def _weighted(y_BTkD: jax.Array, gates_BTk: jax.Array) -> jax.Array:
