@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops, products_of, shape_of
+from jaxtrain.analysis.planning.textbook.profile import on_platform
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model, MultiTokenModel, has_stacks, reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
@@ -80,8 +81,12 @@ def _row_flops(config: Config) -> RowFlops:
 
 @functools.lru_cache(maxsize=4)
 def traced(config: Config) -> ClosedJaxpr:
-    """The gradients of a configuration `of_one_row`, or of as many as it says."""
-    layout = abstract_layout(config, 1)
+    """The gradients of a configuration `of_one_row`, or of as many as it says.
+
+    As on a TPU, where every product is one: a CPU takes some convolutions as products of patches,
+    and a GPU's kernels are opaque.
+    """
+    layout = on_platform(abstract_layout(config, 1), "tpu", "planned")
     program: Any = make_program(config, layout).plain
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
