@@ -196,16 +196,17 @@ TRAIN = {
             "num_kv_heads": 4, "mlp_dim": 3584, "num_experts": 8, "experts_per_token": 2,
             "tie_embeddings": False, "rope_theta": 1000000.0, "norm_eps": 1e-5,
         },
-        tiny=_TINY_MIXTRAL, equal_layers=2,
+        tiny=_TINY_MIXTRAL, equal_layers=2, learning_rate=1e-5,
         bindings=(
             _CHUNKED, "Mixtral.capacity_factor = None", "Mixtral.balance_weight = 0.0",
             "Mixtral.router_z_weight = 0.0",
         ),
+        ours={"": (), "unrolled": ("Scan.layers_per_iteration = 0",)},
     ),
     "gpt2_1558m": TrainRow(
         says="GPT-2 1.5B, 16 x 1024", config="gpt2_124m", family="GPT", batch=16, length=1024,
         sizes={"vocab_size": 50304, "num_layers": 48, "embed_dim": 1600, "num_heads": 25},
-        tiny=_TINY_GPT, bindings=(_CHUNKED,),
+        tiny=_TINY_GPT, bindings=(_CHUNKED,), learning_rate=1e-5,
         anchor="40k (H100, torch), 48.6k (H100, llm.c) tokens/s",
     ),
     "resnet50": TrainRow(
