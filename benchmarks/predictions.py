@@ -28,6 +28,7 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
+from benchmarks.calibrated import calibrated_bars
 from benchmarks.fitting import Point, Prediction, fit, left_out, two_of_three
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.fitted import Fitted, family_of, fitted
@@ -363,6 +364,7 @@ def main(words: Sequence[str] | None = None) -> None:
             now = one.point.ratio(factors_of(one.point.chip))
             say(f"{one.point.name:32} {one.point.published:9.3f} s  {now:.2f}  {one.ratio:.2f}")
     say(f"Leave-one-stack-out:\n\n{by_family(left)}\n\n{by_stack(left)}\n")
+    say(f"Calibrated by one measured run of the stack:\n\n{calibrated_bars(left)}\n")
     pairs, right = in_order(points, factors_of)
     say(f"{right} of {pairs} pairs of layouts of one model on the same chips in published order\n")
     say(f"Runs that ran, whose estimate does not fit:\n\n{unfit(points)}\n")

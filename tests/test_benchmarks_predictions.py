@@ -75,7 +75,7 @@ def test_rows_say_their_stack_their_family_and_when_they_were_first_predicted():
         assert row["stack"], row["id"]
         assert row["family"] in ("dense", "mixture", "image"), row["id"]
         assert re.fullmatch(r"2026-\d\d-\d\d at [0-9a-f]{7}", row["first_predicted"]), row["id"]
-    # The blind result, as docs/planning.md and RESULTS.md state it: no later fit may change it.
+    # The blind result, as docs and RESULTS.md state it: no later fit may change it.
     errors = {
         family: [abs(float(row["first_ratio"]) - 1) for row in NEW if row["family"] == family]
         for family in ("dense", "mixture", "image")

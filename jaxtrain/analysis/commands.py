@@ -78,6 +78,7 @@ def plan(arguments: argparse.Namespace) -> int:
         others |= {"a second --target": len(targets) > 1, "--disk": arguments.disk}
         others |= {"--goodput": arguments.goodput, "--mtbf": arguments.mtbf}
         others |= {"--storage": arguments.storage}
+        others |= {"--measured": arguments.measured, "--calibrate": arguments.calibrate}
         if not targets:
             others |= {"--price": arguments.price, "--network": arguments.network}
         if ignored := [name for name, value in others.items() if value]:
@@ -99,6 +100,10 @@ def plan(arguments: argparse.Namespace) -> int:
         offer_cpu_devices(max(simulated))
         jax.devices()  # as many for the smaller ones, of which they are a part
     layouts = combinations(arguments.gin_bindings)
+    if arguments.measured is not None and len(targets) * len(layouts) > 1:
+        raise UserError(
+            "--measured is a step of one layout on one target; with several, use --calibrate RUN"
+        )
     if len(targets) * len(layouts) > 1:
         entries = _side_by_side(arguments, console, targets, layouts)
         side_by_side.show(console, entries)
@@ -179,6 +184,9 @@ def _plan(
         goodput=arguments.goodput,
         mtbf=arguments.mtbf,
         storage=arguments.storage,
+        measured=arguments.measured,
+        calibrate=arguments.calibrate,
+        allow_imports=arguments.allow_imports,
         progress=progress,
     )
 

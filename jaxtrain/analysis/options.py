@@ -68,6 +68,18 @@ def add_analysis_commands(add: Add) -> None:
         help="disk bandwidth per device, in GB/s, for Offload.optimizer_state='disk' (default: 5)",
     )
     command.add_argument(
+        "--measured",
+        type=float,
+        metavar="SECONDS",
+        help="a measured step of CONFIG on the target: calibrates the times of this and other "
+        "layouts",
+    )
+    command.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        help="the workdir of a run on the target's chips: calibrates by its median step",
+    )
+    command.add_argument(
         "--goodput",
         action="store_true",
         help="plan the whole run under failures: useful time, best save interval, days, cost",

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from jaxtrain.analysis.planning.advice import fixes_for
+from jaxtrain.analysis.planning.calibrate import by_measured, by_run
 from jaxtrain.analysis.planning.candidates import (
     COMPILED,
     Candidate,
@@ -58,6 +60,9 @@ def plan(
     goodput: bool = False,
     mtbf: float | None = None,
     storage: float | None = None,
+    measured: float | None = None,
+    calibrate: str | Path | None = None,
+    allow_imports: bool = False,
     advise: bool = True,
     progress: Progress = silent,
 ) -> Plan:
@@ -82,6 +87,11 @@ def plan(
       mtbf: device-hours per interruption of the job; None: Checkpoint.mtbf, else
         the median of the published rates.
       storage: GB/s of checkpoints that each host reads or writes; None: 1.
+      measured: seconds of a step of this configuration, as it is, on the target: all times are
+        multiplied by what it is over the closed forms' prediction.
+      calibrate: the folder of a run on the target's chips, whose median step is taken instead; its
+        layout, model and number of chips may be others.
+      allow_imports: whether that run's configuration may import modules.
       advise: whether to look for changes that make a plan fit which does not.
       progress: called with what is going to be done, for the time that takes.
 
@@ -99,6 +109,12 @@ def plan(
         raise UserError(
             "--thorough with --no-compile: closed forms alone compile nothing; leave out one"
         )
+    if measured is not None and calibrate is not None:
+        raise UserError("--measured and --calibrate both say what was measured; use one of them")
+    if measured is not None:
+        machine = by_measured(config, machine, measured)
+    if calibrate is not None:
+        machine = by_run(calibrate, machine, allow_imports=allow_imports)
     effort: Effort = "none" if not compile else "thorough" if thorough else "quick"
     if search:
         with progress("listing layouts") as tell:
@@ -198,7 +214,7 @@ def _plan(
         config,
         layout,
         machine,
-        moved or textbook,
+        textbook if machine.calibration is not None else moved or textbook,
         update_bytes=estimate.update_bytes,
         to_host=estimate.to_host,
         on_disk=estimate.arguments.disk,

@@ -251,6 +251,7 @@ class Plan:
                 "hidden_communication": time.hidden,
                 "kernels": time.kernels,
                 "source": "closed forms" if time.estimate is None else "schedule",
+                "calibration": self._calibration(),
                 "closed_form": closed
                 and {
                     "step_seconds": closed.seconds,
@@ -271,6 +272,10 @@ class Plan:
         if self.found is not None:
             found |= self.found.to_json()
         return found
+
+    def _calibration(self) -> dict[str, Any] | None:
+        made = self.target.calibration
+        return None if made is None else {**dataclasses.asdict(made), "factor": made.factor}
 
     def _summary(self) -> list[dict[str, Any]]:
         if self.compiled and self.compiled.text:

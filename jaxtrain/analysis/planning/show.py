@@ -156,7 +156,8 @@ def _time(console: Console, plan: "Plan") -> None:
         return
     # Where a program was compiled, its schedule counts; the closed forms stand beside it.
     closed = time.estimate
-    table = Table(title="Time of one step (predicted)", title_justify="left")
+    by = "" if plan.target.calibration is None else f", calibrated by {plan.target.factor:.3g}"
+    table = Table(title=f"Time of one step (predicted{by})", title_justify="left")
     table.add_column("what")
     table.add_column("time" if closed is None else "by the schedule", justify="right")
     if closed is not None:

@@ -43,6 +43,7 @@ from jaxtrain.analysis.planning.fitted import (
     PORTABLE,
     Fitted,
     attention_speed,
+    bar_in_words,
     error_bar,
     family_of,
     fitted,
@@ -53,6 +54,7 @@ from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.scheduled import scheduled
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
@@ -184,7 +186,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     config = dataclasses.replace(config, sharding=split)
     read = activation_bytes(config, pipelined=pipelined, devices=devices) / devices
     seconds += shares.passes * read / (shares.memory * (target.chip.hbm_bandwidth or math.inf))
-    return seconds + scores / peak / _attention_share(config, target)
+    return target.factor * (seconds + scores / peak / _attention_share(config, target))
 
 
 def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterable[Moved]) -> float:
@@ -195,7 +197,7 @@ def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterab
         return 0.0
     config = resolved(config, target.chip.kind)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=0)
-    return fitted(target).activations * counted.tensor + counted.others
+    return target.factor * (fitted(target).activations * counted.tensor + counted.others)
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
@@ -367,7 +369,8 @@ def step_time(
     text: str = "",
     thorough: bool = False,
 ) -> StepTime:
-    """The prediction.
+    """The prediction; of a calibrated target the closed forms' times its factor, whatever was
+    compiled.
 
     Args:
       config: the configuration.
@@ -396,6 +399,8 @@ def step_time(
         update_bytes=update_bytes, to_host=to_host, on_disk=on_disk,
     )  # fmt: skip
     shares = fitted(target)
+    if target.calibration is not None:
+        text = ""  # the factor is that of closed forms
     assumed = _assumptions(config, target, peak, compiled=bool(text))
     bar = error_bar(target, family_of(config.train.model))
     best = _narrow_peak(config, target) or peak
@@ -404,9 +409,11 @@ def step_time(
         total = counted.stretched(shares, compute + waited)
         idle = counted.bubble * total
         exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # but for rounding
+        by = target.factor
         return StepTime(
-            compute, exposed, idle, hidden, flops, model, model / best / total,
-            counted.by_axis, bar, assumed, chunks=counted.chunks(shares), pieces=counted,
+            by * compute, by * exposed, by * idle, by * hidden, flops, model,
+            model / best / (by * total), counted.by_axis, bar, assumed,
+            chunks=by * counted.chunks(shares), pieces=counted,
         )  # fmt: skip
 
     closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))
@@ -477,6 +484,18 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
             f"host memory at {link}: activations go there beside the forward pass and come back "
             "beside the backward pass; a state waits for the gradients",
         )
+    held = (
+        f"shares fitted on published runs{'' if is_known(target) else ' of other chips'}; of a "
+        f"{family} model on {chip.kind.upper()}s two of three runs of a stack that no share was "
+        f"fitted on lie within {error_bar(target, family):.0%} of the {within}"
+    )
+    measured = target.calibration
+    if measured is not None:
+        held = (
+            f"{measured.source} measured {human_seconds(measured.measured)} where the closed forms "
+            f"predict {human_seconds(measured.predicted)}, so that all times are multiplied by "
+            f"{measured.factor:.3g}; {bar_in_words(target, family)}"
+        )
     return (
         *untimed,
         f"{shares.products:.0%} of {peaks} in products{scores}; {shares.memory:.0%} of the "
@@ -484,7 +503,5 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         f"{rate}, {chip.links} torus direction(s) laid under the mesh axes as JAX does; {network}",
         f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
         f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
-        f"shares fitted on published runs{'' if is_known(target) else ' of other chips'}; of a "
-        f"{family} model on {chip.kind.upper()}s two of three runs of a stack that no share was "
-        f"fitted on lie within {error_bar(target, family):.0%} of the {within}",
+        held,
     )

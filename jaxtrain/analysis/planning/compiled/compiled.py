@@ -35,7 +35,7 @@ from jaxtrain.training.program.program import make_program
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 
-# What libtpu is told beside a run's own options (docs/planning.md has the figures).
+# What libtpu is told beside a run's own options (docs/design/planning_model.md has the figures).
 _QUICK = {"exec_time_optimization_effort": -1.0}
 # XLA's own kernels of some products, mostly small ones, are found by trying them alone.
 # What XLA says of a product that its own kernels find no tiles for: jaxlib 0.10, and 0.11.

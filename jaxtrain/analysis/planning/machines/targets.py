@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import topologies
 
+from jaxtrain.analysis.planning.machines.calibration import Calibration
 from jaxtrain.analysis.planning.machines.gpu import gpu_devices
 from jaxtrain.config.errors import NoCompilerError, UserError, nearest
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
@@ -28,10 +29,18 @@ class Target:
     Attributes:
       chip: its chip, of `hardware.CHIPS`.
       shape: TPUs: chips along each direction; GPUs: hosts, GPUs per host; CPU: simulated devices.
+      calibration: a step of the user's stack that was measured on this chip, which scales all times
+        by closed forms; None: there is none.
     """
 
     chip: Chip
     shape: tuple[int, ...]
+    calibration: Calibration | None = None
+
+    @property
+    def factor(self) -> float:
+        """What times by closed forms are multiplied by; 1 without a calibration."""
+        return 1.0 if self.calibration is None else self.calibration.factor
 
     @property
     def name(self) -> str:

@@ -1,0 +1,145 @@
+"""Calibrate a target by one measured step: `plan --measured SECONDS` and `plan --calibrate RUN`."""
+
+import dataclasses
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.analysis.planning.fitted import family_of
+from jaxtrain.analysis.planning.machines.calibration import Calibration
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search import price
+from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import refused_path
+from jaxtrain.parallel.mesh import MESH_AXES
+from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
+from jaxtrain.training.settings import Config, load_config
+
+# Lines of a run's metrics that are left out: those steps wait for the compiler and the first data.
+FIRST_LINES = 2
+# Lines after these of which a median is taken.
+LEAST_LINES = 3
+
+
+def calibrated(config: Config, target: Target, seconds: float, source: str) -> Target:
+    """Return the target, calibrated by a measured step of this configuration on it.
+
+    Args:
+      config: what ran, with its own layout.
+      target: where it ran.
+      seconds: of a step.
+      source: where these are from, for the plan's assumptions.
+
+    Raises:
+      UserError: the configuration cannot run there, or no time is predicted for the chip.
+    """
+    target = dataclasses.replace(target, calibration=None)
+    said = refusal(config, target)
+    if said is not None:
+        raise UserError(
+            f"{source}: what was measured cannot run on {target.name!r}, so nothing can be "
+            f"predicted for it: {said}"
+        )
+    predicted = price(config, target).time.seconds
+    if predicted is None:
+        raise UserError(
+            f"{source}: no time is predicted for {target.name!r}, so there is nothing to "
+            "calibrate; name a target with a known peak, such as 'v5e:2x4' or 'h100:1x8'"
+        )
+    found = Calibration(seconds, predicted, source, family_of(config.train.model))
+    return dataclasses.replace(target, calibration=found)
+
+
+def by_measured(config: Config, target: Target, seconds: float) -> Target:
+    """Return the target, calibrated by a step of `config` itself that took so many seconds.
+
+    Raises:
+      UserError: as `calibrated`; or `seconds` is no finite number above 0.
+    """
+    source = f"--measured={seconds:g}"
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise UserError(f"{source}; use the seconds of a step, such as 12.3")
+    return calibrated(config, target, seconds, source)
+
+
+def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -> Target:
+    """Return the target, calibrated by a run's median step.
+
+    The run may have had another layout, another model and another number of the target's chips.
+
+    Args:
+      folder: the run's workdir, with its `config.gin` and `metrics.jsonl`.
+      target: a machine of the chips on which the run was trained.
+      allow_imports: whether the run's configuration may import modules.
+
+    Raises:
+      UserError: as `calibrated`; or it is no run, has too few steps, or ran on simulated devices.
+    """
+    source = f"--calibrate {folder}"
+    workdir = place(str(folder))
+    needs = "use a run's folder that can be read"
+    with refused_path(source, needs=needs), tempfile.TemporaryDirectory() as copies:
+        file = workdir / "config.gin"
+        if not file.is_file():
+            raise UserError(f"{source}: no run there (no config.gin); {needs}")
+        if isinstance(file, BucketPath):
+            copy = Path(copies) / file.name
+            copy.write_bytes(file.read_bytes())
+            file = copy
+        config = load_config(file, allow_imports=allow_imports)
+        lines = lines_of(workdir)
+    if config.mesh.simulated_devices:
+        raise UserError(
+            f"{source}: the run was trained on simulated CPU devices "
+            f"(Mesh.simulated_devices={config.mesh.simulated_devices}); use a run on "
+            f"{target.chip.name}"
+        )
+    seconds = median_step(lines, source)
+    ran_on = _machine(config, target, source)
+    made = calibrated(config, ran_on, seconds, source)
+    return dataclasses.replace(target, calibration=made.calibration)
+
+
+def median_step(lines: Sequence[Mapping[str, Any]], source: str) -> float:
+    """Return the median `step_seconds` of a run's metrics after the first lines.
+
+    Raises:
+      UserError: there are too few.
+    """
+    steps = [line["step_seconds"] for line in lines if line.get("step_seconds")]
+    least = FIRST_LINES + LEAST_LINES
+    if len(steps) < least:
+        raise UserError(
+            f"{source}: {METRICS_FILE} has {len(steps)} lines with step_seconds, of which the "
+            f"first {FIRST_LINES} are left out; at least {least} are needed: train longer, or with "
+            "a smaller Train.log_every"
+        )
+    return statistics.median(steps[FIRST_LINES:])
+
+
+def _machine(config: Config, target: Target, source: str) -> Target:
+    """The target of a run: as many of the same chips as its mesh has; all where it has -1."""
+    sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
+    count = math.prod(sizes)
+    slices = slices_of(config, target)
+    if -1 in sizes or count == target.devices * slices:
+        return target
+    chips, left = divmod(count, target.chip.devices * slices)
+    if not left and target.chip.kind == "gpu":
+        per_host = min(target.shape[-1], chips)
+        if chips % per_host == 0:
+            return dataclasses.replace(target, shape=(chips // per_host, per_host))
+    elif not left and target.chip.slices is not None:
+        grids = [tuple(map(int, grid.split("x"))) for grid in target.chip.slices.grids]
+        alike = [grid for grid in grids if math.prod(grid) == chips]
+        if alike:
+            return dataclasses.replace(target, shape=alike[0])
+    raise UserError(
+        f"{source}: the run's mesh has {count:,} devices, and there is no {target.chip.name} "
+        "machine of so many; pass --measured with its seconds and its own configuration instead"
+    )
