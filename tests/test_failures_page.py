@@ -1,4 +1,4 @@
-"""docs/failures.md: every message that it quotes is one that the program really prints."""
+"""docs/failures*.md: every message that they quote is one that the program really prints."""
 
 import ast
 import re
@@ -26,7 +26,7 @@ from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "failures.md").read_text()
+PAGE = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("failures*.md")))
 QUOTES = [line for block in re.findall(r"^```\n(.*?)^```", PAGE, re.S | re.M)
           for line in block.splitlines()]  # fmt: skip
 HOLE = "\0"

@@ -1,4 +1,4 @@
-"""Follows the recipes of docs/extending.md on a copy of the package, as they stand there."""
+"""Follows the recipes of docs/extending*.md on a copy of the package, as they stand there."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from conftest import needs_libtpu
 from jaxtrain.__main__ import main
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("extending*.md")))
 FILES = dict(re.findall(r"```python file=(\S+)\n(.*?)```", PAGE, re.S))
 DIFFS = re.findall(r"```diff\n(.*?)```", PAGE, re.S)
 
