@@ -1,6 +1,6 @@
 """What models learn beside what was published for them: each row is trained, and stands in a table.
 
-    python -m benchmarks.learns [ROW...] [--folder runs/learns] [--page docs/models.md]
+    python -m benchmarks.learns [ROW...] [--folder runs/learns] [--page FILE]
 
 A row is a `jaxtrain train` of its own. It is written into the page as soon as it is known, and what
 stands there already is not trained again unless it is named; one that was stopped goes on where it
@@ -315,7 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains the rows that are named, or those that the page does not have."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    TABLE.arguments(parser, folder="runs/learns", page=side_by_side.ROOT / "docs/models.md")
+    TABLE.arguments(
+        parser, folder="runs/learns", page=side_by_side.ROOT / "benchmarks/history/models.md"
+    )
     asked = parser.parse_args(arguments)
     names = TABLE.asked(parser, asked)
     asked.folder.mkdir(parents=True, exist_ok=True)

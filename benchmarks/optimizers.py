@@ -1,6 +1,6 @@
-"""Every update rule, tuned by the same small budget on two tasks: a table in docs/optimizers.md.
+"""Every update rule, tuned by the same small budget on two tasks: a table in history/optimizers.md.
 
-    python -m benchmarks.optimizers [RULE...] [--folder runs/optimizers] [--page docs/optimizers.md]
+    python -m benchmarks.optimizers [RULE...] [--folder runs/optimizers] [--page FILE]
 
 A rule is trained at five learning rates, a decade to either side of its customary one, on the
 quickstart and on ResNet-20, on one device; what differs is the rule and nothing else. A row is
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains the rules that are named, or those that the page does not have."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    page = side_by_side.ROOT / "docs/optimizers.md"
+    page = side_by_side.ROOT / "benchmarks/history/optimizers.md"
     TABLE.arguments(parser, folder="runs/optimizers", page=page)
     asked = parser.parse_args(arguments)
     names = TABLE.asked(parser, asked)
