@@ -134,6 +134,24 @@ def test_tpu_kernel_equals_reference(name: str) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("shape", [(1024, 1024), (512, 1536)])
+@pytest.mark.parametrize("sides", [None, (255, 0), (300, None), (1000, 0)])
+def test_masks_with_blocks_computed_once_are_jaxs_own(sides, shape):
+    """Block by block, hidden ones first and last, the diagonal among them."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    causal, local = flash._banded_masks()
+    ours = causal(shape) if sides is None else local(shape, sides, offset=0)
+    plain = splash.CausalMask(shape) if sides is None else splash.LocalMask(shape, sides, offset=0)
+    kinds = set()
+    for q in reversed(range(0, shape[0], 256)):
+        for k in reversed(range(0, shape[1], 256)):
+            places = slice(q, q + 256), slice(k, k + 256)
+            np.testing.assert_array_equal(ours[places], plain[places])
+            kinds.add((bool(plain[places].any()), bool(plain[places].all())))
+    assert len(kinds) > 1
+
+
 # The window that the kernel has not is rejected before it is called.
 @pytest.mark.parametrize("name", ["full", "causal", "causal-grouped", "documents"])
 def test_triton_kernel_equals_reference(name: str) -> None:

@@ -5,10 +5,12 @@ Pallas is imported where a kernel of it runs: it takes as long as the rest of JA
 Letters: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.remat import KEPT
@@ -58,11 +60,12 @@ def tpu(
 
     T, N, H = q_BTNH.shape[1:]
     S = k_BSKH.shape[1]
+    causal, local = _banded_masks()
     if mask.window is not None:
         sides = (mask.window - 1, 0 if mask.causal else None)
-        one_head = splash.LocalMask((T, S), sides, offset=0)
+        one_head = local((T, S), sides, offset=0)
     else:
-        one_head = splash.CausalMask((T, S)) if mask.causal else splash.FullMask((T, S))
+        one_head = causal((T, S)) if mask.causal else splash.FullMask((T, S))
     queries, keys = _block(T), _block(S)
     kernel = splash.make_splash_mha(
         splash.splash_attention_mask.MultiHeadMask([one_head] * N),
@@ -91,6 +94,44 @@ def tpu(
     batched: Any = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
     out_BNTH = batched(*by_head, segments, mask.sinks_N)
     return jnp.swapaxes(out_BNTH, 1, 2)
+
+
+class _Banded:
+    """Computes each block of a mask that depends on the distance of query and key alone once.
+
+    Splash attention asks for every block: (T / 512) (S / 512) of them, twice for a kernel.
+    """
+
+    shape: tuple[int, int]
+
+    def __getitem__(self, places: tuple[slice, slice]) -> np.ndarray:
+        mask: Any = super()
+        (q, q_end, _), (k, k_end, _) = (
+            side.indices(size) for side, size in zip(places, self.shape, strict=True)
+        )
+        blocks, key = self.__dict__.setdefault("blocks", {}), (q - k, q_end - q, k_end - k)
+        if key not in blocks:
+            block = mask.__getitem__(places)
+            value = bool(block[0, 0])
+            # Most blocks are all seen or all hidden: one array of each.
+            if (block == value).all():
+                block = blocks.setdefault(("seen" if value else "hidden", *key[1:]), block)
+            blocks[key] = block
+        return blocks[key]
+
+
+@functools.cache
+def _banded_masks() -> tuple[Any, Any]:
+    """Splash attention's causal and local masks, with blocks computed once."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    class Causal(_Banded, splash.CausalMask):
+        pass
+
+    class Local(_Banded, splash.LocalMask):
+        pass
+
+    return Causal, Local
 
 
 def _block(length: int) -> int:
