@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 
+import jax
 import pytest
 
 from jaxtrain import load_config, plan
@@ -12,11 +13,14 @@ from jaxtrain.analysis.planning.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import _allowed, price, search
 from jaxtrain.analysis.planning.space import meshes_and_schedules
+from jaxtrain.analysis.planning.textbook.memory import least_memory, memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import changed, refusal
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import reads_tokens
 from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.step import parameter_shapes
 
 KERNEL = ["Attention.kernel = 'tpu'"]
 TARGET = "v5e:2x4"
@@ -231,3 +235,21 @@ def test_sums_of_layers_of_other_shapes_are_the_compilers():
         if one["axis"] == "tensor" and one["kind"] in ("all-reduce", "reduce-scatter")
     )
     assert compiled == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["gpt2_124m", "mixtral_tiny", "resnet_digits"])
+def test_the_least_memory_is_below_the_estimate_and_has_the_sums_of_gradients(
+    name, accumulation, zero
+):
+    """The search rejects a layout by it before a layer is traced."""
+    sizes = {"Mesh.data": 2, "Mesh.fsdp": 4, "Mesh.expert": 1, "Sharding.zero": zero}
+    changes = {"Train.global_batch_size": 64, "Train.accumulation": accumulation}
+    config = changed(load_config(name), {**sizes, **changes})
+    layout = abstract_layout(config, 8)
+    least, whole = least_memory(config, layout, "gpu"), memory(config, layout, "gpu")
+    shapes = jax.tree.leaves(parameter_shapes(config.train.model.build))
+    sums = 4 * sum(math.prod(leaf.shape) for leaf in shapes) // 4  # float32, over fsdp
+    expected = sums if accumulation > 1 and reads_tokens(config.train.model) else 0
+    assert whole.arguments.total + 0.99 * expected <= least <= whole.total

@@ -1,6 +1,7 @@
 """Search for the best mesh, ZeRO stage, remat policy, accumulation and schedule on a machine."""
 
 import bisect
+import contextlib
 import dataclasses
 import heapq
 import math
@@ -31,7 +32,7 @@ from jaxtrain.analysis.planning.space import (
     summed_locally,
 )
 from jaxtrain.analysis.planning.textbook.facts import Facts
-from jaxtrain.analysis.planning.textbook.memory import Memory, memory
+from jaxtrain.analysis.planning.textbook.memory import Memory, least_memory, memory
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import (
@@ -103,8 +104,7 @@ def search(
     best: dict[str, float] = {}  # kind -> seconds of its fastest
     refused: dict[str, int] = {}
     priced = too_large = slower = done = 0
-    smallest: _Sized | None = None
-    unfit: Candidate | None = None
+    large: list[tuple[_Layout, _Sized | None]] = []  # without a size: that was not needed to tell
     left: list[_Layout] = []
     for layout in _allowed(config, target, slices, refused):
         left.append(layout)
@@ -122,8 +122,13 @@ def search(
             if not _may_be_shown(layout, fitting, best):
                 slower += 1
                 continue
-            found, tried, large = _fewest(config, layout, target)
-            if large < tried:
+            laid = _laid_out(config, layout, target)
+            if _is_hopeless(config, layout, laid, target):
+                priced, too_large = priced + 1, too_large + 1
+                large.append((layout, None))
+                continue
+            found, tried, over = _fewest(config, layout, laid, target)
+            if over < tried:
                 one, more = _fastest(config, layout, target, found)
                 tried += more
                 bisect.insort(fitting, one, key=order_of)
@@ -137,30 +142,26 @@ def search(
                     else:
                         refused[said] = refused.get(said, 0) + 1
             else:
-                if smallest is None or found.memory.total < smallest.memory.total:
-                    smallest = found
-                if unfit is None or layout.least_seconds < unfit.price.seconds:
-                    one = _candidate(config, found, target)
-                    unfit = min(unfit or one, one, key=order_of)
-            priced, too_large = priced + tried, too_large + large
+                large.append((layout, found))
+            priced, too_large = priced + tried, too_large + over
     except KeyboardInterrupt:
         if not fitting:
             raise
         interrupted = True
-    if smallest is None and not fitting:
+    if not large and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
         raise UserError(
             f"target {target.name!r}: no layout of this configuration may run there: {most}"
         )
     if not fitting:
-        assert smallest is not None
-        raise UserError(_nothing(config, target, priced, smallest))
+        raise UserError(_nothing(config, target, priced, _smallest(config, target, large)))
+    unfit = None
+    with contextlib.suppress(KeyboardInterrupt):
+        unfit = _fastest_unfit(config, target, large, fitting[0].price.seconds)
     candidates = with_reasons(ranked(fitting), target)
-    if unfit is not None and unfit.price.seconds >= fitting[0].price.seconds:
-        unfit = None
     return Found(
         candidates, priced, too_large, slower, refused,
-        unfit=unfit and dataclasses.replace(unfit, fits=False),
+        unfit=unfit,
         absent=() if interrupted else tuple(sorted(kinds - best.keys())),
         left=len(left), interrupted=interrupted,
     )  # fmt: skip
@@ -345,13 +346,69 @@ class _Sized:
     memory: Memory
 
 
-def _fewest(config: Config, layout: _Layout, target: Target) -> tuple[_Sized, int, int]:
+def _laid_out(config: Config, layout: _Layout, target: Target) -> Layout:
+    """The abstract layout, which does not depend on microbatches."""
+    devices = target.devices * slices_of(config, target)
+    return layouts.abstract_layout(changed(config, {**layout.changes, **layout.counts[0]}), devices)
+
+
+def _is_hopeless(config: Config, layout: _Layout, laid: Layout, target: Target) -> bool:
+    """Whether even the state and the sums of gradients do not fit, with the most microbatches."""
+    room = target.chip.hbm_bytes
+    variant = changed(config, {**layout.changes, **layout.counts[-1]})
+    return room is not None and least_memory(variant, laid, target.chip.kind) > room
+
+
+def _smallest(
+    config: Config, target: Target, large: Sequence[tuple[_Layout, "_Sized | None"]]
+) -> "_Sized":
+    """The first of those layouts that take the least memory; of all of them none fits."""
+    best: tuple[int, int] | None = None
+    found: dict[int, _Sized] = {}
+    for bound, number in sorted((_bound(config, target, *one), n) for n, one in enumerate(large)):
+        if best is not None and bound > best[0]:
+            break
+        layout, sized = large[number]
+        one = sized or _fewest(config, layout, _laid_out(config, layout, target), target)[0]
+        found[number] = one
+        best = min(best or (one.memory.total, number), (one.memory.total, number))
+    assert best is not None
+    return found[best[1]]
+
+
+def _bound(config: Config, target: Target, layout: _Layout, sized: "_Sized | None") -> int:
+    """The memory of a layout with the most microbatches, or what it takes at least."""
+    if sized is not None:
+        return sized.memory.total
+    variant = changed(config, {**layout.changes, **layout.counts[-1]})
+    return least_memory(variant, _laid_out(config, layout, target), target.chip.kind)
+
+
+def _fastest_unfit(
+    config: Config,
+    target: Target,
+    large: Sequence[tuple[_Layout, "_Sized | None"]],
+    seconds: float,
+) -> Candidate | None:
+    """The fastest of layouts that do not fit, where it takes less than so many seconds."""
+    best: Candidate | None = None
+    for layout, sized in sorted(large, key=lambda one: one[0].least_seconds):
+        if layout.least_seconds >= (seconds if best is None else best.price.seconds):
+            break
+        found = sized or _fewest(config, layout, _laid_out(config, layout, target), target)[0]
+        one = _candidate(config, found, target)
+        if one.price.seconds < seconds:
+            best = min(best or one, one, key=order_of)
+    return best and dataclasses.replace(best, fits=False)
+
+
+def _fewest(
+    config: Config, layout: _Layout, laid: Layout, target: Target
+) -> tuple[_Sized, int, int]:
     """The fewest microbatches that fit, by halves, since more of them never take more memory, else
     the most there are; and how many were tried, and how many of those do not fit."""
     tried: dict[int, _Sized] = {}
-    room, devices = target.chip.hbm_bytes, target.devices * slices_of(config, target)
-    # Of microbatches it does not depend.
-    laid = layouts.abstract_layout(changed(config, {**layout.changes, **layout.counts[0]}), devices)
+    room = target.chip.hbm_bytes
 
     def fits(number: int) -> bool:
         changes = {**layout.changes, **layout.counts[number]}

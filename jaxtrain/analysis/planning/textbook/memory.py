@@ -100,15 +100,33 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
       platform: 'tpu', 'gpu' or 'cpu', which decides what kernels keep.
     """
     config = resolved(config, platform)
-    arguments = argument_bytes(config, layout)
-    within = layout.of_microbatches
     if not reads_tokens(config.train.model):
-        return _of_whole_model(config, within, platform, arguments)
+        arguments = argument_bytes(config, layout)
+        return _of_whole_model(config, layout.of_microbatches, platform, arguments)
+    return _step(config, layout, platform).memory()
+
+
+def least_memory(config: Config, layout: Layout, platform: str) -> int:
+    """A lower bound of `memory(...).total` that traces no layer: state, batch, accumulators, and
+    the parameters' copy in the compute dtype.
+
+    Args: as `memory`.
+    """
+    config = resolved(config, platform)
+    if not reads_tokens(config.train.model):
+        return argument_bytes(config, layout).total
+    step = _step(config, layout, platform)
+    return step.arguments.total + step.standing
+
+
+def _step(config: Config, layout: Layout, platform: str) -> "_Step":
+    """The step of a configuration that is resolved for the platform."""
+    within = layout.of_microbatches
     # Weights that are split at rest and whole for all microbatches are a copy of their own.
     local = layout.splits_parameters and not within.splits_parameters
     local = local and layout.mesh.shape["fsdp"] > 1
     copied = local or config.offload.parameters != "none"
-    return _Step(config, within, platform, arguments, copied, local).memory()
+    return _Step(config, within, platform, argument_bytes(config, layout), copied, local)
 
 
 # Of schedules that take a stage's gradients in two halves.
@@ -156,6 +174,11 @@ class _Step:
         return Memory(self.arguments, gradients, alive, self._offloaded, self._sent, on_host, read)
 
     # -- what is alive all the time --------------------------------------------------------------
+
+    @property
+    def standing(self) -> int:
+        """Bytes beside the arguments in every phase."""
+        return self._accumulators + self._copies
 
     @functools.cached_property
     def _state(self) -> StateShapes:

@@ -151,10 +151,9 @@ class _Kept:
 
 @functools.lru_cache(maxsize=256)
 def _stash(config: Config, platform: str, settings: Remat, keep_residuals: bool) -> int:
-    program, layout = _program(config, platform)
+    layout, one = _first_layer(config, platform)
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        one = _first_layer(program, layout, config, layout.batch_devices())
 
         def stage(layer: Any, x: jax.Array, context: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
@@ -167,18 +166,10 @@ def _stash(config: Config, platform: str, settings: Remat, keep_residuals: bool)
         return sum(map(shard_bytes, backward.halves(one.weights, one.x, context).stash))
 
 
-def _program(config: Config, platform: str) -> tuple[Any, Layout]:
-    mesh = config.mesh
-    devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    layout = on_platform(abstract_layout(config, devices), platform, "planned")
-    return make_program(config, layout).plain, layout
-
-
 @functools.lru_cache(maxsize=1024)
 def _kept(config: Config, platform: str, settings: Remat) -> _Kept:
-    program, layout = _program(config, platform)
-    rows = layout.batch_devices()
-    return _residuals(program, layout, config, rows, settings.kept)
+    layout, one = _first_layer(config, platform)
+    return _residuals(layout, one, settings.kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +193,19 @@ class _Layer:
     run: Callable[[Any, jax.Array, Any, Any], Any]
 
 
-def _first_layer(program: Program, layout: Layout, config: Config, rows: int) -> _Layer:
+@functools.lru_cache(maxsize=256)
+def _first_layer(config: Config, platform: str) -> tuple[Layout, _Layer]:
+    """The first layer with one row a device, and its layout: the same for every remat policy."""
+    mesh = config.mesh
+    devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    layout = on_platform(abstract_layout(config, devices), platform, "planned")
+    program: Any = make_program(config, layout).plain
+    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
+    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
+        return layout, _layer_of(program, config, layout.batch_devices())
+
+
+def _layer_of(program: Program, config: Config, rows: int) -> _Layer:
     """Called where the layout is current."""
     execution, objective = program.execution, program.objective
     assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
@@ -231,12 +234,9 @@ def _first_layer(program: Program, layout: Layout, config: Config, rows: int) ->
     return _Layer(layer, x, positions, mask, finished, run)
 
 
-def _residuals(
-    program: Program, layout: Layout, config: Config, rows: int, policy: Policy
-) -> _Kept:
+def _residuals(layout: Layout, one: _Layer, policy: Policy) -> _Kept:
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        one = _first_layer(program, layout, config, rows)
 
         def forward(layer: Any, x: jax.Array, positions: jax.Array, mask: Any) -> Any:
             def run(layer: Any, x: jax.Array) -> Any:
