@@ -49,7 +49,7 @@ def _status(words: list[str]) -> int:
         return USER_ERROR
     if arguments.command in ("configs", "init", "plot", "sweep"):
         return _without_devices(arguments)
-    return _ended(arguments)
+    return _run_command(arguments)
 
 
 def _absent_config(name: str | None) -> str | None:
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _ended(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: argparse.Namespace) -> int:
     """Runs a parsed command; whatever it raises becomes a sentence and a status."""
     from jaxtrain.run.malloc import share_arenas
 
@@ -215,7 +215,7 @@ def _run(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "train":
             recorder = _recorder() if arguments.profile else None
-            return run.train(arguments, recorder=recorder, explained=_explained)
+            return run.train(arguments, recorder=recorder, explained=_explain)
         case "eval":
             return run.evaluate(arguments)
         case "generate":
@@ -259,7 +259,7 @@ def _recorder() -> Any:
     return Recorder
 
 
-def _explained(config: Any, error: Exception) -> Exception:
+def _explain(config: Any, error: Exception) -> Exception:
     from jaxtrain.analysis.planning.advice import explained
 
     return explained(config, error)

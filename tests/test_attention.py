@@ -140,7 +140,7 @@ def test_masks_with_blocks_computed_once_are_jaxs_own(sides, shape):
     """Block by block, hidden ones first and last, the diagonal among them."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    causal, local = flash._banded_masks()
+    causal, local = flash._band_masks()
     ours = causal(shape) if sides is None else local(shape, sides, offset=0)
     plain = splash.CausalMask(shape) if sides is None else splash.LocalMask(shape, sides, offset=0)
     kinds = set()

@@ -11,7 +11,7 @@ import scipy.stats
 
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.rows import SHUFFLE_STREAM
-from jaxtrain.data.shuffle import _mixed, ordered, shuffled
+from jaxtrain.data.shuffle import _mix, ordered, shuffled
 from jaxtrain.data.text.packing import pack
 from jaxtrain.data.text.source import TextData
 
@@ -25,7 +25,7 @@ def test_the_round_function_is_splitmix64():
     """Its first outputs from seed 1234567, as published (rosettacode.org)."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     states = np.uint64(1234567) + np.uint64(0x9E3779B97F4A7C15) * np.arange(3, dtype=np.uint64)
-    assert _mixed(states).tolist() == published
+    assert _mix(states).tolist() == published
 
 
 @pytest.mark.parametrize("counts", [range(1, 70), (255, 256, 257, 4097), (65_537, 100_000)])

@@ -22,7 +22,7 @@ NAMES = ["owl", "gull", "wren"]
 @pytest.fixture(autouse=True)
 def _anew(tmp_path_factory, monkeypatch):
     """Files of one name are written several times here, which no run sees; an empty cache."""
-    saved._mapped.cache_clear()
+    saved._map.cache_clear()
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
@@ -207,6 +207,6 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     file = tmp_path / "birds" / "data-00001-of-00002.arrow"
     whole = file.read_bytes()
     for content in (whole[: len(whole) // 2], b"something else", b""):
-        saved._mapped.cache_clear()
+        saved._map.cache_clear()
         file.write_bytes(content)
         refused("data-00001-of-00002.arrow is no whole Arrow file")

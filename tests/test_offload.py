@@ -405,6 +405,6 @@ def test_a_plan_shows_them():
 def test_precision_of_the_copy_is_that_of_the_products():
     program = make_program(PARAMETERS, precision=Precision(compute="bfloat16"))
     with program.layout.active():
-        held = jax.eval_shape(program._fetched, program.abstract_state())
+        held = jax.eval_shape(program._fetch, program.abstract_state())
     assert held.params["layers"]["up"].get_value().dtype == jnp.bfloat16
     assert held.params["layers"]["mlp_norm_scale"].get_value().dtype == jnp.float32

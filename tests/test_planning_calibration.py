@@ -72,7 +72,7 @@ def test_a_search_finds_the_same_layouts_in_scaled_times(factor, monkeypatch):
         factor * plain.candidates[0].price.seconds
     )
     bounds = [
-        [layout.least_seconds for layout in searching._allowed(config, one, 1, {})]
+        [layout.least_seconds for layout in searching._list_layouts(config, one, 1, {})]
         for one in (target, scaled)
     ]
     assert bounds[1] == pytest.approx([factor * bound for bound in bounds[0]])

@@ -11,7 +11,7 @@ from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning import search as searching
 from jaxtrain.analysis.planning.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.search import _allowed, price, search
+from jaxtrain.analysis.planning.search import _list_layouts, price, search
 from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
@@ -162,7 +162,7 @@ def test_what_was_not_taken_is_counted():
     config = load_config(
         "llama_1b", [*KERNEL, "Llama.num_heads=12", "Llama.num_kv_heads=4", "Llama.head_dim=64"]
     )
-    assert list(_allowed(config, parse_target(TARGET), 1, refused))
+    assert list(_list_layouts(config, parse_target(TARGET), 1, refused))
     assert any("Llama.num_heads=12 does not divide" in reason for reason in refused), refused
 
 
@@ -173,7 +173,7 @@ def test_nothing_fits():
 
 
 def test_what_cannot_fit_in_any_layout_is_refused_before_one_is_traced(monkeypatch):
-    monkeypatch.setattr(searching, "_allowed", None)  # nothing is requested a layout
+    monkeypatch.setattr(searching, "_list_layouts", None)  # nothing is requested a layout
     sizes = {"V": 128_256, "L": 320, "D": 4096, "N": 32, "K": 8, "F": 14_336}
     weights = 2 * llama_parameters(**sizes)
     room = parse_target("v5e:2x2").chip.hbm_bytes

@@ -238,7 +238,7 @@ def test_numbers_are_those_that_the_evaluation_weighs(model, tmp_path, capsys):
     trainer = Trainer(load_config(tmp_path / "run.gin"), tmp_path / "run")
     trainer.train()
     data = trainer.config.train.data
-    held = data._held_out(data._read())
+    held = data._hold_out(data._read())
     np.savez(tmp_path / "held.npz", x=x[held], y=y[held])
     capsys.readouterr()
     given = str(tmp_path / "held.npz")
@@ -281,7 +281,7 @@ def test_vectors_are_scaled_as_the_training_part_was(tmp_path):
     np.savez(tmp_path / "all.npz", x=x, y=y)
     data = VectorData(source=str(tmp_path / "all.npz"), features=4, num_classes=3)
     model, heldout = MLP(widths=(4, 3)), data.open(seed=0).heldout
-    places = np.flatnonzero(data._held_out(data._read()))
+    places = np.flatnonzero(data._hold_out(data._read()))
     seen = []
 
     def logits(rows):

@@ -407,7 +407,7 @@ def test_a_moved_middle_has_no_space_that_the_text_lacks(tmp_path, kind):
     document = np.array([*theirs.encode(text).ids, 2])
     rng = np.random.default_rng(0)
     for _ in range(30):
-        moved = rows._moved(document, rng).tolist()
+        moved = rows._move(document, rng).tolist()
         assert (moved[0], moved[1], moved[-1]) == (1, sentinels[0], 2)
         suffix, middle = (moved.index(one) for one in sentinels[1:])
         parts = moved[2:suffix], moved[middle + 1 : -1], moved[suffix + 1 : middle]

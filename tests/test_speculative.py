@@ -14,7 +14,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling, adjusted
-from jaxtrain.run.generation.speculative import Draft, Lookup, _settled, rolls_back, speculate
+from jaxtrain.run.generation.speculative import Draft, Lookup, _accept, rolls_back, speculate
 
 SIZES = Llama(
     vocab_size=24, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -100,7 +100,7 @@ def test_draws_have_the_models_distribution():
     def one(key):
         of_guess, of_pass = jax.random.split(key)
         guesses_K = jax.random.categorical(of_guess, jnp.log(from_KV)).astype(jnp.int32)
-        return _settled(logits_TV, guesses_K, from_KV, None, drawing, of_pass)[:2]
+        return _accept(logits_TV, guesses_K, from_KV, None, drawing, of_pass)[:2]
 
     count, tokens = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(2), draws))
     expected_TV = np.asarray(jax.nn.softmax(adjusted(logits_TV, None, drawing)), np.float64)
@@ -120,7 +120,7 @@ def test_a_guess_is_penalised_at_the_places_after_it():
     logits_TV = jnp.tile(jnp.array([-1.0, -1.0, 2.0, 1.8, -1.0]), (3, 1))
     guesses = jnp.array([2, 3], jnp.int32)
     drawing = Sampling(temperature=0.0, repetition_penalty=2.0).drawing()
-    count, tokens, _ = _settled(
+    count, tokens, _ = _accept(
         logits_TV, guesses, jax.nn.one_hot(guesses, 5), jnp.zeros(5, bool), drawing,
         jax.random.key(0),
     )  # fmt: skip

@@ -112,14 +112,14 @@ def test_rows_are_those_of_the_documents_in_memory(writer, tokenizer, tmp_path, 
 def test_of_several_processes_one_reads_all_tokens(tokenizer, tmp_path, monkeypatch):
     """The others take what it keeps; what they have mapped is not written again."""
     nanogpt(tmp_path / "tokens.bin", DOCUMENTS)
-    look, looked = token_files._looked_through, []
+    look, looked = token_files._read_through, []
 
     def slowly(*arguments):
         looked.append(arguments)
         time.sleep(0.5)
         return look(*arguments)
 
-    monkeypatch.setattr(token_files, "_looked_through", slowly)
+    monkeypatch.setattr(token_files, "_read_through", slowly)
     data = TextData(source=str(tmp_path / "tokens.bin"), sequence_length=16, tokenizer=tokenizer)
     with ThreadPoolExecutor(3) as threads:  # locks are of open files: as if each were a process
         opened = list(threads.map(lambda _: data.open(seed=0), range(3)))

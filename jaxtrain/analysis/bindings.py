@@ -84,7 +84,7 @@ def page() -> str:
     parts = [_HEAD]
     for title, classes in groups.items():
         links = " · ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in classes)
-        parts.append(_folded(f"{title}: {links}") + "\n")
+        parts.append(_fold(f"{title}: {links}") + "\n")
     parts += [_section(cls) for classes in groups.values() for cls in classes]
     return "\n".join(parts)
 
@@ -127,10 +127,10 @@ def _section(cls: type) -> str:
         for bound, field in settings_of(cls).items()
     ]
     head = ["| binding | takes | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([f"## {cls.__name__}\n\n{_folded(purpose)}\n", *head, *rows, ""])
+    return "\n".join([f"## {cls.__name__}\n\n{_fold(purpose)}\n", *head, *rows, ""])
 
 
-def _folded(prose: str) -> str:
+def _fold(prose: str) -> str:
     return "\n".join(textwrap.wrap(prose, 120, break_long_words=False, break_on_hyphens=False))
 
 

@@ -123,7 +123,7 @@ class BucketPath:
         for name in found:
             inside = f"{SCHEME}{name}".rstrip("/")
             if inside != self.address:
-                yield _checked(inside, self)
+                yield _check(inside, self)
 
     def stored(self) -> list[Stored]:
         """All objects below this folder, at any depth, in order of their names.
@@ -138,7 +138,7 @@ class BucketPath:
             # An object whose name ends with a slash stands for a folder in some tools.
             if address.endswith("/") or address == self.address:
                 continue
-            below = _checked(address, self).relative_to(self).as_posix()
+            below = _check(address, self).relative_to(self).as_posix()
             rows.append(Stored(below, int(facts["size"]), _hex(facts.get("md5Hash"))))
         return rows
 
@@ -279,7 +279,7 @@ def in_threads(function: Callable[[Any], Any], arguments: Iterable[Any]) -> list
         return list(threads.map(function, arguments))
 
 
-def _checked(address: str, folder: BucketPath) -> BucketPath:
+def _check(address: str, folder: BucketPath) -> BucketPath:
     """The place of a name that a listing gave."""
     below = address[len(folder.address) + 1 :]
     if str(PurePosixPath(below)) != below or ".." in PurePosixPath(below).parts or "\0" in below:
@@ -319,12 +319,12 @@ def _files() -> Any:
 
 def _ask(path: BucketPath, question: Callable[[Any], Any]) -> Any:
     """What gcsfs answers; its errors become ours."""
-    with _translated(path):
+    with _translate(path):
         return question(_files())
 
 
 @contextlib.contextmanager
-def _translated(path: BucketPath) -> Iterator[None]:
+def _translate(path: BucketPath) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, FileExistsError, UserError):

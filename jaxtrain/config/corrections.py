@@ -52,13 +52,13 @@ def quoted(text: str) -> str | None:
     annotation = unmarked(takes) if mark is None else literal(mark.choices())
     # Quotes, brackets, references and comments began something else; so did true, none and classes,
     # but for a choice of that name.
-    other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _meant(value)
+    other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _guess_quotes(value)
     if value in choices(annotation) or (takes_text(annotation) and not other):
         return f"{name} = {value!r}"
     return None
 
 
-def _meant(word: str) -> str | None:
+def _guess_quotes(word: str) -> str | None:
     """What a word without quotes is in gin; None: nothing."""
     known = {"True": "True", "False": "False", "None": "None"}
     known |= {cls: f"@{cls}()" for cls in CONFIGURABLES}
@@ -77,6 +77,6 @@ def no_value(error: SyntaxError) -> tuple[str, str] | None:
         return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
     if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
         return f"{value} is no number that a setting takes", "TextData.source = 'notes.txt'"
-    meant = _meant(word)
+    meant = _guess_quotes(word)
     hint = f"; did you mean {meant}?" if meant else ""
     return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"

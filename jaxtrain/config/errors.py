@@ -15,11 +15,11 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_shown(str(message)))
+        super().__init__(_format(str(message)))
 
 
-def _shown(message: str) -> str:
-    lines = [one if one.isprintable() else _escaped(one) for one in message.split("\n")]
+def _format(message: str) -> str:
+    lines = [one if one.isprintable() else _escape(one) for one in message.split("\n")]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES:,} lines more"]
     if any(len(line) > _LONGEST_LINE for line in lines):
@@ -31,7 +31,7 @@ def _shown(message: str) -> str:
     return "\n".join(lines)
 
 
-def _escaped(line: str) -> str:
+def _escape(line: str) -> str:
     """A line without what a terminal would take for a command, or cannot encode."""
     return "".join(
         one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode()

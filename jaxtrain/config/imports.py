@@ -46,12 +46,12 @@ def import_trusted(module: str, folders: Sequence[Path]) -> None:
             raise ImportError(
                 f"{own.origin} has the name of a module that is loaded already, {origin}; rename it"
             )
-    with _searched(folders, name):
+    with _search_first(folders, name):
         importlib.import_module(module)
 
 
 @contextlib.contextmanager
-def _searched(folders: Sequence[Path], name: str) -> Iterator[None]:
+def _search_first(folders: Sequence[Path], name: str) -> Iterator[None]:
     """Within, the module `name` is looked for in the folders first, and all others last."""
     first, last = _Finder(folders, name), _Finder(folders)
     sys.meta_path.insert(0, first)

@@ -83,17 +83,17 @@ def unsupported(content: Mapping[str, Any], table: KeyTable, *, within: str = ""
             close = nearest(key, table)
             hint = "" if close is None else f" (the nearest is {close!r})"
             yield (
-                f"{within}{key} = {_shown(value)} is a key that is not known here{hint}; remove it "
-                "from the file if it does not change the result"
+                f"{within}{key} = {_format(value)} is a key that is not known here{hint}; remove "
+                "it from the file if it does not change the result"
             )
     for key, entry in table.items():
         value = content.get(key)
         if isinstance(entry, Nested):
-            yield from _nested(value, entry.table, f"{within}{key}")
+            yield from _check_nested(value, entry.table, f"{within}{key}")
         elif isinstance(entry, Only):
             found = entry.default if value is None else value
             if not any(_equal(found, one) for one in entry.allowed):
-                shown = _shown(found) if value is not None else f"{_shown(found)} by default"
+                shown = _format(found) if value is not None else f"{_format(found)} by default"
                 allowed = " or ".join(map(repr, entry.allowed))
                 reason = f" ({entry.reason})" if entry.reason else ""
                 yield f"{within}{key} = {shown}; here it is {allowed}{reason}"
@@ -115,14 +115,14 @@ def validate_keys(content: Mapping[str, Any], table: KeyTable, *, where: str) ->
         raise UserError(f"{where} has what is not supported here:\n{lines}")
 
 
-def _nested(value: Any, table: KeyTable, within: str) -> Iterator[str]:
+def _check_nested(value: Any, table: KeyTable, within: str) -> Iterator[str]:
     if value is None:
         return
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, Mapping):
             yield from unsupported(one, table, within=f"{within}.")
         else:
-            yield f"{within} = {_shown(value)}; here it is an object"
+            yield f"{within} = {_format(value)}; here it is an object"
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -130,7 +130,7 @@ def _equal(one: Any, other: Any) -> bool:
     return isinstance(one, bool) == isinstance(other, bool) and one == other
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     """The value for a message, cut where it is long."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

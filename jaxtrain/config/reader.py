@@ -149,7 +149,7 @@ class _Bindings:
                 in_quotes = quoted(text)
                 if in_quotes is None:
                     name = text.partition("=")[0].strip()
-                    if name.isidentifier() and (hint := self._meant(None, name)):
+                    if name.isidentifier() and (hint := self._suggest(None, name)):
                         raise UserError(f"{origin}: {name} is no setting{hint}") from error
                     raise
                 statements = _statements(in_quotes, origin)
@@ -179,7 +179,7 @@ class _Bindings:
     def _add(self, statement: Any, origin: str) -> None:
         if isinstance(statement, config_parser.BlockDeclaration):
             return
-        where = origin if _unnumbered(origin) else f"{origin}:{statement.location.line_num}"
+        where = origin if _lacks_numbers(origin) else f"{origin}:{statement.location.line_num}"
         if _is_import(statement):
             self._import(statement.module, where)
             return
@@ -194,14 +194,14 @@ class _Bindings:
                 return
             raise UserError(
                 f"{where}: unknown name {name!r} in {name}.{field}"
-                f"{self._meant(name, field) or did_you_mean(name, CONFIGURABLES)}"
+                f"{self._suggest(name, field) or did_you_mean(name, CONFIGURABLES)}"
             )
         known = settings_of(CONFIGURABLES[name])
         if field not in known:
             close = nearest(field, known)
             hint = (
                 of_a_choice(CONFIGURABLES[name], field)
-                or self._meant(name, field)
+                or self._suggest(name, field)
                 or (f"; did you mean {close!r}?" if close is not None else "")
             )
             raise UserError(
@@ -209,10 +209,10 @@ class _Bindings:
             )
         self.fields[name, field] = Binding(statement.value, where)
 
-    def _meant(self, section: str | None, word: str) -> str:
+    def _suggest(self, section: str | None, word: str) -> str:
         """`; did you mean 'Section.setting'?` where another section has it, under this name or
         under another that the word stands for; else ''."""
-        chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._named_by(*place))}
+        chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._section_of(*place))}
         used = {cls.__name__: cls for cls in sections(self.root).values()}
         if section is not None and section not in CONFIGURABLES:
             close = section_meant(section, chosen) or nearest(section, used, cutoff=0.7)
@@ -226,7 +226,7 @@ class _Bindings:
             used[section] = CONFIGURABLES[section]
         return meant(section, word, used, chosen)
 
-    def _named_by(self, section: str, setting: str) -> type | None:
+    def _section_of(self, section: str, setting: str) -> type | None:
         """The section that a setting names, as far as the bindings have been read."""
         cls = CONFIGURABLES.get(section)
         if cls is None or setting not in settings_of(cls):
@@ -280,7 +280,7 @@ class _Bindings:
             written, annotation = f"{name}.{bound}", unmarked(takes[field.name])
             try:
                 if mark is not None:
-                    values[field.name] = self._chosen(name, field, mark)
+                    values[field.name] = self._choose(name, field, mark)
                 elif binding is not None:
                     self.used_fields.add((name, bound))
                     values[field.name] = self._value(written, binding, annotation)
@@ -315,7 +315,7 @@ class _Bindings:
             raise NotRead from error
         return value
 
-    def _chosen(self, section: str, field: dataclasses.Field[Any], mark: ByName) -> Any:
+    def _choose(self, section: str, field: dataclasses.Field[Any], mark: ByName) -> Any:
         """An instance of the class that a binding names, or of the default's."""
         binding = self.fields.get((section, mark.binding))
         if binding is None:
@@ -410,7 +410,7 @@ class _Bindings:
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"
-                    f"{self._meant(None, name) or '; a setting is written Section.name = value'}"
+                    f"{self._suggest(None, name) or '; a setting is written Section.name = value'}"
                 )
         for unused, names in replaced.items():
             self.notes.append(f"{', '.join(names)}: left out, since {unused}")
@@ -481,7 +481,7 @@ def sections(root: type) -> dict[str, type]:
     }
 
 
-def _unnumbered(origin: str) -> bool:
+def _lacks_numbers(origin: str) -> bool:
     """Whether nobody has numbered the lines of what messages call so."""
     return origin.startswith(("-b", "<"))
 
@@ -510,7 +510,7 @@ def _statements(text: str, origin: str) -> list[Any]:
             line = dict(enumerate(text.splitlines(), 1)).get(row, "")
             error = SyntaxError("Unable to parse value.", (origin, row, None, line))
         line = getattr(error, "lineno", None)
-        where = f"{origin}:{line}" if line and not _unnumbered(origin) else origin
+        where = f"{origin}:{line}" if line and not _lacks_numbers(origin) else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
         if isinstance(error, SyntaxError):
             detail, example = no_value(error) or (error.msg.strip(), example)

@@ -79,7 +79,7 @@ def hints(cls: type) -> dict[str, Any]:
     """What each field of a settings class takes: its annotation with its mark, and what is marked
     `OneOf` as a Literal of the words."""
     found = typing.get_type_hints(cls, include_extras=True)
-    return {name: _spelled_out(annotation) for name, annotation in found.items()}
+    return {name: _spell_out(annotation) for name, annotation in found.items()}
 
 
 def unmarked(annotation: Any) -> Any:
@@ -94,7 +94,7 @@ def literal(words: Iterable[str]) -> Any:
     return of_words[tuple(words)]
 
 
-def _spelled_out(annotation: Any) -> Any:
+def _spell_out(annotation: Any) -> Any:
     marks = getattr(annotation, "__metadata__", ())
     return next((literal(mark.words) for mark in marks if isinstance(mark, OneOf)), annotation)
 
@@ -130,7 +130,7 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
     """
     with contextlib.suppress(_Misfit):
-        return _bounded(name, _fitted(value, annotation), origin)
+        return _check_bounds(name, _convert(value, annotation), origin)
     words = [choice for choice in choices(annotation) if isinstance(choice, str)]
     written = f"@{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     hint = ""
@@ -154,7 +154,7 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     )
 
 
-def _bounded(name: str, value: Any, origin: str) -> Any:
+def _check_bounds(name: str, value: Any, origin: str) -> Any:
     """The value of a setting, when each number in it is one that programs can hold.
 
     Raises:
@@ -168,7 +168,7 @@ def _bounded(name: str, value: Any, origin: str) -> Any:
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, tuple | dict):
         for part in parts:
-            _bounded(name, part, origin)
+            _check_bounds(name, part, origin)
     return value
 
 
@@ -244,13 +244,13 @@ class _Misfit(Exception):  # noqa: N818 - no error yet: another annotation may b
 
 def _fits(value: Any, annotation: Any) -> bool:
     try:
-        _fitted(value, annotation)
+        _convert(value, annotation)
     except _Misfit:
         return False
     return True
 
 
-def _fitted(value: Any, annotation: Any) -> Any:
+def _convert(value: Any, annotation: Any) -> Any:
     """The value as the annotation takes it: an int becomes the float that is requested.
 
     Raises:
@@ -258,12 +258,12 @@ def _fitted(value: Any, annotation: Any) -> Any:
     """
     parts = _parts(annotation)
     if len(parts) > 1:
-        return _fitted_to_one_of(value, parts)
+        return _convert_to_one_of(value, parts)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
-        return _fitted_tuple(value, arguments)
+        return _convert_tuple(value, arguments)
     if origin is dict:
-        return _fitted_dict(value, *arguments)
+        return _convert_dict(value, *arguments)
     if origin is typing.Literal:
         # True == 1 in Python: a bool is no choice among numbers.
         fits = any(value == a and type(value) is type(a) for a in arguments)
@@ -279,27 +279,27 @@ def _fitted(value: Any, annotation: Any) -> Any:
     return value
 
 
-def _fitted_to_one_of(value: Any, annotations: Iterable[Any]) -> Any:
+def _convert_to_one_of(value: Any, annotations: Iterable[Any]) -> Any:
     for annotation in annotations:
         with contextlib.suppress(_Misfit):
-            return _fitted(value, annotation)
+            return _convert(value, annotation)
     raise _Misfit
 
 
-def _fitted_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _convert_tuple(value: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
         raise _Misfit
     of_any_length = len(arguments) == 2 and arguments[1] is ...
     kinds = (arguments[0],) * len(value) if of_any_length else arguments
     if len(kinds) != len(value):
         raise _Misfit
-    return tuple(_fitted(item, kind) for item, kind in zip(value, kinds, strict=True))
+    return tuple(_convert(item, kind) for item, kind in zip(value, kinds, strict=True))
 
 
-def _fitted_dict(value: Any, of_keys: Any, of_values: Any) -> dict[Any, Any]:
+def _convert_dict(value: Any, of_keys: Any, of_values: Any) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise _Misfit
-    return {_fitted(key, of_keys): _fitted(item, of_values) for key, item in value.items()}
+    return {_convert(key, of_keys): _convert(item, of_values) for key, item in value.items()}
 
 
 def _describe(annotation: Any) -> str:

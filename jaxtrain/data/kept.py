@@ -36,14 +36,14 @@ def with_stores(data: Any, say: Callable[[str], None]) -> Any:
     """
     if isinstance(data, Mixture):
         kept = {
-            name: _kept(dataclasses.replace(data.data, source=source), say).source
+            name: _load_or_make(dataclasses.replace(data.data, source=source), say).source
             for name, source in data.sources.items()
         }
         return dataclasses.replace(data, sources=kept)
-    return _kept(data, say) if isinstance(data, TextData) else data
+    return _load_or_make(data, say) if isinstance(data, TextData) else data
 
 
-def _kept(data: TextData, say: Callable[[str], None]) -> TextData:
+def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):

@@ -111,8 +111,8 @@ def tokens_of(
       UserError: the tokens at a border are others than those where it was cut.
     """
     begin = len(piece.before)
-    first = _checked(piece.begins, ids, places, begin)
-    last = _checked(piece.ends, ids, places, begin + len(piece.text))
+    first = _check(piece.begins, ids, places, begin)
+    last = _check(piece.ends, ids, places, begin + len(piece.text))
     return ids[0 if first is None else first : len(ids) if last is None else last]
 
 
@@ -139,7 +139,7 @@ def _line_begin(text: str, begin: int, end: int) -> int | None:
     return None
 
 
-def _checked(
+def _check(
     border: Border | None,
     ids: Sequence[int],
     places: Sequence[tuple[int, int]],

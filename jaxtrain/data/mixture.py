@@ -167,8 +167,8 @@ class Mixture:
             header["between"] = self.between
         first = next(iter(opened.values()))
         mixed = Dataset(
-            Concatenated(tuple(_whole(one.train) for one in opened.values())),
-            Concatenated(tuple(_whole(one.heldout) for one in opened.values())),
+            Concatenated(tuple(_is_whole(one.train) for one in opened.values())),
+            Concatenated(tuple(_is_whole(one.heldout) for one in opened.values())),
             digest_of(header, (one.digest for one in opened.values())),
             self._facts(opened),
             first.tokenizer,
@@ -204,7 +204,7 @@ def text_of(data: object) -> TextData | None:
     return data if isinstance(data, TextData) else None
 
 
-def _whole(examples: object) -> WholeBatches:
+def _is_whole(examples: object) -> WholeBatches:
     assert isinstance(examples, WholeBatches), "text is"
     return examples
 

@@ -157,7 +157,7 @@ class Mixing:
         """How many of the places before this one are each source's."""
         segments, offset = _segments(self, global_batch_size, seed)
         segment = next(one for one in reversed(segments) if one.begin <= place)
-        return _counted(segment, place, offset)
+        return _count(segment, place, offset)
 
 
 @functools.lru_cache(maxsize=16)
@@ -186,14 +186,14 @@ def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_
             ]  # fmt: skip
             if not dry:
                 if end is not None:
-                    before = _counted(segment, end, offset)
+                    before = _count(segment, end, offset)
                 break
             place, one = min(dry)
             share = (place - begin) / length
             if later is not shares:
                 shares = tuple(a + (b - a) * share for a, b in zip(shares, later, strict=True))
             gone[one] = True
-            begin, before = place, _counted(segment, place, offset)
+            begin, before = place, _count(segment, place, offset)
     return segments, offset
 
 
@@ -233,20 +233,20 @@ def _dry_at(segment: _Segment, number: int, rows: int, offset: int, end: int | N
     if high is None:
         share = segment.cuts[number + 1] - segment.cuts[number]
         high = low + (rows - segment.before[number] + 2) * _WHOLE // share + 2
-        while _counted(segment, high, offset)[number] < rows:
+        while _count(segment, high, offset)[number] < rows:
             high += high - low
-    elif _counted(segment, high, offset)[number] < rows:
+    elif _count(segment, high, offset)[number] < rows:
         return None
     while low < high:
         middle = (low + high) // 2
-        if _counted(segment, middle, offset)[number] < rows:
+        if _count(segment, middle, offset)[number] < rows:
             low = middle + 1
         else:
             high = middle
     return None if low == end else low
 
 
-def _counted(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
+def _count(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
     """How many of the places before this one, of the segment, are each source's."""
     count, first = place - segment.begin, offset + _STEP * segment.begin
     under = [

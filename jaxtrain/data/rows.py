@@ -60,12 +60,12 @@ class TrainingRows:
     def _within(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         examples = self.examples
         if not (self.augment and isinstance(examples, MixedRows)):
-            return self._unmixed(number, rows, bad)
+            return self._rows_without_mixing(number, rows, bad)
         # Rows are mixed in pairs of neighbours, which stand on one machine but for odd shares: a
         # row that is here for the other's sake alone is read and left out.
         others = np.minimum(rows ^ 1, self.global_batch_size - 1)
         needed, places = np.unique(np.concatenate([rows, others]), return_inverse=True)
-        plain = self._unmixed(number, needed, bad)
+        plain = self._rows_without_mixing(number, needed, bad)
         mixed = [
             examples.mixed(_row(plain, own), _row(plain, other), self._rng(PAIR_STREAM, number, r))
             for own, other, r in zip(
@@ -74,7 +74,7 @@ class TrainingRows:
         ]
         return stacked(mixed)
 
-    def _unmixed(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
+    def _rows_without_mixing(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         size = self.global_batch_size
         if self.order is None:
             places = number * size + rows

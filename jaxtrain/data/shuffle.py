@@ -51,29 +51,29 @@ def shuffled(places: np.ndarray, count: int, seed: int) -> np.ndarray:
       int64 [n], each under `count`.
     """
     epochs, within = np.divmod(np.asarray(places, np.int64), count)
-    keys = _mixed(_mixed(np.full(len(within), seed, np.uint64)) + epochs.astype(np.uint64))
+    keys = _mix(_mix(np.full(len(within), seed, np.uint64)) + epochs.astype(np.uint64))
     bits = max(2, (count - 1).bit_length())
-    found = _enciphered(within.astype(np.uint64), keys, bits)
+    found = _encipher(within.astype(np.uint64), keys, bits)
     while (past := np.flatnonzero(found >= count)).size:
-        found[past] = _enciphered(found[past], keys[past], bits)
+        found[past] = _encipher(found[past], keys[past], bits)
     return found.astype(np.int64)
 
 
-def _enciphered(numbers: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+def _encipher(numbers: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
     """A permutation of the numbers under 2**bits for each key; uint64 [n]."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = (np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2))
     high, low = numbers >> low_bits, numbers & low_mask
     for number in range(_ROUNDS):
-        key = _mixed(keys + np.uint64(number))
+        key = _mix(keys + np.uint64(number))
         if number % 2:
-            low = low ^ (_mixed(high ^ key) & low_mask)
+            low = low ^ (_mix(high ^ key) & low_mask)
         else:
-            high = high ^ (_mixed(low ^ key) & high_mask)
+            high = high ^ (_mix(low ^ key) & high_mask)
     return high << low_bits | low
 
 
-def _mixed(numbers: np.ndarray) -> np.ndarray:
+def _mix(numbers: np.ndarray) -> np.ndarray:
     """Each number's 64 bits, every one of them dependent on all (splitmix64)."""
     numbers = numbers + _GOLDEN  # arrays of uint64 wrap around, which is meant
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -112,7 +112,7 @@ def is_heldout(count: int, fraction: float) -> np.ndarray:
 
     With 1/20 it is the 20th, the 40th, ...: every part of a sorted source is represented.
     """
-    return np.diff(_held_before(np.arange(count + 1), fraction)) > 0
+    return np.diff(_count_held_out(np.arange(count + 1), fraction)) > 0
 
 
 def hold_out(count: int, fraction: float) -> np.ndarray:
@@ -125,10 +125,10 @@ def hold_out(count: int, fraction: float) -> np.ndarray:
 
 def is_held_out(place: int, fraction: float) -> bool:
     """Whether `is_heldout` holds out this place, however many follow."""
-    return bool(np.diff(_held_before(np.arange(place, place + 2), fraction))[0] > 0)
+    return bool(np.diff(_count_held_out(np.arange(place, place + 2), fraction))[0] > 0)
 
 
-def _held_before(places: np.ndarray, fraction: float) -> np.ndarray:
+def _count_held_out(places: np.ndarray, fraction: float) -> np.ndarray:
     # The rounding keeps products such as 0.29 * 100 = 28.999999999999996 on the right side.
     return np.floor(np.round(places * fraction, 9))
 

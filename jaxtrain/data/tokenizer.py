@@ -197,7 +197,7 @@ class FileTokenizer:
         named = f"{section}.tokenizer = {str(path)!r}"
         _refuse_folder(named, path)
         content = read_bounded(path, named=named)
-        tree = _checked_content(named, content)
+        tree = _check_content(named, content)
         validate_keys(tree, TOKENIZER_KEYS, where=str(path))
         folder = read_folder(path, tree)
         with library_errors(named):
@@ -207,7 +207,7 @@ class FileTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         changes = _complete(self._tokenizer, folder)
-        self.before, self.after = _around(self._tokenizer)
+        self.before, self.after = _special_tokens_around(self._tokenizer)
         own = self.before, self.after
         # It may leave spaces out of the places.
         self._tokenizer.post_processor = None
@@ -398,7 +398,9 @@ def _complete(tokenizer: "tokenizers.Tokenizer", folder: TokenizerFolder) -> lis
     return changes
 
 
-def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _special_tokens_around(
+    tokenizer: "tokenizers.Tokenizer",
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The special tokens that a tokenizer's post-processor puts before and after a text."""
     around = tokenizer.post_processor
     if around is None or not around.num_special_tokens_to_add(False):
@@ -437,7 +439,7 @@ def _refuse_folder(named: str, path: Place) -> None:
         raise UserError(f"{named} is a folder, not a file{hint}")
 
 
-def _checked_content(named: str, content: bytes) -> dict[str, Any]:
+def _check_content(named: str, content: bytes) -> dict[str, Any]:
     try:
         tree = parse_json(content)
     except MalformedError:

@@ -132,12 +132,12 @@ class BatchNorm(nnx.Module):
         )
         count = size_of_batch(x_BHWC.size // x_BHWC.shape[-1])
         return x_BHWC, {
-            "mean": self._moved(mean, mean_C),
+            "mean": self._update_running(mean, mean_C),
             # The running variance is the unbiased estimate, the one that normalizes is not.
-            "variance": self._moved(variance, variance_C * (count / max(count - 1, 1))),
+            "variance": self._update_running(variance, variance_C * (count / max(count - 1, 1))),
         }
 
-    def _moved(self, running: nnx.Variable, batch_C: jax.Array) -> nnx.Variable:
+    def _update_running(self, running: nnx.Variable, batch_C: jax.Array) -> nnx.Variable:
         return running.replace((1 - self.momentum) * running.get_value() + self.momentum * batch_C)
 
 

@@ -39,14 +39,14 @@ def convolution(
     if padding is None:
         padding = kernel.shape[0] // 2
     if _is_small(x_BHWC, kernel):
-        return _multiplied_patches(x_BHWC, kernel, stride, padding)
+        return _multiply_patches(x_BHWC, kernel, stride, padding)
     same = stride == 1 and padding == kernel.shape[0] // 2
     if same and _images_of_a_tile(x_BHWC, kernel):
         return _with_tiles(x_BHWC, kernel)
-    return _convolved(x_BHWC, kernel, stride, padding)
+    return _convolve(x_BHWC, kernel, stride, padding)
 
 
-def _convolved(
+def _convolve(
     x_BHWC: jax.Array, kernel: jax.Array, stride: int = 1, padding: int | None = None
 ) -> jax.Array:
     border = kernel.shape[0] // 2 if padding is None else padding
@@ -79,10 +79,8 @@ def _is_small(x_BHWC: jax.Array, kernel: jax.Array) -> bool:
     return max(x_BHWC.shape[1:3]) <= kernel.shape[0] + 1 and _is_one_cpu()
 
 
-def _multiplied_patches(
-    x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int
-) -> jax.Array:
-    """As `_convolved`, by one matmul of the patches under the kernel (im2col).
+def _multiply_patches(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int) -> jax.Array:
+    """As `_convolve`, by one matmul of the patches under the kernel (im2col).
 
     Its gradients, as JAX derives them, are two matmuls.
     """
@@ -120,13 +118,13 @@ def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
 
 @jax.custom_vjp
 def _with_tiles(x_BHWC: jax.Array, kernel: jax.Array) -> jax.Array:
-    """As `_convolved`; its kernel's gradient is summed over tiles of images."""
-    return _convolved(x_BHWC, kernel)
+    """As `_convolve`; its kernel's gradient is summed over tiles of images."""
+    return _convolve(x_BHWC, kernel)
 
 
 def _backward(kept: Kept, gradient_BHWD: jax.Array) -> Kept:
     x_BHWC, kernel = kept
-    of_x = jax.vjp(lambda x: _convolved(x, kernel), x_BHWC)[1](gradient_BHWD)[0]
+    of_x = jax.vjp(lambda x: _convolve(x, kernel), x_BHWC)[1](gradient_BHWD)[0]
     return of_x, _kernel_gradient(x_BHWC, gradient_BHWD, kernel)
 
 
@@ -152,7 +150,7 @@ def _kernel_gradient(x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Ar
     return total_DP.T.reshape(kernel.shape)
 
 
-_with_tiles.defvjp(lambda x, kernel: (_convolved(x, kernel), (x, kernel)), _backward)
+_with_tiles.defvjp(lambda x, kernel: (_convolve(x, kernel), (x, kernel)), _backward)
 
 
 # -- pooling -------------------------------------------------------------------------------------
@@ -201,11 +199,11 @@ def max_pool(
 
     window = Window(size, stride, around(x_BHWC.shape[1]), around(x_BHWC.shape[2]))
     if platform_of(jax.sharding.get_abstract_mesh()) == "tpu":  # has an instruction for both ways
-        return _pooled(x_BHWC, window)
-    return _pooled_by_index(x_BHWC, window)
+        return _pool(x_BHWC, window)
+    return _pool_by_index(x_BHWC, window)
 
 
-def _pooled(x_BHWC: jax.Array, window: Window) -> jax.Array:
+def _pool(x_BHWC: jax.Array, window: Window) -> jax.Array:
     size, stride, rows, columns = window
     border = ((0, 0), rows, columns, (0, 0))
     return lax.reduce_window(
@@ -214,12 +212,12 @@ def _pooled(x_BHWC: jax.Array, window: Window) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pooled_by_index(x_BHWC: jax.Array, window: Window) -> jax.Array:
-    """As `_pooled`; JAX's gradient scatters into the image, on GPUs by atomic additions."""
-    return _pooled(x_BHWC, window)
+def _pool_by_index(x_BHWC: jax.Array, window: Window) -> jax.Array:
+    """As `_pool`; JAX's gradient scatters into the image, on GPUs by atomic additions."""
+    return _pool(x_BHWC, window)
 
 
-def _pooled_forward(
+def _pool_forward(
     x_BHWC: jax.Array, window: Window
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The result, and for each of its pixels which of the window it was; an x without channels."""
@@ -235,7 +233,7 @@ def _pooled_forward(
     return largest, (index, x_BHWC[:, :, :, :0])
 
 
-def _pooled_backward(
+def _pool_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
     """The places of the window, each spread over the image: one pass over it."""
@@ -256,7 +254,7 @@ def _pooled_backward(
     return (total.astype(gradient.dtype),)
 
 
-_pooled_by_index.defvjp(_pooled_forward, _pooled_backward)
+_pool_by_index.defvjp(_pool_forward, _pool_backward)
 
 
 def average_pool(x_BHWC: jax.Array, size: int, stride: int) -> jax.Array:

@@ -82,10 +82,10 @@ class Decoder(nnx.Module):
         self.token_embedding, self.position_embedding = token_embedding, position_embedding
         self.layers = nnx.data(stack(layer.weights, num_layers, key))
         self.leading_layers = tuple(leading)
-        self.first_layers = nnx.data(_drawn(leading, jax.random.fold_in(key, num_layers)))
+        self.first_layers = nnx.data(_init(leading, jax.random.fold_in(key, num_layers)))
         self.prediction_modules = tuple(predicting)
         key_predictors = jax.random.fold_in(key, num_layers + 1)
-        self.predictors = nnx.data(_drawn(predicting, key_predictors))
+        self.predictors = nnx.data(_init(predicting, key_predictors))
         self.output = output
         for name, weight in prefixed("norm", norm.weights(key) if norm else {}).items():
             setattr(self, name, weight)
@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
         return self.softcap
 
 
-def _drawn(parts: Sequence[Layer | PredictionModule], key: jax.Array) -> list[Weights]:
+def _init(parts: Sequence[Layer | PredictionModule], key: jax.Array) -> list[Weights]:
     """Freshly drawn parameters of each."""
     keys = jax.random.split(key, len(parts) or 1)
     return [part.weights(own) for part, own in zip(parts, keys, strict=False)]

@@ -94,7 +94,7 @@ class EncoderDecoder(nnx.Module):
 
     def enter_source(self, source_BS: jax.Array, execution: Execution) -> jax.Array:
         """What goes into the encoder's first layer, [B, S, D]."""
-        x_BSD = self._embedded(source_BS, self.source_places, under("source", vars(self)))
+        x_BSD = self._embed(source_BS, self.source_places, under("source", vars(self)))
         return self.dropout(x_BSD, execution.draws)
 
     def of_source(self, mask: Mask, length: int) -> Mask:
@@ -113,7 +113,7 @@ class EncoderDecoder(nnx.Module):
     def finish_source(self, x_BSD: jax.Array, execution: Execution) -> jax.Array:
         """What the decoder looks at, of what the encoder's last layer gave."""
         with jax.named_scope("encoder"):
-            return self._finished("encoder_norm", x_BSD, execution, number=1)
+            return self._finish("encoder_norm", x_BSD, execution, number=1)
 
     def decode(
         self,
@@ -138,14 +138,14 @@ class EncoderDecoder(nnx.Module):
         ) -> Any:
             return self.write_layer(layer, x_BTD, memory_BSD, mask, of_memory, execution), None
 
-        return self._decoded(run_layer, tokens_BT, mask, execution, None, 0, tokens_BT.shape[1])[0]
+        return self._decode(run_layer, tokens_BT, mask, execution, None, 0, tokens_BT.shape[1])[0]
 
     def enter_target(
         self, tokens_BT: jax.Array, execution: Execution, start: jax.Array | int = 0
     ) -> jax.Array:
         """What goes into the decoder's first layer of tokens from place `start` on, [B, T, D]."""
         own = under("target", vars(self))
-        x_BTD = self._embedded(tokens_BT, self.target_places, own, start)
+        x_BTD = self._embed(tokens_BT, self.target_places, own, start)
         return self.dropout(x_BTD, execution.draws, number=2)
 
     def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
@@ -170,7 +170,7 @@ class EncoderDecoder(nnx.Module):
     def finish_target(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
         """Finished hidden states of what the decoder's last layer gave."""
         with jax.named_scope("decoder"):
-            h_BTD = self._finished("decoder_norm", x_BTD, execution, number=3)
+            h_BTD = self._finish("decoder_norm", x_BTD, execution, number=3)
             return h_BTD * self.output_scale
 
     def remember(self, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
@@ -210,7 +210,7 @@ class EncoderDecoder(nnx.Module):
             )
 
         mask, extra = Mask(query_start=cache.length), (cache.layers, remembered)
-        h_BTD, layers = self._decoded(
+        h_BTD, layers = self._decode(
             run_layer, tokens_BT, mask, execution, extra, cache.length, room
         )
         return h_BTD, Cache(layers, cache.length + tokens_BT.shape[1])
@@ -239,7 +239,7 @@ class EncoderDecoder(nnx.Module):
         """Logits have no bound."""
         return
 
-    def _decoded(
+    def _decode(
         self,
         run_layer: Any,
         tokens_BT: jax.Array,
@@ -262,14 +262,14 @@ class EncoderDecoder(nnx.Module):
             x_BTD, kept = execution.over_layers(numbered, x_BTD, self.decoder_layers, each)
         return self.finish_target(x_BTD, execution), kept
 
-    def _embedded(
+    def _embed(
         self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
     ) -> jax.Array:
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL) * self.embedding_scale
             return places.into_stream(own, x_BTD, start)
 
-    def _finished(
+    def _finish(
         self, name: str, x_BTD: jax.Array, execution: Execution, *, number: int
     ) -> jax.Array:
         if self.norm is not None:

@@ -373,7 +373,7 @@ def _with_capacity(
     cut = jnp.array_split(x_BECD, parts, axis=2)
     y_BECD = jnp.concatenate([there_and_back(part) for part in cut], axis=2)
     y_BTkD = _rows(y_BECD.reshape(-1, D), slot_BTk, assignment_BEC.reshape(-1, 1))
-    return _weighted(y_BTkD, gates_BTk)
+    return _weight(y_BTkD, gates_BTk)
 
 
 def _dropless(
@@ -401,19 +401,21 @@ def _dropless(
         place_N = jnp.argsort(order_N)
         x_ND = _rows(x_tD, order_N // k, place_N.reshape(-1, k))
         if ranks == 1:
-            y_ND = _grouped(gated, by, x_ND, sizes_E, networks)
+            y_ND = _run_grouped(gated, by, x_ND, sizes_E, networks)
         else:
-            y_ND = _grouped_over_ranks(gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks)
+            y_ND = _run_grouped_over_ranks(
+                gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks
+            )
         return _rows(y_ND, place_N, order_N[:, None]).reshape(-1, k, D)
 
     parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by.float8)
     of_tokens = (x_BTD.reshape(B * T, D), experts_BTk.reshape(B * T, k))
     cut = zip(*(jnp.array_split(array, parts) for array in of_tokens), strict=True)
     y_BTkD = jnp.concatenate([there_and_back(*part) for part in cut]).reshape(B, T, k, D)
-    return _weighted(y_BTkD, gates_BTk)
+    return _weight(y_BTkD, gates_BTk)
 
 
-def _grouped_over_ranks(
+def _run_grouped_over_ranks(
     gated: Gated,
     by: Grouped,
     ranks: int,
@@ -422,7 +424,7 @@ def _grouped_over_ranks(
     sizes_E: jax.Array,
     networks: Networks,
 ) -> jax.Array:
-    """`_grouped` with the experts on several ranks; the rows are sorted by expert."""
+    """`_run_grouped` with the experts on several ranks; the rows are sorted by expert."""
     N, D = x_ND.shape
     sizes_RE = sizes_E.reshape(ranks, -1)
     count_R = sizes_RE.sum(1)
@@ -442,13 +444,13 @@ def _grouped_over_ranks(
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
     place = jnp.argsort(order)
     x = _rows(x_RND.reshape(-1, D), order, place[:, None])
-    y = _grouped(gated, by, x, sizes_RE.sum(0), networks)
+    y = _run_grouped(gated, by, x, sizes_RE.sum(0), networks)
     y_RND = _rows(y, place, order[:, None]).reshape(ranks, N, D)
     y_RND = _all_to_all(y_RND, axis=0, concat=0)
     return _rows(y_RND.reshape(-1, D), sent_N, source_RN.reshape(-1, 1))
 
 
-def _grouped(
+def _run_grouped(
     gated: Gated, by: Grouped, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks
 ) -> jax.Array:
     """The networks' outputs for rows that stand expert after expert, sizes_E of them each."""
@@ -521,6 +523,6 @@ def _rows_backward(uses_nr: jax.Array, gradient: jax.Array) -> tuple[jax.Array, 
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def _weighted(y_BTkD: jax.Array, gates_BTk: jax.Array) -> jax.Array:
+def _weight(y_BTkD: jax.Array, gates_BTk: jax.Array) -> jax.Array:
     y_BTD = (y_BTkD.astype(jnp.float32) * gates_BTk[..., None]).sum(2)
     return y_BTD.astype(y_BTkD.dtype)

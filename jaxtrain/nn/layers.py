@@ -90,7 +90,7 @@ def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) 
         splits.append(_Split(of_tokens, part, table_VD.shape[0] // layout.size(part), more))
     if not all(split.fits for split in splits):
         splits = [dataclasses.replace(split, scattered=()) for split in splits]
-    return shard(_embedded(tuple(splits), tokens, tables), out)
+    return shard(_embed(tuple(splits), tokens, tables), out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Split:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _embedded(
+def _embed(
     splits: tuple[_Split, ...], tokens: list[jax.Array], tables: list[jax.Array]
 ) -> jax.Array:
     found = []
@@ -165,7 +165,7 @@ def _embedded(
 def _forward(
     splits: tuple[_Split, ...], tokens: list[jax.Array], tables: list[jax.Array]
 ) -> tuple[jax.Array, list[jax.Array]]:
-    return _embedded(splits, tokens, tables), tokens
+    return _embed(splits, tokens, tables), tokens
 
 
 def _backward(
@@ -181,7 +181,7 @@ def _backward(
     return [None] * len(tokens), found
 
 
-_embedded.defvjp(_forward, _backward)
+_embed.defvjp(_forward, _backward)
 
 
 def _sum_over(spec: Iterable[MeshAxes], x: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def _sum_over(spec: Iterable[MeshAxes], x: jax.Array) -> jax.Array:
 @jax.named_scope("norm")
 def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: float) -> jax.Array:
     """Layer normalization (arXiv 1607.06450) over the last dimension, in float32."""
-    return _normed(True, epsilon, x, gather(scale), gather(bias))
+    return _normalize(True, epsilon, x, gather(scale), gather(bias))
 
 
 @jax.named_scope("norm")
@@ -203,11 +203,11 @@ def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float, offset: float = 
     What is normed is multiplied by offset + scale.
     """
     factor = gather(scale) + offset if offset else gather(scale)
-    return _normed(False, epsilon, x, factor, None)
+    return _normalize(False, epsilon, x, factor, None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _normed(
+def _normalize(
     centered: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
     """x over its root mean square, or its standard deviation where it is centered, times factor,
@@ -245,7 +245,7 @@ def _norm_backward(
     return (d_x * inverse).astype(x.dtype), d_factor, d_bias
 
 
-_normed.defvjp(_norm_forward, _norm_backward)
+_normalize.defvjp(_norm_forward, _norm_backward)
 
 
 def rotate(

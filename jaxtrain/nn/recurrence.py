@@ -52,7 +52,7 @@ def recurrence(
     return _forward(cell, x_TBG, weight_DG, bias_G, goes_on_TB1, state_BD)[0]
 
 
-def _kept(goes_on_B1: jax.Array | None, state_BD: jax.Array) -> jax.Array:
+def _reset_at_documents(goes_on_B1: jax.Array | None, state_BD: jax.Array) -> jax.Array:
     """The state, zero where a document begins."""
     return state_BD if goes_on_B1 is None else jnp.where(goes_on_B1, state_BD, 0)
 
@@ -73,7 +73,7 @@ def _forward(
 
     def step(h_BD: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
         x_BG, goes_on_B1 = inputs
-        h_BD = _kept(goes_on_B1, h_BD)
+        h_BD = _reset_at_documents(goes_on_B1, h_BD)
         u_BG = _product("BD,DG->BG", h_BD.astype(dtype), weight_DG) + bias_G
         new_BD = cell(x_BG.astype(jnp.float32), u_BG, h_BD)
         return new_BD, (new_BD.astype(dtype), u_BG.astype(dtype), h_BD.astype(dtype))
@@ -94,7 +94,7 @@ def _backward(cell: Cell, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> 
         d_x_BG, d_u_BG, d_BD = jax.vjp(cell, *wide)[1](carry_BD + d_h_BD)
         d_u_BG = d_u_BG.astype(dtype)
         d_BD = d_BD + _product("BG,DG->BD", d_u_BG, weight_DG)
-        return _kept(goes_on_B1, d_BD), (d_x_BG.astype(dtype), d_u_BG)
+        return _reset_at_documents(goes_on_B1, d_BD), (d_x_BG.astype(dtype), d_u_BG)
 
     along = (d_h_TBD.astype(jnp.float32), x_TBG, u_TBG, before_TBD, goes_on_TB1)
     d_state, (d_x_TBG, d_u_TBG) = jax.lax.scan(step, d_after, along, reverse=True)

@@ -150,7 +150,7 @@ class RecurrentPair(nnx.Module):
             return x_BSD, jnp.concatenate([last_BD[:, :half], first_BD[:, half:]], -1)
 
         with jax.named_scope("encoder"):
-            x_BSD = self._embedded(source_BS, self.source_embedding)
+            x_BSD = self._embed(source_BS, self.source_embedding)
             numbers = _numbers(self.encoder_layers)
             return Memory(*execution.over_layers(run_layer, x_BSD, self.encoder_layers, numbers))
 
@@ -164,7 +164,7 @@ class RecurrentPair(nnx.Module):
     ) -> jax.Array:
         """Finished hidden states [B, T, D]; arguments as of `PairModule`."""
         states_LBD = memory.last_LBD
-        return self._decoded(tokens_BT, memory, states_LBD, mask, of_memory, execution)[0]
+        return self._decode(tokens_BT, memory, states_LBD, mask, of_memory, execution)[0]
 
     def remember(self, memory: Memory, execution: Execution) -> tuple[jax.Array, jax.Array]:
         """All of it, the states as of one layer: [1, B, S, D] and [L, B, D]."""
@@ -184,7 +184,7 @@ class RecurrentPair(nnx.Module):
         memory = Memory(remembered[0][0], remembered[1])
         first_LBD = shard(memory.last_LBD, STATES)
         states_LBD = jnp.where(cache.length == 0, first_LBD, shard(cache.layers[0], STATES))
-        h_BTD, states_LBD = self._decoded(
+        h_BTD, states_LBD = self._decode(
             tokens_BT, memory, states_LBD, Mask(), of_memory, execution
         )
         return h_BTD, Cache((states_LBD,), cache.length + tokens_BT.shape[1])
@@ -201,7 +201,7 @@ class RecurrentPair(nnx.Module):
         """Logits have no bound."""
         return
 
-    def _decoded(
+    def _decode(
         self,
         tokens_BT: jax.Array,
         memory: Memory,
@@ -222,7 +222,7 @@ class RecurrentPair(nnx.Module):
             return x_BTD, after[0]
 
         with jax.named_scope("decoder"):
-            x_BTD = self._embedded(tokens_BT, self.target_embedding)
+            x_BTD = self._embed(tokens_BT, self.target_embedding)
             each = _numbers(self.decoder_layers), states_LBD
             h_BTD, after_LBD = execution.over_layers(run_layer, x_BTD, self.decoder_layers, each)
         if self.attention is not None:
@@ -231,7 +231,7 @@ class RecurrentPair(nnx.Module):
                 h_BTD = self.attention(own, h_BTD, memory.states_BSD, of_memory, execution)
         return shard(h_BTD, HIDDEN), after_LBD
 
-    def _embedded(self, tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
+    def _embed(self, tokens_BT: jax.Array, table: nnx.Param) -> jax.Array:
         with jax.named_scope("embedding"):
             return embed(tokens_BT, table)
 

@@ -190,7 +190,7 @@ class Remat:
     @property
     def kept(self) -> Policy:
         """What the policy's name and those of the activations stand for."""
-        return _kept(self)
+        return _policy_of(self)
 
     @property
     def offloads(self) -> bool:
@@ -204,7 +204,7 @@ class Remat:
 
 
 @functools.cache
-def _kept(settings: Remat) -> Policy:
+def _policy_of(settings: Remat) -> Policy:
     return POLICIES[settings.policy].having(settings.save, settings.offload)
 
 

@@ -223,7 +223,7 @@ def _sentence(
 ) -> str:
     axis, size, part, where = one.axis, one.size, one.part, one.path
     name, over = type(model).__name__, layout.size(part)
-    mesh_axes = " x ".join(_written(axis, layout) for axis in parts_of(part))
+    mesh_axes = " x ".join(_format_axis(axis, layout) for axis in parts_of(part))
     if setting is None:
         return (
             f"{name}: {where} has {axis}={size}, which does not divide over {mesh_axes}={over}; "
@@ -245,7 +245,7 @@ def _sentence(
     return f"{name}.{setting}={value}{of} does not divide over {mesh_axes}={over}; {way_out}"
 
 
-def _written(axis: str, layout: Layout) -> str:
+def _format_axis(axis: str, layout: Layout) -> str:
     """How the user writes the size of an axis of the mesh; the sides of a grid are q."""
     on_a_grid = layout.tensor_layout != "1d" and axis in ("depth", "row", "tensor")
     return "q" if on_a_grid else f"Mesh.{axis}"

@@ -69,23 +69,23 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
     """
     value, layout = parameter.get_value(), current_layout()
     if layout is None:
-        return _joined(value, groups)
+        return _join_groups(value, groups)
     axes = logical_axes(parameter)
     if isinstance(value, GradientSlice) and jax.typeof(value.slice).memory_space == HOST:
-        value = _attached(value.weight, value.slice, lambda g: jax.device_put(g, HOST))
+        value = _attach(value.weight, value.slice, lambda g: jax.device_put(g, HOST))
     if isinstance(value, GradientSlice):
         axes = axes[-value.weight.ndim :]
         weight = jax.sharding.reshard(
-            _joined(value.weight, groups), _join(layout.weight(axes), groups)
+            _join_groups(value.weight, groups), _join(layout.weight(axes), groups)
         )
         spec = _join(layout.gradient(axes), groups)
-        whole = _attached(
-            weight, _joined(value.slice, groups), lambda g: jax.sharding.reshard(g, spec)
+        whole = _attach(
+            weight, _join_groups(value.slice, groups), lambda g: jax.sharding.reshard(g, spec)
         )
         return _with_padded_vocabulary(_rows_first(whole, spec, groups), axes, layout)
     # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
     axes = axes[-value.ndim :]
-    gathered = jax.sharding.reshard(_joined(value, groups), _join(layout.weight(axes), groups))
+    gathered = jax.sharding.reshard(_join_groups(value, groups), _join(layout.weight(axes), groups))
     gathered = _rows_first(gathered, _join(layout.parameter(axes), groups), groups)
     if layout.parameter(axes) != layout.weight(axes):
         gathered = checkpoint_name(gathered, GATHERED)
@@ -136,7 +136,7 @@ def _rows_first(weight: jax.Array, spec: P, groups: Groups | None) -> jax.Array:
     return identity(weight)
 
 
-def _joined(x: jax.Array, groups: Groups | None) -> jax.Array:
+def _join_groups(x: jax.Array, groups: Groups | None) -> jax.Array:
     if groups is None:
         return x
     shape = [math.prod(x.shape[i] for i in group) for group in groups]
@@ -144,7 +144,7 @@ def _joined(x: jax.Array, groups: Groups | None) -> jax.Array:
     return reshape(x.transpose([i for group in groups for i in group]), shape, parts)
 
 
-def _attached(
+def _attach(
     weight: jax.Array, slice_: jax.Array, moved: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
     """The weight, whose gradient is the slice's: `moved` to where that lies."""

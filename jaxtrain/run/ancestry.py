@@ -31,7 +31,7 @@ def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[A
       CheckpointError: its manifest, or what stands beside its state, is damaged.
     """
     own = {
-        "path": _named(workdir),
+        "path": _name(workdir),
         "step": step,
         "digest": manifest.own_digest(checkpoints.folder / str(step), step),
     }
@@ -50,8 +50,8 @@ def of_published(path: Path) -> list[Ancestor]:
     if jax.process_index() == 0:
         listed = [[file.name, *digest(file, CRC32)] for file in files if file.is_file()]
         found = _blake2b(json.dumps(listed).encode())
-    own = {"path": _named(path), "step": None, "digest": found}
-    return [own, *_written_down(path / RECEIPT)]
+    own = {"path": _name(path), "step": None, "digest": found}
+    return [own, *_read_ancestors(path / RECEIPT)]
 
 
 def told(ancestors: Sequence[Ancestor]) -> list[str]:
@@ -64,7 +64,7 @@ def told(ancestors: Sequence[Ancestor]) -> list[str]:
     return lines
 
 
-def _written_down(receipt: Path) -> list[Ancestor]:
+def _read_ancestors(receipt: Path) -> list[Ancestor]:
     """What a receipt says of ancestors; [] where there is none, or what it says is no such list."""
     try:
         found = parse_json(receipt.read_bytes())["ancestors"]
@@ -80,7 +80,7 @@ def _written_down(receipt: Path) -> list[Ancestor]:
         return []
 
 
-def _named(where: Place) -> str:
+def _name(where: Place) -> str:
     return str(where if isinstance(where, BucketPath) else where.absolute())
 
 

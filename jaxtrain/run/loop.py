@@ -128,7 +128,7 @@ class Loop:
             parts = ((name, batches(part)) for name, part in ranges.items())
             return self.evaluation.of_parts(state, parts, step=step, before_each=before_each)
 
-    def _seen(self) -> dict[str, float]:
+    def _epochs_of_sources(self) -> dict[str, float]:
         """Of a mixture, how many epochs of each source are done."""
         mixing, train = self.dataset().mixing, self.train
         if mixing is None:
@@ -153,7 +153,7 @@ class Loop:
             if self._owes_evaluation(last):
                 with log.paused():
                     values = self.evaluate(log)
-                log.now(first, {**values, **self._seen()}, self._account(log))
+                log.now(first, {**values, **self._epochs_of_sources()}, self._account(log))
             record = self._record(first)
             if record is not None and record.ends_run:
                 self.say(f"Ended at step {first}: {record}")
@@ -182,7 +182,7 @@ class Loop:
                     with log.paused():
                         values = self.evaluate(log)
                         garbage.collect()
-                    log.now(step, {**values, **self._seen()}, self._account(log))
+                    log.now(step, {**values, **self._epochs_of_sources()}, self._account(log))
                     if self.folder is not None:
                         self.folder.push_soon()
                     if record is not None:

@@ -133,7 +133,7 @@ def each_line(file: Place, report: Report = _warn) -> Iterator[dict[str, Any]]:
       report: takes that sentence.
     """
     damaged = []
-    for number, text, line in _parsed(file):
+    for number, text, line in _parse(file):
         if isinstance(line, MalformedError):
             damaged.append((number, text, line))
         else:
@@ -160,9 +160,9 @@ def parse_line(text: bytes) -> dict[str, Any]:
 _Parsed = tuple[int, bytes, Any]
 
 
-def _parsed(file: Place) -> Iterator[_Parsed]:
+def _parse(file: Place) -> Iterator[_Parsed]:
     """Yield of each line its number, its bytes, and its object or the MalformedError."""
-    with _opened(file) as stream:
+    with _open(file) as stream:
         # Zeros that a power cut left may go on for gigabytes without a line's end.
         for number, text in enumerate(iter(lambda: stream.readline(MAX_JSON_BYTES), b""), 1):
             if not text.endswith(b"\n") and len(text) < MAX_JSON_BYTES:
@@ -178,7 +178,7 @@ def _damage(file: Place, damaged: Sequence[_Parsed]) -> str:
     return f"{file}: {counted(len(damaged), 'damaged line')} (line {number}: {reason})"
 
 
-def _opened(file: Place) -> BinaryIO:
+def _open(file: Place) -> BinaryIO:
     return file.open("rb") if isinstance(file, Path) else io.BytesIO(file.read_bytes())
 
 
@@ -191,7 +191,7 @@ def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
         return
     kept: list[bytes] = []
     damaged: list[_Parsed] = []
-    for number, text, line in _parsed(file) if step > 0 else ():
+    for number, text, line in _parse(file) if step > 0 else ():
         if isinstance(line, MalformedError):
             damaged.append((number, text, line))
         elif line["step"] <= step:

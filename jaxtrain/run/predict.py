@@ -159,7 +159,7 @@ def predict(
         instead, again = "tells numbers", isinstance(objective, Reconstruction)
         found = numbers_of(given, model, data, says.numbers, again=again)
     elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
-        instead, found = "writes text", _written(given, model, says.write)
+        instead, found = "writes text", _write_texts(given, model, says.write)
     else:
         return _classes(given, model, data, says.logits, 3 if top is None else top, say, skip)
     if top is not None:
@@ -167,7 +167,7 @@ def predict(
     return found
 
 
-def _written(
+def _write_texts(
     given: list[Given], model: Model, write: Callable[[list[str]], list[str]]
 ) -> Iterator[Written]:
     """What follows each text, or its target."""

@@ -51,7 +51,7 @@ def first_reference(
     """
     train, heldout = _pairs(dataset)
     say(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
-    told = _told(program, state, train), _told(program, state, heldout)
+    told = _log_probabilities(program, state, train), _log_probabilities(program, state, heldout)
     if workdir is not None and jax.process_index() == 0:
         write_atomically(workdir / FILE, _content(dataset, *told))
     return _with(dataset, *told)
@@ -99,7 +99,7 @@ def _with(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> Dataset:
     )
 
 
-def _told(program: Program, state: TrainState, pairs: Pairs) -> np.ndarray:
+def _log_probabilities(program: Program, state: TrainState, pairs: Pairs) -> np.ndarray:
     """The model's log-probability of each target, float32 [pairs, T]; 0 where it does not count."""
     program = for_texts(program)
     size, found = _ROWS * program.layout.batch_devices(), list[np.ndarray]()

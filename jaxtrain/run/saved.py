@@ -216,9 +216,9 @@ class SavedRun:
             )
             self.ancestors = ancestors_of(train.start_from, step, self._config.checkpoint)
             self._report(f"Parameters from {train.start_from}; everything else is fresh")
-        return self._created(params)
+        return self._create(params)
 
-    def _created(self, params: nnx.State | None) -> TrainState:
+    def _create(self, params: nnx.State | None) -> TrainState:
         params = with_teacher(params, self._config, self._program.plain)
         state = self._program.create(self._config.train.seed, params)
         finetune = self._config.finetune
@@ -235,7 +235,7 @@ class SavedRun:
         if extra.get("only_parameters"):
             params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
             self.extra = extra
-            return self._created(params), 0
+            return self._create(params), 0
         if dataset is not None:
             resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
             for notes in (resume.other_settings, resume.other_rate):

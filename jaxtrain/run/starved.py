@@ -39,12 +39,10 @@ def starved(account: Account, data: Any, dataset: Dataset) -> str | None:
     else:
         advice = "give the process more cores"  # its rows are made of what is in memory
     share = waited / (waited + worked)
-    return (
-        f"Steps waited for batches of {_named(data, dataset)} {share:.0%} of their time: {advice}"
-    )
+    return f"Steps waited for batches of {_name(data, dataset)} {share:.0%} of their time: {advice}"
 
 
-def _named(data: Any, dataset: Dataset) -> str:
+def _name(data: Any, dataset: Dataset) -> str:
     """The data by the setting that says where they are, or by their class."""
     name, source = type(data).__name__, dataset.facts.get("source")
     settings = settings_of(type(data)) if dataclasses.is_dataclass(data) else {}

@@ -135,12 +135,12 @@ def merged(program: Program, state: TrainState) -> nnx.State:
     if not program.tuning.frozen:
         return state.params
     with program.layout.active():
-        found = _merged(program, state.weights)
+        found = _merge(program, state.weights)
     return partition(found, lambda name, _: not name.startswith(f"{TEACHER}/"))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _merged(program: Program, weights: Any) -> nnx.State:
+def _merge(program: Program, weights: Any) -> nnx.State:
     return program.tuning.merged(weights)
 
 
@@ -166,7 +166,7 @@ def refuse(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | 
         "unknown": unknown,
         "of another form": list(_misshapen(wanted, given, stages)),
     }
-    parts = [f"{what}: {_listed(names)}" for what, names in found.items() if names]
+    parts = [f"{what}: {_format_list(names)}" for what, names in found.items() if names]
     if parts:
         raise UserError(
             f"Trainer.set_weights: these are not this model's weights; {'; '.join(parts)}; "
@@ -199,7 +199,7 @@ def _perhaps(name: str, missing: list[str]) -> str:
     return "" if close is None else f" (perhaps {close})"
 
 
-def _listed(names: list[str]) -> str:
+def _format_list(names: list[str]) -> str:
     rest = len(names) - _MAX_SHOWN
     return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 

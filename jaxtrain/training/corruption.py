@@ -129,7 +129,7 @@ def compare_replicas(state: Any, step: int) -> None:
 
 def differing_replicas(state: Any) -> list[Difference]:
     """What `compare_replicas` names, or an empty list."""
-    named = [(name, x) for name, x in _named(state) if _copies(x) > 1]
+    named = [(name, x) for name, x in _name_arrays(state) if _copies(x) > 1]
     if not named:
         return []
     digests_KL = np.asarray(jax.device_get(replica_digests([x for _, x in named])))
@@ -227,8 +227,8 @@ def replayed(
         devices = list(jax.tree.leaves(after)[0].sharding.mesh.devices.flat)
         raise CorruptionError(
             f"step {step} taken twice from the same state and batch had two results: "
-            f"{_some(_unequal(_named(after), devices, first_KL != second_KL))}; a device computes "
-            "wrongly now and then: resume from the last checkpoint on other devices"
+            f"{_some(_unequal(_name_arrays(after), devices, first_KL != second_KL))}; a device "
+            "computes wrongly now and then: resume from the last checkpoint on other devices"
         )
     return after, metrics
 
@@ -253,6 +253,6 @@ def _copies(x: Any) -> int:
     return round(x.sharding.num_devices / max(shards, 1))
 
 
-def _named(state: Any) -> list[tuple[str, Any]]:
+def _name_arrays(state: Any) -> list[tuple[str, Any]]:
     """Every array and its name in the state, as checkpoints name them."""
     return [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]

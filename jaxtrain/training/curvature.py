@@ -86,7 +86,7 @@ def _when_due(
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state.params)
 
     def found() -> nnx.State:
-        of = jax.tree.map(_laid_as, estimate(one, state, micro), state.params)
+        of = jax.tree.map(_reshard_like, estimate(one, state, micro), state.params)
         return jax.tree.map(lambda x: x.astype(jnp.float32), of)
 
     return due, jax.lax.cond(due, found, zeros)
@@ -152,7 +152,7 @@ def draw_targets(program: Program, state: TrainState, batch: Batch) -> jax.Array
     return jax.sharding.reshard(drawn, program.layout.activation(("batch",)))
 
 
-def _laid_as(x: jax.Array, like: jax.Array) -> jax.Array:
+def _reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """x laid out as another array is."""
     return jax.sharding.reshard(x, jax.typeof(like).sharding)
 

@@ -212,7 +212,7 @@ def judge(
         more |= {"loss_threshold": highest_loss, "grad_norm_threshold": highest_norm}
         history = _where(good, history.with_step(loss, grad_norm), history)
     if dynamic:
-        loss_scale = _rescaled(loss_scale, good, overflow)
+        loss_scale = _rescale(loss_scale, good, overflow)
     more["bad"] = (~good & ~overflow).astype(jnp.float32)
     return Verdict(good, history, loss_scale, more)
 
@@ -234,7 +234,7 @@ def updates_taken(opt_state: optax.OptState, steps: jax.Array) -> jax.Array:
     return found[-1] if found else steps
 
 
-def _rescaled(loss_scale: jax.Array, good: jax.Array, overflow: jax.Array) -> jax.Array:
+def _rescale(loss_scale: jax.Array, good: jax.Array, overflow: jax.Array) -> jax.Array:
     """Halved at an overflow, doubled after enough good steps, else only the good steps counted."""
     scale, good_steps = loss_scale[0], loss_scale[1]
     grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE

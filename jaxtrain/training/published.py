@@ -56,12 +56,12 @@ def _lines(source: Published) -> Iterator[str]:
     elif reads_pairs(model):
         yield from _pairs(source, model)
     elif model.objective == "token_classification":
-        yield from _labelled(source, model)
+        yield from _labelled_data(source, model)
     else:
         yield from _text(source, model)
 
 
-def _said(source: Published, name: str) -> Mapping[str, Any]:
+def _read_json(source: Published, name: str) -> Mapping[str, Any]:
     """What a file beside the weights says; nothing where there is none."""
     return json_object(source.carried().get(name, b"{}"), source.path / name)
 
@@ -77,11 +77,11 @@ def _images(source: Published, model: ImageModel) -> Iterator[str]:
         yield f"ImageData.image_size = {max(side, model.least_pixels)}"
         return
     where = str(source.path / PREPROCESSOR)
-    for name, value in image_settings(_said(source, PREPROCESSOR), model, where=where).items():
+    for name, value in image_settings(_read_json(source, PREPROCESSOR), model, where=where).items():
         yield f"ImageData.{name} = {value!r}"
 
 
-def _labelled(source: Published, published: Model) -> Iterator[str]:
+def _labelled_data(source: Published, published: Model) -> Iterator[str]:
     """Random texts with random labels, for which the tokenizer is named already."""
     model: Any = token_model(published)
     yield "Train.data = @LabelledText()"
@@ -104,7 +104,7 @@ def _text(source: Published, published: Model) -> Iterator[str]:
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
     # A row is as long as the usual fine-tuning's, or as what the encoder was trained on.
-    longest = _said(source, SENTENCES).get("max_seq_length")
+    longest = _read_json(source, SENTENCES).get("max_seq_length")
     usual = longest if isinstance(longest, int) and longest > 0 else 1024
     yield f"TextData.sequence_length = {min(model.context_length, usual)}"
 

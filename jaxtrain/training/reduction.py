@@ -103,10 +103,10 @@ def local_gradients(
 
 def _of_device(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> P:
     """Of a gradient [k, ...] of these logical axes."""
-    return P(_summed(axes, layout, names), *layout.gradient(names))
+    return P(_summed_axes(axes, layout, names), *layout.gradient(names))
 
 
-def _summed(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> MeshAxes:
+def _summed_axes(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> MeshAxes:
     """Those of the mesh axes along which devices have gradients of the same parameters."""
     return without(axes, {axis for part in layout.gradient(names) for axis in parts_of(part)})
 
@@ -143,7 +143,7 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
     """
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_variable)
     given = [_of_device(axes, layout, logical_axes(v)) for v in leaves]
-    dims = [_scattered(axes, layout.moment(logical_axes(v))) for v in leaves]
+    dims = [_scattered_dimension(axes, layout.moment(logical_axes(v))) for v in leaves]
     made = [_with_fsdp(P(*spec[1:]), dim) for spec, dim in zip(given, dims, strict=True)]
 
     def on_one(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -156,7 +156,7 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
     return structure.unflatten(v.replace(x) for v, x in zip(leaves, sums, strict=True))
 
 
-def _scattered(axes: tuple[str, ...], moment: P) -> int | None:
+def _scattered_dimension(axes: tuple[str, ...], moment: P) -> int | None:
     """The dimension along which devices keep a shard each of what they sum; None: all keep all."""
     if "fsdp" not in axes:
         return None

@@ -182,9 +182,10 @@ class Deadlines:
 
     def __post_init__(self) -> None:
         for name in self._phases():
-            if self._given(name) < 0:
+            if self._seconds_of(name) < 0:
                 raise UserError(
-                    f"Deadlines.{name}={self._given(name)}; use seconds above 0, or 0 for no limit"
+                    f"Deadlines.{name}={self._seconds_of(name)}; use seconds above 0, or 0 for no "
+                    "limit"
                 )
         if self.factor < 1:
             raise UserError(f"Deadlines.factor={self.factor}; use at least 1")
@@ -200,7 +201,7 @@ class Deadlines:
           phase: its name; `idle` has no deadline.
           recent: how many seconds it took the last times.
         """
-        given = self._given(phase) if phase in self._phases() else 0.0
+        given = self._seconds_of(phase) if phase in self._phases() else 0.0
         if given == 0:
             return None
         if len(recent) < SAMPLES:
@@ -210,11 +211,11 @@ class Deadlines:
 
     def longest(self) -> float | None:
         """The longest of the seconds given; None: every deadline is switched off."""
-        return max(map(self._given, self._phases())) or None
+        return max(map(self._seconds_of, self._phases())) or None
 
     def check_seconds(self) -> float:
         """How often to look: ten times in the shortest deadline, at least once a second."""
-        given = [self._given(name) for name in self._phases() if self._given(name)]
+        given = [self._seconds_of(name) for name in self._phases() if self._seconds_of(name)]
         return min([1.0, *(seconds / 10 for seconds in (*given, self.minimum_seconds))])
 
     def _phases(self) -> tuple[str, ...]:
@@ -222,7 +223,7 @@ class Deadlines:
         about = ("factor", "minimum_seconds")
         return tuple(name for name in vars(self) if name not in about)
 
-    def _given(self, phase: str) -> float:
+    def _seconds_of(self, phase: str) -> float:
         return vars(self)[phase]
 
 

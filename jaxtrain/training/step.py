@@ -320,7 +320,7 @@ class Program:
         metrics["grad_norm"] = optax.global_norm(grads)
         good, new = None, dataclasses.replace(old, step=state.step + 1)
         if self.guard.in_step or self.precision.loss_scale == "dynamic":
-            verdict, metrics = self._judged(old, metrics)
+            verdict, metrics = self._judge(old, metrics)
             good = verdict.good
             new = dataclasses.replace(new, loss_scale=verdict.loss_scale, guard=verdict.history)
         params, opt_state = self.moved(old, grads, good, **more)
@@ -355,7 +355,7 @@ class Program:
         """Updated parameters as a state has them between steps."""
         return reshard(params, self.layout.parameter, self.layout)
 
-    def _judged(self, old: TrainState, metrics: Sums) -> tuple[Verdict, Sums]:
+    def _judge(self, old: TrainState, metrics: Sums) -> tuple[Verdict, Sums]:
         """Whether a step counts, by its metrics, and these with what there is to say of it."""
         verdict = judge(
             self.guard,

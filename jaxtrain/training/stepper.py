@@ -65,12 +65,12 @@ class Stepper:
         replay, compare = self._corruption.replay_every, self._corruption.compare_replicas_every
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             replays = replay > 0 and step % replay == 0
-            metrics = self._replayed(batch, step) if replays else self.step(batch)
+            metrics = self._replay(batch, step) if replays else self.step(batch)
         if compare > 0 and step % compare == 0:
             compare_replicas(self.state, step)
         return metrics
 
-    def _replayed(self, batch: Batch, step: int) -> Sums:
+    def _replay(self, batch: Batch, step: int) -> Sums:
         """A step taken twice and compared, as states: differences are named by their place."""
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:

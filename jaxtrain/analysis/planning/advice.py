@@ -100,7 +100,7 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
         enough.setdefault(tuple(sorted(fix.changes)), fix)
     if enough:
         return [*first, *enough.values()][:MOST]
-    combined = _combined(config, tried, target, before, over)
+    combined = _combine(config, tried, target, before, over)
     rest = sorted(tried, key=lambda fix: -fix.saved)
     return [*first, *combined, *rest][:MOST]
 
@@ -113,7 +113,7 @@ def _try(
     over: int,
 ) -> Fix | None:
     """The change with its saving; None where it is rejected or saves nothing."""
-    variant = _changed(config, changes)
+    variant = _apply_changes(config, changes)
     if variant is None or refusal(variant, target) is not None:
         return None
     after = price(variant, target)
@@ -124,14 +124,14 @@ def _try(
     return Fix(dict(changes), saved, slower, saved >= over)
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
+def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config | None:
     try:
         return changed(config, changes)
     except ValueError:  # a UserError is one: the sections themselves reject some values
         return None
 
 
-def _combined(
+def _combine(
     config: Config,
     tried: list[Fix],
     target: Target,

@@ -127,7 +127,7 @@ def executed_flops(config: Config, layout: Layout) -> float:
     flops = float(row.executed)
     flops -= row.scores * (1 - scored_share(config))
     if layout.mesh.shape["pipe"] > 1:
-        flops += _again(config) * flops
+        flops += _recomputed_share(config) * flops
     return flops * config.train.global_batch_size / layout.mesh.size
 
 
@@ -146,7 +146,7 @@ def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float
         again = 0.0  # a kernel's results are all that its backward pass asks for
     products = float(row.executed - row.scores)
     if pipelined:
-        products += _again(config) * products
+        products += _recomputed_share(config) * products
         again += config.pipeline.backward == "recompute"
     return products * rows, scored_share(config) * forward * (1 + again + backward) * rows
 
@@ -169,7 +169,7 @@ def scored_share(config: Config) -> float:
     return 1.0  # patches of an image see all others
 
 
-def _again(config: Config) -> float:
+def _recomputed_share(config: Config) -> float:
     """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
     if config.pipeline.backward != "recompute":
         return 0.0

@@ -106,7 +106,7 @@ def search(
     priced = too_large = slower = done = 0
     large: list[tuple[_Layout, _Sized | None]] = []  # without a size: that was not needed to tell
     left: list[_Layout] = []
-    for layout in _allowed(config, target, slices, refused):
+    for layout in _list_layouts(config, target, slices, refused):
         left.append(layout)
         if not len(left) % _TELL_EVERY:
             tell(f"listing layouts: {len(left):,}")
@@ -122,7 +122,7 @@ def search(
             if not _may_be_shown(layout, fitting, best):
                 slower += 1
                 continue
-            laid = _laid_out(config, layout, target)
+            laid = _lay_out(config, layout, target)
             if _is_hopeless(config, layout, laid, target):
                 priced, too_large = priced + 1, too_large + 1
                 large.append((layout, None))
@@ -269,7 +269,7 @@ class _Layout:
         return mine < theirs
 
 
-def _allowed(
+def _list_layouts(
     config: Config, target: Target, slices: int, refused: dict[str, int]
 ) -> Iterator[_Layout]:
     """All layouts that the checks let pass; the others are counted by reason."""
@@ -346,7 +346,7 @@ class _Sized:
     memory: Memory
 
 
-def _laid_out(config: Config, layout: _Layout, target: Target) -> Layout:
+def _lay_out(config: Config, layout: _Layout, target: Target) -> Layout:
     """The abstract layout, which does not depend on microbatches."""
     devices = target.devices * slices_of(config, target)
     return layouts.abstract_layout(changed(config, {**layout.changes, **layout.counts[0]}), devices)
@@ -369,7 +369,7 @@ def _smallest(
         if best is not None and bound > best[0]:
             break
         layout, sized = large[number]
-        one = sized or _fewest(config, layout, _laid_out(config, layout, target), target)[0]
+        one = sized or _fewest(config, layout, _lay_out(config, layout, target), target)[0]
         found[number] = one
         best = min(best or (one.memory.total, number), (one.memory.total, number))
     assert best is not None
@@ -381,7 +381,7 @@ def _bound(config: Config, target: Target, layout: _Layout, sized: "_Sized | Non
     if sized is not None:
         return sized.memory.total
     variant = changed(config, {**layout.changes, **layout.counts[-1]})
-    return least_memory(variant, _laid_out(config, layout, target), target.chip.kind)
+    return least_memory(variant, _lay_out(config, layout, target), target.chip.kind)
 
 
 def _fastest_unfit(
@@ -395,7 +395,7 @@ def _fastest_unfit(
     for layout, sized in sorted(large, key=lambda one: one[0].least_seconds):
         if layout.least_seconds >= (seconds if best is None else best.price.seconds):
             break
-        found = sized or _fewest(config, layout, _laid_out(config, layout, target), target)[0]
+        found = sized or _fewest(config, layout, _lay_out(config, layout, target), target)[0]
         one = _candidate(config, found, target)
         if one.price.seconds < seconds:
             best = min(best or one, one, key=order_of)

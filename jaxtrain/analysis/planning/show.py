@@ -211,7 +211,8 @@ def _candidates(console: Console, plan: "Plan") -> None:
     if found is None:
         return
     if found.interrupted:
-        say(console, f"The search was interrupted: {_unfinished(found)}; others may be better")
+        left = _describe_unpriced(found)
+        say(console, f"The search was interrupted: {left}; others may be better")
     table = Table(title="Search: best layouts first", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("mesh", overflow="fold")
@@ -262,7 +263,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     say(console, f"To train so: {pasted or 'as it is'}")
 
 
-def _unfinished(found: "Found") -> str:
+def _describe_unpriced(found: "Found") -> str:
     if found.left:
         return f"{found.priced:,} layouts were priced, {found.left:,} more were not looked at"
     return "all layouts were priced, but not all of the best compiled"

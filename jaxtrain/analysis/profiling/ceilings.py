@@ -75,12 +75,12 @@ def ceilings(device: jax.Device, dtype: str) -> Ceilings:
     if chip is None:
         return Ceilings(None, None, f"no figures are known of {device.device_kind}")
     if chip.kind == "cpu":
-        return _measured(device, dtype)
+        return _measure(device, dtype)
     peak = chip.float32_flops if dtype == "float32" else chip.bf16_flops
     return Ceilings(peak, chip.hbm_bandwidth, f"published figures of {chip.name}")
 
 
-def _measured(device: jax.Device, dtype: str) -> Ceilings:
+def _measure(device: jax.Device, dtype: str) -> Ceilings:
     """The best of a few products and copies on this machine, as busy as it is."""
     ones = jnp.ones((_PRODUCT, _PRODUCT), dtype, device=device)
     product = jax.jit(lambda x: x @ x).lower(ones).compile()

@@ -65,7 +65,9 @@ def costs(module: Module) -> dict[str, Cost]:
                 if one.opcode == "call":
                     found[one.name] = _of_call(module, one)
             elif one.opcode not in _FREE:
-                found[one.name] = Cost(_flops(module, inside, one), _moved(module, inside, one))
+                found[one.name] = Cost(
+                    _flops(module, inside, one), _moved_bytes(module, inside, one)
+                )
     return found
 
 
@@ -93,7 +95,7 @@ def _of_call(module: Module, call: Instruction) -> Cost:
     (called,) = call.called
     inside = module.computations[called]
     parts = [
-        Cost(_flops(module, inside, one), _moved(module, inside, one))
+        Cost(_flops(module, inside, one), _moved_bytes(module, inside, one))
         for one in inside.instructions.values()
         if one.opcode not in CONTAINERS | _FREE
     ]
@@ -196,11 +198,11 @@ def _places(window: str) -> dict[str, list[str]]:
 # -- memory --------------------------------------------------------------------------------------
 
 
-def _moved(module: Module, inside: Computation, one: Instruction) -> int:
+def _moved_bytes(module: Module, inside: Computation, one: Instruction) -> int:
     if one.opcode == "fusion":
         (called,) = one.called
         body = module.computations[called]
-        return sum(_read(module, body)) + _written(module, body, body.instructions[body.root])
+        return sum(_read(module, body)) + _written_bytes(module, body, body.instructions[body.root])
     if one.opcode == "dynamic-update-slice":
         return 2 * _operand_bytes(module, inside, one)[1]
     result = sum(tensor.bytes for tensor in one.tensors)
@@ -249,12 +251,12 @@ def _part_read(name: str, user: Instruction) -> int | None:
     return 0 if updates else None
 
 
-def _written(module: Module, body: Computation, root: Instruction) -> int:
+def _written_bytes(module: Module, body: Computation, root: Instruction) -> int:
     """Bytes of a fusion's result, of an update in place only the part that changes."""
     if root.opcode == "tuple":
-        return sum(_written(module, body, body.instructions[name]) for name in root.operands)
+        return sum(_written_bytes(module, body, body.instructions[name]) for name in root.operands)
     if root.opcode == "bitcast":
-        return _written(module, body, body.instructions[root.operands[0]])
+        return _written_bytes(module, body, body.instructions[root.operands[0]])
     if root.opcode == "dynamic-update-slice":
         return _operand_bytes(module, body, root)[1]
     return sum(tensor.bytes for tensor in root.tensors)

@@ -53,7 +53,7 @@ def place_of(op_name: str) -> Origin:
     """The place that the path of a compiled operation names."""
     # Operations that the compiler made one have several paths, joined by ";".
     path = op_name.partition(";")[0]
-    parts = list(_unwrapped(path))
+    parts = list(_unwrap(path))
     names = [name for name in parts[:-1] if not _MACHINERY.fullmatch(name)]
     equation = names.pop() if names and "->" in names[-1] else ""
     operation = parts[-1] if parts else ""
@@ -70,14 +70,14 @@ def place_of(op_name: str) -> Origin:
     return Origin(scope or outside, stage, f"{equation} {operation}".strip())
 
 
-def _unwrapped(path: str) -> Iterator[str]:
+def _unwrap(path: str) -> Iterator[str]:
     """The names of a path, without the transformations around them and without functions."""
     for part in _split(path):
         wrapped = _WRAPPED.fullmatch(part)
         if wrapped is None:
             yield part
         elif wrapped.group(1) in _TRANSFORMS:
-            yield from _unwrapped(wrapped.group(2))
+            yield from _unwrap(wrapped.group(2))
 
 
 def _split(path: str) -> Iterator[str]:

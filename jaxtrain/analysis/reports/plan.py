@@ -39,7 +39,7 @@ def plan_page(plan: Plan, name: str, words: Sequence[str] = ()) -> bytes:
       name: of the configuration.
       words: the command line.
     """
-    body = _whole(plan)
+    body = _plan_section(plan)
     return document(f"{name} on {plan.target.name}", body, words=words, reads=_READS)
 
 
@@ -54,13 +54,13 @@ def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -
     recorder = Recorder()
     side_by_side.show(recorder, entries)
     made = [(entry.name, entry.plan) for entry in entries if entry.plan is not None]
-    each = (folded(entry, _whole(plan, level="h2")) for entry, plan in made)
+    each = (folded(entry, _plan_section(plan, level="h2")) for entry, plan in made)
     title = f"{name}: {len(entries)} plans side by side"
-    body = join(sections(recorder.blocks), _compared(made), *each)
+    body = join(sections(recorder.blocks), _compare(made), *each)
     return document(title, body, words=words, reads=_READS)
 
 
-def _whole(plan: Plan, level: str = "") -> Html:
+def _plan_section(plan: Plan, level: str = "") -> Html:
     """Return everything of one plan but the page's title."""
     recorder = Recorder()
     say(recorder, *plan.config.notes)
@@ -168,7 +168,7 @@ def _pieces(time: StepTime) -> dict[str, float]:
     }
 
 
-def _compared(made: Sequence[tuple[str, Plan]]) -> Html:
+def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
     """Return memory, days, and cost or device-hours of every plan as bars."""
     memory = {name: {"memory": plan.total} for name, plan in made}
     limits = {

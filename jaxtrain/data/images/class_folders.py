@@ -52,7 +52,7 @@ def look_into(root: Path) -> Found | None:
     if not firsts:
         _refuse_one_level_too_high(root, names)
         return None
-    some = _spread(firsts)
+    some = _spread_out(firsts)
     labels = np.zeros(len(some), np.int64)
     images = sampled(FileImages(tuple(some), ("",) * len(some), labels, {}))
     return Found(names, 3 if any(map(has_colors, images)) else 1)
@@ -68,7 +68,7 @@ def has_colors(image: Image.Image) -> bool:
 
 def sampled(images: FileImages) -> Iterable[Image.Image]:
     """Some images, evenly spaced; none that is damaged, which training reports."""
-    for place in _spread(range(len(images))):
+    for place in _spread_out(range(len(images))):
         with contextlib.suppress(UserError):
             yield images.read(place)[0]
 
@@ -121,7 +121,7 @@ def _first_image(folder: Path) -> Path | None:
     return min(found, default=None)
 
 
-def _spread(items: Sequence[T]) -> list[T]:
+def _spread_out(items: Sequence[T]) -> list[T]:
     places = np.unique(np.linspace(0, len(items) - 1, min(_SAMPLED, len(items))).astype(int))
     return [items[place] for place in places.tolist()]
 

@@ -65,7 +65,7 @@ class _Row:
     signed: bool = False
 
 
-def _shifted(image: Image.Image, across: float, down: float) -> Image.Image:
+def _shift(image: Image.Image, across: float, down: float) -> Image.Image:
     wide, high = image.size
     return _affine(image, 1, 0, -int(across * wide), 0, 1, -int(down * high))
 
@@ -75,8 +75,8 @@ RAND_AUGMENT: dict[str, _Row] = {
     "identity": _Row(lambda image, _: image),
     "shear_x": _Row(lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), (0, 0.3), True),
     "shear_y": _Row(lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), (0, 0.3), True),
-    "translate_x": _Row(lambda image, v: _shifted(image, v, 0), (0, 150 / 331), True),
-    "translate_y": _Row(lambda image, v: _shifted(image, 0, v), (0, 150 / 331), True),
+    "translate_x": _Row(lambda image, v: _shift(image, v, 0), (0, 150 / 331), True),
+    "translate_y": _Row(lambda image, v: _shift(image, 0, v), (0, 150 / 331), True),
     "rotate": _Row(lambda image, v: image.rotate(v, _NEAREST), (0, 30), True),
     "brightness": _Row(lambda image, v: brightness(image, 1 + v), (0, 0.9), True),
     "color": _Row(lambda image, v: saturation(image, 1 + v), (0, 0.9), True),

@@ -39,7 +39,7 @@ def open_parquet(
       UserError: a file is in a bucket, cut short or no Parquet file; or as of `open_arrow`.
     """
     fields = {"image_field": image_field, "label_field": label_field}
-    return open_arrow([_unpacked(_on_disk(path), **fields) for path in paths], **fields)
+    return open_arrow([_unpack_once(_on_disk(path), **fields) for path in paths], **fields)
 
 
 def _on_disk(path: Place) -> Path:
@@ -51,7 +51,7 @@ def _on_disk(path: Place) -> Path:
     return path
 
 
-def _unpacked(path: Path, *, image_field: str, label_field: str) -> ArrowFile:
+def _unpack_once(path: Path, *, image_field: str, label_field: str) -> ArrowFile:
     """The Arrow file of a Parquet file, made where there is none yet of it as it is now."""
     state = path.stat()
     key = f"{path.absolute()} {state.st_size} {state.st_mtime_ns} {image_field} {label_field}"
@@ -59,13 +59,13 @@ def _unpacked(path: Path, *, image_field: str, label_field: str) -> ArrowFile:
     file = folder / "rows.arrow"
     if not file.is_file():
         columns = [image_field, label_field]
-        opened = _opened(path)
+        opened = _open(path)
         check_columns(opened.schema_arrow, path, image_field=image_field, label_field=label_field)
         made_once(folder, file.is_file, lambda: _unpack(path, opened, columns, file))
     return ArrowFile(file, path)
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     parquet = arrow("pyarrow.parquet", path, _SETTING)
     try:
         return parquet.ParquetFile(path)

@@ -61,8 +61,8 @@ class SavedImages:
         row = index - (int(self.ends[number - 1]) if number else 0)
         file = self.files[number]
         name = f"{file.named}, row {row + 1:,}"
-        one = _mapped(file.path).column(self.image_field).slice(row, 1)
-        with _whole(file.path):
+        one = _map(file.path).column(self.image_field).slice(row, 1)
+        with _load(file.path):
             one.validate(full=True)  # pyarrow ends the process at an offset that is wrong
         value = one[0].as_py()
         content = value["bytes"] if isinstance(value, dict) else value
@@ -127,7 +127,7 @@ def open_arrow(
       UserError: a file is not whole or lacks a column, a column is of something else, or a row has
         no label.
     """
-    tables = [_mapped(file.path) for file in files]
+    tables = [_map(file.path) for file in files]
     schema = tables[0].schema
     labels = []
     for table, file in zip(tables, files, strict=True):
@@ -175,7 +175,7 @@ def _has_bytes(types: Any, kind: Any) -> bool:
 
 
 def _labels(column: Any, path: Path, field: str) -> np.ndarray:
-    with _whole(path):
+    with _load(path):
         column.validate(full=True)
     found = None if column.null_count else column.to_numpy().astype(np.int64)
     if found is None or found.min(initial=0) < 0:
@@ -200,16 +200,16 @@ def _class_names(schema: Any, field: str) -> list[str] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _mapped(path: Path) -> Any:
+def _map(path: Path) -> Any:
     """The table of a file of Arrow's stream format, none of it read yet."""
     pyarrow = arrow("pyarrow", path, _SETTING)
     ipc = arrow("pyarrow.ipc", path, _SETTING)
-    with _whole(path):
+    with _load(path):
         return ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
 
 
 @contextlib.contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def _load(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:  # of pyarrow, all

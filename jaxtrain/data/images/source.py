@@ -163,7 +163,7 @@ class ImageData:
                 image, self.image_size, rng, resample=self.resample
             )
         else:
-            image = self._resized(image)
+            image = self._resize(image)
         pixels = transform.to_array(image)
         if rng is None:
             return pixels
@@ -172,7 +172,7 @@ class ImageData:
         pixels = transform.flip(pixels, rng) if self.flip else pixels
         return pixels if self.augment is None else self.augment.pixels(pixels, rng)
 
-    def _resized(self, image: Image.Image) -> Image.Image:
+    def _resize(self, image: Image.Image) -> Image.Image:
         """The image in the size that the model reads, without anything random."""
         if self.resize == "crop":
             zoom = transform.EVALUATION_ZOOM if self.crop == "resized" else 1.0
@@ -221,7 +221,7 @@ class ImageData:
             "class_names": ", ".join(class_names),
             "train_images": len(train),
             "heldout_images": len(heldout),
-            **self._decided(train, heldout),
+            **self._describe_choices(train, heldout),
         }
         return Dataset(
             kind(train, self),
@@ -233,7 +233,9 @@ class ImageData:
             workers=self.workers,
         )
 
-    def _decided(self, train: LabelledImages, heldout: LabelledImages) -> dict[str, int | str]:
+    def _describe_choices(
+        self, train: LabelledImages, heldout: LabelledImages
+    ) -> dict[str, int | str]:
         """Facts of files that are left out, of colors that are not read, and of a rule by which
         images are held out."""
         if not (isinstance(train, Subset) and isinstance(heldout, Subset)):
@@ -281,7 +283,7 @@ class ImageData:
                         )
                 return self._of_files(found)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)
-            inside = self._inside(path)
+            inside = self._resolve_inside(path)
             files = [one for one in inside if _holds_images(one.name) and not one.is_dir()]
             if files:
                 return self._of_files(files)
@@ -292,7 +294,7 @@ class ImageData:
         self._check_num_classes(len(class_names))
         return *self._hold_out(images), class_names
 
-    def _inside(self, path: Place) -> list[Place]:
+    def _resolve_inside(self, path: Place) -> list[Place]:
         if path.is_dir():
             return sorted(path.iterdir())
         if _holds_images(path.name):
@@ -336,7 +338,7 @@ class ImageData:
                 f"{files[0].name}; use a word that some of them have, or None"
             )
         rest = [path for path in files if path not in held]
-        opened = [self._opened_files(some) for some in (rest, held) if some]
+        opened = [self._open_files(some) for some in (rest, held) if some]
         names = opened[0][1]
         if names is not None:
             self._check_num_classes(len(names))
@@ -347,7 +349,7 @@ class ImageData:
             return opened[0][0], opened[1][0], names
         return *self._hold_out(opened[0][0]), names
 
-    def _opened_files(self, files: list[Place]) -> tuple[LabelledImages, list[str] | None]:
+    def _open_files(self, files: list[Place]) -> tuple[LabelledImages, list[str] | None]:
         if is_tar(files[0].name):
             return open_tars(files, self.label_feature), None
         return open_parquet(files, image_field=self.image_feature, label_field=self.label_feature)

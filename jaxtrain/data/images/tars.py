@@ -101,7 +101,7 @@ def open_tars(paths: list[Place], label_field: str) -> TarImages:
         no image.
     """
     own = [_on_disk(path) for path in paths]
-    found = [_kept(path, label_field) for path in own]
+    found = [_load_or_read(path, label_field) for path in own]
     counts = [len(tar.begins) for tar in found]
     if not sum(counts):
         others = f" and the {len(own) - 1} other files have" if len(own) > 1 else " has"
@@ -130,7 +130,7 @@ def _on_disk(path: Place) -> Path:
     return path
 
 
-def _kept(path: Path, label_field: str) -> _Tar:
+def _load_or_read(path: Path, label_field: str) -> _Tar:
     """What is in a file, from the cache where it was read before."""
     state = path.stat()
     key = f"{_FORMAT} {path.absolute()} {state.st_size} {state.st_mtime_ns} {label_field}"

@@ -45,7 +45,7 @@ class WithSentinels:
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """As in Tokenizer."""
         ids, places, begin = list[int](), list[int](), 0
-        for found in [*self._named(text), None]:
+        for found in [*self._name(text), None]:
             end = len(text) if found is None else found.start()
             more, of_more = self.text.encode_with_places(text[begin:end])
             ids += more
@@ -56,7 +56,7 @@ class WithSentinels:
                 begin = found.end()
         return ids, places
 
-    def _named(self, text: str) -> Iterator[re.Match[str]]:
+    def _name(self, text: str) -> Iterator[re.Match[str]]:
         return (found for found in _WRITTEN.finditer(text) if int(found[1]) < self.count)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -168,9 +168,9 @@ class PairData:
         """The pairs at these places; of those with fewer than `most` targets the rest is empty."""
         nothing = np.zeros(0, np.int32)
         return Pairs(
-            _joined([pairs[place][0] for place in places]),
+            _join([pairs[place][0] for place in places]),
             tuple(
-                _joined([[*pairs[place][1], *[nothing] * most][k] for place in places])
+                _join([[*pairs[place][1], *[nothing] * most][k] for place in places])
                 for k in range(most)
             ),
             (self.source_length, self.target_length),
@@ -250,7 +250,7 @@ class Sequences:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def _joined(rows: Sequence[np.ndarray]) -> Sequences:
+def _join(rows: Sequence[np.ndarray]) -> Sequences:
     lengths = np.array([0, *map(len, rows)], np.int64)
     return Sequences(np.concatenate(rows), np.cumsum(lengths))
 
@@ -305,14 +305,14 @@ def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin
     """
     told = np.arange(lengths[1]) < len(target)
     return Batch(
-        inputs=_padded(np.concatenate([[begin], target[:-1]]), lengths[1]),
-        targets=_padded(target, lengths[1]),
+        inputs=_pad(np.concatenate([[begin], target[:-1]]), lengths[1]),
+        targets=_pad(target, lengths[1]),
         loss_mask=told.astype(np.float32),
         segment_ids=told.astype(np.int32),
-        source=_padded(source, lengths[0]),
+        source=_pad(source, lengths[0]),
         source_segment_ids=(np.arange(lengths[0]) < len(source)).astype(np.int32),
     )
 
 
-def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
+def _pad(tokens: np.ndarray, length: int) -> np.ndarray:
     return np.pad(tokens, (0, length - len(tokens))).astype(np.int32)

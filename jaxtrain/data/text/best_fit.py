@@ -66,7 +66,7 @@ class BestFit(WholeBatches):
 
     @functools.cached_property
     def _rows(self) -> "_Rows":
-        return _fitted(self.offsets, self.sequence_length)
+        return _pack(self.offsets, self.sequence_length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Rows:
     sizes: np.ndarray
 
 
-def _fitted(offsets: np.ndarray, length: int) -> _Rows:
+def _pack(offsets: np.ndarray, length: int) -> _Rows:
     """Best-fit decreasing: a document's rest, the longest first, into the fullest row it fits."""
     inputs = np.maximum(np.diff(offsets) - 1, 0)
     # Whole rows of long documents, then the rests.

@@ -58,7 +58,7 @@ class ChatData(Templated):
             return written(record, template, self.messages_field).encoded(tokenizer)
 
         *splits, left_out = self.split(encoded)
-        train, heldout = (self._packed(split, tokenizer) for split in splits)
+        train, heldout = (self._pack(split, tokenizer) for split in splits)
         header = {
             "kind": "chat",
             "tokenizer": tokenizer.digest,
@@ -81,7 +81,7 @@ class ChatData(Templated):
         }
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
 
-    def _packed(self, texts: Sequence[Encoded], tokenizer: Tokenizer) -> "Answers":
+    def _pack(self, texts: Sequence[Encoded], tokenizer: Tokenizer) -> "Answers":
         most = self.sequence_length + 1
         kept = [(ids[:most], told[:most]) for ids, told in texts]
         kept = [(ids, told) for ids, told in kept if told[1:].any()]

@@ -67,13 +67,13 @@ def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
     is_parquet = path.name.lower().endswith(".parquet")
     kind, parts = ("Parquet", _of_parquet) if is_parquet else ("Arrow", _of_arrow)
     with opened(path) as stream:
-        with _whole(path, kind):
+        with _load(path, kind):
             schema, batches = parts(path, stream, None if text_field is None else [text_field])
         if text_field is not None:
             check_field(path, text_field, schema.names)
             _check_strings(path, text_field, schema.field(text_field).type)
         while True:
-            with _whole(path, kind):
+            with _load(path, kind):
                 batch = next(batches, None)
                 if batch is not None and not is_parquet:
                     # Its offsets are the file's own: pyarrow ends the process at one that is wrong.
@@ -113,7 +113,7 @@ def _text(value: Any, place: str, text_field: str) -> str | BadRecord:
 
 
 @contextlib.contextmanager
-def _whole(path: Place, kind: str) -> Iterator[None]:
+def _load(path: Place, kind: str) -> Iterator[None]:
     # ArrowInvalid is a ValueError, ArrowNotImplementedError a NotImplementedError.
     try:
         yield

@@ -65,7 +65,7 @@ def written(record: dict[str, Any], template: Template, messages: str = "message
       BadLineError: it is none, or the template rejects it.
     """
     if messages in record:
-        return _templated(_messages(messages, record[messages]), 0, record, template)
+        return _apply_template(_messages(messages, record[messages]), 0, record, template)
     for name in ("prompt", "completion"):
         if name not in record:
             hint = did_you_mean(name, record)
@@ -87,7 +87,7 @@ def answered(record: dict[str, Any], answer: str, template: Template) -> Written
         return Written(before + after, ((len(before), len(before) + len(after)),), True)
     before = _messages("prompt", prompt)
     after = _messages(answer, completion)
-    return _templated([*before, *after], len(before), record, template)
+    return _apply_template([*before, *after], len(before), record, template)
 
 
 def _messages(name: str, value: Any) -> list[Message]:
@@ -109,7 +109,7 @@ def _messages(name: str, value: Any) -> list[Message]:
     return value
 
 
-def _templated(
+def _apply_template(
     messages: list[Message], first: int, record: dict[str, Any], opened: Template
 ) -> Written:
     """Messages of which those from `first` on may be the model's."""

@@ -105,7 +105,7 @@ class FilledRows:
         inputs, targets, segment_ids, positions = (np.zeros(length, np.int32) for _ in range(4))
         for number, tokens in enumerate(_documents(row), 1):
             if rng.random() < self.rate:
-                tokens = self._moved(tokens, rng)
+                tokens = self._move(tokens, rng)
             size = min(len(tokens) - 1, length - place)
             here = slice(place, place + size)
             inputs[here], targets[here] = tokens[:size], tokens[1 : size + 1]
@@ -113,7 +113,7 @@ class FilledRows:
             place += size
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
 
-    def _moved(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    def _move(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A document with its middle at its end, between the special tokens that surround it."""
         begin, end = self._special(tokens)
         own = tokens[begin : len(tokens) - end].tolist()

@@ -76,7 +76,7 @@ class PreferenceData(Templated):
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
 
     def _rows(self, pairs: list[Pair]) -> "Pairs":
-        fitted = [_fitted(pair, self.sequence_length) for pair in pairs]
+        fitted = [_truncate(pair, self.sequence_length) for pair in pairs]
         kept = [pair for pair in fitted if all(told[1:].any() for _, told in pair)]
         if not kept:
             raise UserError(
@@ -144,7 +144,7 @@ def _pair(record: dict[str, Any], template: Template, tokenizer: Tokenizer) -> P
     return chosen, rejected
 
 
-def _fitted(pair: Pair, length: int) -> Pair:
+def _truncate(pair: Pair, length: int) -> Pair:
     """Both texts as far as they fit into a row, of which each has half at least."""
     sizes = [len(ids) - 1 for ids, _ in pair]
     half = length // 2

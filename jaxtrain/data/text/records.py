@@ -59,14 +59,14 @@ class Records:
             return
         raise UserError(
             f"{self._refused}: {self._bad:,} of {self._good + self._bad:,} records cannot be used: "
-            f"{self._named()}; fix or remove them, {self._ways} = {self._bad} to leave them out"
+            f"{self._name()}; fix or remove them, {self._ways} = {self._bad} to leave them out"
         )
 
     def facts(self) -> dict[str, int | str]:
         """How many were left out, and the first of them."""
-        return {"bad_records": self._bad, "first_bad_records": self._named()} if self._bad else {}
+        return {"bad_records": self._bad, "first_bad_records": self._name()} if self._bad else {}
 
-    def _named(self) -> str:
+    def _name(self) -> str:
         more = self._bad - len(self._first)
         return "; ".join(self._first) + (f"; and {more:,} more" if more else "")
 

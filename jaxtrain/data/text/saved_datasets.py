@@ -126,16 +126,16 @@ def _json(file: Place) -> dict[str, Any]:
 def _entry(file: Place, content: Any, key: str, kind: type) -> Any:
     found = content.get(key) if isinstance(content, dict) else None
     if not isinstance(found, kind):
-        raise _damaged(file, f"{key} = {found!r}")
+        raise _damage_error(file, f"{key} = {found!r}")
     return found
 
 
 def _names(file: Place, found: list[Any]) -> list[str]:
     """At least one name, as a file lists them."""
     if not found or not all(isinstance(one, str) and one and "\0" not in one for one in found):
-        raise _damaged(file, f"names {found!r}")
+        raise _damage_error(file, f"names {found!r}")
     return found
 
 
-def _damaged(file: Place, what: str) -> UserError:
+def _damage_error(file: Place, what: str) -> UserError:
     return UserError(f"{file} is damaged ({what}); save the dataset again")

@@ -208,7 +208,7 @@ class TextData:
         train_texts, heldout_texts = self._split_texts(files, records)
         train, heldout = (
             pack(
-                _ended(texts, tokenizer),
+                _end_documents(texts, tokenizer),
                 self.sequence_length,
                 tokenizer.dtype,
                 separate=self.separate_documents,
@@ -496,7 +496,7 @@ def _open_synthetic(config: TextData, seed: int) -> Dataset:
     return Dataset(train, heldout, digest(header, ()), facts, None, "tokens")
 
 
-def _ended(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _end_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
     begin, end = tokenizer.before, closing(tokenizer)
     for ids in tokenizer.encode_documents(texts):
         if len(ids):

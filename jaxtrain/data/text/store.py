@@ -102,7 +102,7 @@ class Store:
         """A split's rows; of its tokens only those are read that rows are made of."""
         part = self.parts[split]
         _, offsets = files_of(self.folder, split)
-        places = _mapped(offsets, np.dtype(np.int64), part.documents + 1)
+        places = _map(offsets, np.dtype(np.int64), part.documents + 1)
         return PackedText(self._tokens(split), places, sequence_length, separate)
 
     def _tokens(self, split: Split) -> Tokens:
@@ -113,7 +113,7 @@ class Store:
         if part.checksums and part.tokens:
             checksums = np.fromfile(checksums_of(self.folder, split), "<u4")
             return Verified(file, dtype, part.tokens, checksums)
-        return _mapped(file, dtype, part.tokens)
+        return _map(file, dtype, part.tokens)
 
     def settle_tokenizer(
         self, tokenizer: Tokenizer, said: str, *, ends: bool, surrounds: bool
@@ -182,7 +182,7 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
       UserError: a file is missing, cut short or changed, or another version wrote it.
     """
     file = folder / STORE_FILE
-    store = _described(folder, tokens_in, file)
+    store = _parse_description(folder, tokens_in, file)
     for split, part in store.parts.items():
         sizes = part.tokens * np.dtype(store.dtype).itemsize, (part.documents + 1) * 8
         files: list[Place] = list(files_of(folder, split))
@@ -203,7 +203,7 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
     return store
 
 
-def _described(folder: Path, tokens_in: BucketPath | None, file: Path) -> Store:
+def _parse_description(folder: Path, tokens_in: BucketPath | None, file: Path) -> Store:
     """What STORE_FILE says, each value of its kind.
 
     Raises:
@@ -311,7 +311,7 @@ def _size(file: Place) -> int:
     return file.size() if isinstance(file, BucketPath) else file.stat().st_size
 
 
-def _mapped(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
+def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not count:
         return np.zeros(0, dtype)  # nothing can be mapped
     return np.memmap(file, dtype, "r", shape=(count,))

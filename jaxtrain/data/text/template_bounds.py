@@ -141,10 +141,10 @@ def bound_filters(environment: Any) -> None:
     environment.globals.pop("lipsum", None)
     environment.filters.pop("urlize", None)
     for name, function in environment.filters.items():
-        environment.filters[name] = _bounded_filter(function)
+        environment.filters[name] = _bound_filter(function)
 
 
-def _bounded_filter(function: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_filter(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # with what Jinja marks it by
     def bounded_filter(*args: Any, **kwargs: Any) -> Any:
         _refuse_arguments(function, [*args, *kwargs.values()])

@@ -114,11 +114,11 @@ class Templated:
         )
         left_out = Counter[str]()
         files = _files(setting, self.source, left_out)
-        found = list(_taken(files, records, take))
+        found = list(_take(files, records, take))
         if self.heldout_source is not None:
             own = f"{self._section}.heldout_source"
             more = _files(own, self.heldout_source, left_out)
-            heldout = list(_taken(more, records, take))
+            heldout = list(_take(more, records, take))
             records.refuse()
             for name, part in ((setting, found), (own, heldout)):
                 if not part:
@@ -156,9 +156,7 @@ class Templated:
             ) from error
 
 
-def _taken(
-    files: list[Place], records: Records, take: Callable[[dict[str, Any]], T]
-) -> Iterator[T]:
+def _take(files: list[Place], records: Records, take: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     for path in files:
         read_taken = columnar.read_taken if columnar.is_columnar(path) else json_lines.read_taken
         yield from records.texts(read_taken(path, take))

@@ -90,7 +90,7 @@ def read_file(path: Path, vocab_size: int) -> TokenFile:
             f"TextData.source: {path} begins like {other}, and holds no tokens; a .bin file is "
             "nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
         )
-    tokens = _mapped(path, 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"))
+    tokens = _map(path, 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"))
     if tokens.dtype.itemsize == 2 and len(tokens) > 2 and not tokens[1:_SLICE:2].any():
         raise UserError(
             f"TextData.source: in {path} every second uint16 is 0, as where tokens are uint32; for "
@@ -112,7 +112,7 @@ def _llm_c(path: Path, head: np.ndarray) -> TokenFile:
             f"TextData.source: {path} says that it holds {count:,} tokens, {wanted:,} bytes, and "
             f"has {found:,}; make it again"
         )
-    return TokenFile(path, _mapped(path, begin, dtype), None, end_of_text_first=True)
+    return TokenFile(path, _map(path, begin, dtype), None, end_of_text_first=True)
 
 
 def _megatron(path: Path, index: Path) -> TokenFile:
@@ -144,7 +144,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
         raise UserError(
             f"TextData.source: {index} is no whole index of Megatron's ({error}); {again}"
         ) from error
-    tokens = _mapped(path, 0, dtype)
+    tokens = _map(path, 0, dtype)
     if len(tokens) != begins[-1] or not np.array_equal(pointers, begins[:-1] * dtype.itemsize):
         raise UserError(
             f"TextData.source: {path} has {len(tokens):,} tokens, and {index.name} tells of "
@@ -153,7 +153,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     return TokenFile(path, tokens, np.unique(begins[first[:-1]]), end_of_text_first=False)
 
 
-def _mapped(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
+def _map(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size - begin
     if size <= 0 or size % dtype.itemsize:
         raise UserError(
@@ -223,7 +223,7 @@ def open_token_files(
         [file for file, out in zip(files, held, strict=True) if out == wanted]
         for wanted in (False, True)
     ]
-    known = _known(groups, tokenizer, said, None if any(held) else heldout_fraction)
+    known = _load_or_read(groups, tokenizer, said, None if any(held) else heldout_fraction)
     tokens = [Joined([file.tokens for file in group]) for group in groups if group]
     if len(tokens) == 1:
         cut = known.cut
@@ -269,7 +269,7 @@ class _Known:
     unigram_entropy: float
 
 
-def _known(
+def _load_or_read(
     groups: list[list[TokenFile]],
     tokenizer: Tokenizer,
     said: str,
@@ -286,7 +286,7 @@ def _known(
     def look() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder), writing(folder):
-            known = _looked_through(groups, tokenizer, said, fraction)
+            known = _read_through(groups, tokenizer, said, fraction)
             for file, array in zip(arrays, known.offsets, strict=True):
                 np.save(file, array)
             fields = {name: value for name, value in vars(known).items() if name != "offsets"}
@@ -305,7 +305,7 @@ def _state(path: Path) -> tuple[str, int, int]:
     return str(path.resolve()), state.st_size, state.st_mtime_ns
 
 
-def _looked_through(
+def _read_through(
     groups: list[list[TokenFile]],
     tokenizer: Tokenizer,
     said: str,

@@ -127,23 +127,23 @@ def tokenize(
         "special_tokens": [list(own.before), list(own.after)],
         "pieces": PIECES,
     }
-    is_new = _made(folder)
+    is_new = _make(folder)
     _refuse_others(folder)  # before a lock is put among them
-    with writing(folder), alone(folder), _gone_where_refused(folder, is_new=is_new):
+    with writing(folder), alone(folder), _remove_on_failure(folder, is_new=is_new):
         journal = _begin(folder, identity)
         if is_store(folder):
             return open_store(folder)
         jobs = itertools.islice(_jobs(texts, own), journal.jobs, None)
         with contextlib.ExitStack() as stack:
             writer = _Writer(folder, own, journal, stack)
-            for job, arrays in stack.enter_context(_encoded(jobs, tokenizer, own, workers)):
+            for job, arrays in stack.enter_context(_encode_jobs(jobs, tokenizer, own, workers)):
                 writer.add(job, arrays)
                 write_atomically(folder / _JOURNAL, journal.text(identity))
                 progress(journal.characters, sum(part.tokens for part in journal.parts.values()))
-        return _sealed(folder, texts, own, journal)
+        return _seal(folder, texts, own, journal)
 
 
-def _made(folder: Path) -> bool:
+def _make(folder: Path) -> bool:
     """Makes the folder; whether it was not there before."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -156,7 +156,7 @@ def _made(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _gone_where_refused(folder: Path, *, is_new: bool) -> Iterator[None]:
+def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Around the tokenizing: where its texts are rejected, a folder has in it what it had before.
 
     They are fixed before the next start, which would find a store begun with other texts.
@@ -294,7 +294,7 @@ def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | 
 
 
 @contextlib.contextmanager
-def _encoded(
+def _encode_jobs(
     jobs: Iterator[list[Piece]], tokenizer: Callable[[], Tokenizer], own: Tokenizer, workers: int
 ) -> Iterator[Iterator[tuple[list[Piece], list[np.ndarray]]]]:
     """Each job with the ids of its pieces, in the order of jobs."""
@@ -386,7 +386,7 @@ def _open_file(path: Path) -> BinaryIO:
     return path.open("r+b")
 
 
-def _sealed(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -> Store:
+def _seal(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -> Store:
     """The store of files that are whole, with the file that says so."""
     count = sum(part.texts for part in journal.parts.values())
     facts = texts.facts()

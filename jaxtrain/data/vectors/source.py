@@ -79,14 +79,14 @@ class VectorData:
         """
         del seed
         table = self._read()
-        held = self._held_out(table)
+        held = self._hold_out(table)
         if held.all() or not held.any():
             raise UserError(
                 f"VectorData.source = {self.source!r}: of its {len(held)} examples {held.sum()} "
                 f"would be held out; use more, or another VectorData.heldout_fraction (now "
                 f"{self.heldout_fraction})"
             )
-        x, y = self._scaled(table, ~held)
+        x, y = self._scale_columns(table, ~held)
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k != "source"}
         facts: dict[str, float | int | str] = {
             "source": self.source,
@@ -140,22 +140,22 @@ class VectorData:
           UserError: as of `open`.
         """
         table = self._read()
-        shift, spread = self._scale(table.x, ~self._held_out(table))
+        shift, spread = self._scale(table.x, ~self._hold_out(table))
         return ((x - shift) / spread).astype(np.float32)
 
     def vectors_again(self, x: np.ndarray) -> np.ndarray:
         """Prepared vectors [N, D] in the units of this source again; raises as `prepared`."""
         table = self._read()
-        shift, spread = self._scale(table.x, ~self._held_out(table))
+        shift, spread = self._scale(table.x, ~self._hold_out(table))
         return (x * spread + shift).astype(np.float32)
 
     def numbers_again(self, y: np.ndarray) -> np.ndarray:
         """Numbers [N, K] that are told, likewise."""
         table = self._read()
-        shift, spread = self._scale_of_numbers(table.y, ~self._held_out(table))
+        shift, spread = self._scale_of_numbers(table.y, ~self._hold_out(table))
         return (y * spread + shift).astype(np.float32)
 
-    def _held_out(self, table: Table) -> np.ndarray:
+    def _hold_out(self, table: Table) -> np.ndarray:
         """bool [N]: the same share of every class."""
         labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
         held = np.zeros(len(table.x), bool)
@@ -174,7 +174,7 @@ class VectorData:
     def _scale_of_numbers(self, y: np.ndarray, train: np.ndarray) -> tuple[Any, Any]:
         return standard(y, train) if self.scaling == "standard" else (0.0, 1.0)
 
-    def _scaled(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _scale_columns(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
         x, y = table
         shift, spread = self._scale(x, train)

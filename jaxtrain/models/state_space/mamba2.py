@@ -173,8 +173,8 @@ class Mamba2Layer(StateSpaceLayer):
         selected = execution.contract("BTD,DR->BTR", h_BTD, own["select"])
         step_BTN = execution.contract("BTD,DN->BTN", h_BTD, own["step"]).astype(jnp.float32)
         step_BTN = jax.nn.softplus(add_bias(step_BTN, own["step_bias"]))
-        x_BTF, last_BKF = _convolved(x_BTF, own, "conv", mask, before_BKF)
-        selected, last_BKS = _convolved(selected, own, "select_conv", mask, before_BKS)
+        x_BTF, last_BKF = _convolve(x_BTF, own, "conv", mask, before_BKF)
+        selected, last_BKS = _convolve(selected, own, "select_conv", mask, before_BKS)
         into_BTS, out_BTS = jnp.split(selected.astype(jnp.float32), [S], axis=-1)
         # Each head's channels follow each other, so that devices keep theirs.
         rows, places, split = jax.typeof(x_BTF).sharding.spec
@@ -194,7 +194,7 @@ class Mamba2Layer(StateSpaceLayer):
         return y_BTD, (last_BKF.astype(cache[0].dtype), last_BKS.astype(cache[1].dtype), state_BNPS)
 
 
-def _convolved(
+def _convolve(
     x_BTF: jax.Array, own: Weights, name: str, mask: Mask, before_BKF: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """silu of a causal convolution, and what its next places need."""

@@ -107,7 +107,9 @@ class Folder:
         """The files that go along with the weights, by name."""
         files = {name: self.path / name for name in CARRIED}
         return {
-            name: read_bounded(self._inside(file)) for name, file in files.items() if file.exists()
+            name: read_bounded(self._resolve_inside(file))
+            for name, file in files.items()
+            if file.exists()
         }
 
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -118,7 +120,7 @@ class Folder:
         """
         found: dict[str, Tensor] = {}
         for file in self._files():
-            for name, tensor in read_header(self._inside(file)).items():
+            for name, tensor in read_header(self._resolve_inside(file)).items():
                 if name in found:
                     raise UserError(f"{self.path}: {name} stands in two of its files")
                 found[name] = tensor
@@ -138,7 +140,7 @@ class Folder:
     def _files(self) -> list[Path]:
         index = self.path / INDEX
         if index.exists():
-            return [self.path / name for name in self._indexed(self._json(INDEX))]
+            return [self.path / name for name in self._files_of_index(self._json(INDEX))]
         if (self.path / WEIGHTS).exists():
             return [self.path / WEIGHTS]
         pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in _PICKLES)
@@ -150,7 +152,7 @@ class Folder:
             )
         raise UserError(f"{self.path}: no weights there ({WEIGHTS} or {INDEX})")
 
-    def _indexed(self, content: Mapping[str, Any]) -> list[str]:
+    def _files_of_index(self, content: Mapping[str, Any]) -> list[str]:
         """The files that an index names, once each."""
         table = content.get("weight_map")
         values = list(table.values()) if isinstance(table, dict) else []
@@ -171,13 +173,13 @@ class Folder:
 
     def _read(self, name: str) -> bytes | None:
         file = self.path / name
-        return read_bounded(self._inside(file)) if file.exists() else None
+        return read_bounded(self._resolve_inside(file)) if file.exists() else None
 
     def _json(self, name: str) -> Mapping[str, Any]:
-        file = self._inside(self.path / name)
+        file = self._resolve_inside(self.path / name)
         return json_object(read_bounded(file), file)
 
-    def _inside(self, file: Path) -> Path:
+    def _resolve_inside(self, file: Path) -> Path:
         """The file itself, where it lies in the folder; the hub's cache links to its own blobs."""
         real, root = file.resolve(), self.path.resolve()
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
@@ -256,22 +258,22 @@ def match(
         if {name, whole} & passed_over:
             continue
         if tensor not in taken and not re.fullmatch(family.buffers, name):
-            problems += _left_over(name, tensor, family.copies.get(name), found)
+            problems += _leftover_error(name, tensor, family.copies.get(name), found)
     if problems:
         shown = [f"  {one}" for one in problems[:_MAX_SHOWN]]
         shown += [f"  and {len(problems) - _MAX_SHOWN} more"] * (len(problems) > _MAX_SHOWN)
         raise UserError(
-            "\n".join([f"{where}: its tensors are not those of {_written(family, model)}:", *shown])
+            "\n".join([f"{where}: its tensors are not those of {_format(family, model)}:", *shown])
         )
     return found
 
 
-def _written(family: Family, model: Model) -> str:
+def _format(family: Family, model: Model) -> str:
     sizes = " ".join(f"{key}={value}" for key, value in (family.write(model) or {}).items())
     return f"{family.architecture} with {sizes}"
 
 
-def _left_over(
+def _leftover_error(
     name: str, tensor: StoredTensor, copy_of: str | None, found: Mapping[str, StoredTensor]
 ) -> Iterable[str]:
     """A clause for a tensor that has no place; an output matrix that is the embedding has one."""

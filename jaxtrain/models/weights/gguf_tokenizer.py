@@ -76,13 +76,13 @@ def tokenizer_files(metadata: Mapping[str, Any], *, where: str) -> dict[str, byt
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(number, name, special=kind == _CONTROL)
+            _added_token(number, name, special=kind == _CONTROL)
             for number, (name, kind) in enumerate(zip(names, kinds, strict=True))
             if kind in (_CONTROL, _USER_DEFINED)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*_SPLITS[split], _BYTES]},
-        "post_processor": _around(special, added, vocab, where=where),
+        "post_processor": _post_processor(special, added, vocab, where=where),
         "decoder": _BYTES,
         "model": {"type": "BPE", "vocab": vocab, "merges": _merges(metadata, vocab, where=where)},
     }
@@ -100,12 +100,12 @@ def tokenizer_files(metadata: Mapping[str, Any], *, where: str) -> dict[str, byt
     }
 
 
-def _added(number: int, name: str, *, special: bool) -> dict[str, Any]:
+def _added_token(number: int, name: str, *, special: bool) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": name, **flags, "special": special}
 
 
-def _around(
+def _post_processor(
     special: Mapping[str, str], added: Mapping[str, bool], vocab: Mapping[str, int], *, where: str
 ) -> dict[str, Any] | None:
     """What puts the beginning and the end of a text around it."""

@@ -16,7 +16,7 @@ _NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var
 _NORM_EPS = 1e-5  # of PyTorch's batch norms; no config.json says another
 
 
-def _normed(theirs: str, ours: str) -> Iterator[Name]:
+def _convolution_and_norm(theirs: str, ours: str) -> Iterator[Name]:
     """A convolution and its batch norm."""
     yield Name(f"{theirs}.convolution.weight", f"{ours}/kernel", "HWCD->DCHW")
     for there, here in _NORM.items():
@@ -26,13 +26,13 @@ def _normed(theirs: str, ours: str) -> Iterator[Name]:
 def _names(model: ResNet) -> tuple[Name, ...]:
     counts = BLOCKS_PER_STAGE[model.depth]
     places = [(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
-    found = list(_normed("resnet.embedder.embedder", "stem"))
+    found = list(_convolution_and_norm("resnet.embedder.embedder", "stem"))
     for number, (place, block) in enumerate(zip(places, model.blocks(), strict=True)):
         theirs, ours = "resnet.encoder.stages.{}.layers.{}".format(*place), f"blocks/{number}"
         for i in range(len(block.convolutions)):
-            found += _normed(f"{theirs}.layer.{i}", f"{ours}/convolutions/{i}")
+            found += _convolution_and_norm(f"{theirs}.layer.{i}", f"{ours}/convolutions/{i}")
         if block.shortcut is not None:
-            found += _normed(f"{theirs}.shortcut", f"{ours}/shortcut")
+            found += _convolution_and_norm(f"{theirs}.shortcut", f"{ours}/shortcut")
     found.append(Name("classifier.1.weight", "head", "DC->CD"))
     found.append(Name("classifier.1.bias", "head_bias", "C->C"))
     return tuple(found)

@@ -76,21 +76,23 @@ def read_header(file: Path) -> dict[str, Tensor]:
         size = os.fstat(stream.fileno()).st_size
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
-            raise _malformed(file, f"a header of {length} bytes does not fit into its {size} bytes")
+            raise _format_error(
+                file, f"a header of {length} bytes does not fit into its {size} bytes"
+            )
         text = stream.read(length)
     try:
         header = parse_json(text, unique_names=True)
         header.pop("__metadata__", None)
         found = {name: _tensor(file, 8 + length, row) for name, row in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _malformed(file, f"its header: {str(error) or type(error).__name__}") from error
+        raise _format_error(file, f"its header: {str(error) or type(error).__name__}") from error
     end = 8 + length
     for name, tensor in sorted(found.items(), key=lambda one: (one[1].begin, one[1].bytes)):
         if tensor.begin != end:
-            raise _malformed(file, f"{name} does not begin where the tensor before it ends")
+            raise _format_error(file, f"{name} does not begin where the tensor before it ends")
         end += tensor.bytes
     if end != size:
-        raise _malformed(file, f"its tensors end at byte {end}, the file at {size}")
+        raise _format_error(file, f"its tensors end at byte {end}, the file at {size}")
     return found
 
 
@@ -113,7 +115,7 @@ def _tensor(file: Path, start: int, row: Mapping[str, Any]) -> Tensor:
     return tensor
 
 
-def _malformed(file: Path, detail: str) -> UserError:
+def _format_error(file: Path, detail: str) -> UserError:
     return UserError(f"{file} is no safetensors file ({detail}); fetch it again")
 
 

@@ -60,7 +60,7 @@ def tpu(
 
     T, N, H = q_BTNH.shape[1:]
     S = k_BSKH.shape[1]
-    causal, local = _banded_masks()
+    causal, local = _band_masks()
     if mask.window is not None:
         sides = (mask.window - 1, 0 if mask.causal else None)
         one_head = local((T, S), sides, offset=0)
@@ -121,7 +121,7 @@ class _Banded:
 
 
 @functools.cache
-def _banded_masks() -> tuple[Any, Any]:
+def _band_masks() -> tuple[Any, Any]:
     """Splash attention's causal and local masks, with blocks computed once."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

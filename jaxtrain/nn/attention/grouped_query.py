@@ -168,8 +168,8 @@ class GroupedQuery:
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)
         is_local, radians = self._of_layer(execution)
         scale = self.rotary.scale
-        q_BTNH = self._rotated(q_BTNH, positions_BT, radians, scale * self.query_scale)
-        k_BTKH = self._rotated(k_BTKH, positions_BT, radians, scale)
+        q_BTNH = self._rotate(q_BTNH, positions_BT, radians, scale * self.query_scale)
+        k_BTKH = self._rotate(k_BTKH, positions_BT, radians, scale)
         if cache is not None:
             k_BTKH, v_BTKH = cache = extend_cache(k_BTKH, v_BTKH, cache, start)
 
@@ -208,7 +208,7 @@ class GroupedQuery:
         is_local = jnp.asarray(self.local.layers)[execution.layer]
         return is_local, jnp.where(is_local, self.local.rotary.frequencies(width), radians)
 
-    def _rotated(
+    def _rotate(
         self, x_BTNH: jax.Array, positions_BT: jax.Array, radians: jax.Array, scale: float
     ) -> jax.Array:
         if self.turned is None:

@@ -186,7 +186,7 @@ class Latent:
         # Kernels divide by the root of the width that they are given.
         scale = self.query_scale * math.sqrt(self.width / self.key_dim)
         q_BTNH = q_BTNH if scale == 1 else q_BTNH * scale
-        q_BTNH, k_BSNH, v_BSNH = map(self._padded, (q_BTNH, k_BSNH, v_BSNH))
+        q_BTNH, k_BSNH, v_BSNH = map(self._pad, (q_BTNH, k_BSNH, v_BSNH))
         return execution.attention(q_BTNH, k_BSNH, v_BSNH, mask)[..., : self.value_dim]
 
     def _queries(self, own: Weights, h_BTD: jax.Array, execution: Execution) -> jax.Array:
@@ -199,7 +199,7 @@ class Latent:
     def _norm(self, rank: int) -> RMSNorm:
         return RMSNorm(dim=rank, epsilon=_EPSILON)
 
-    def _padded(self, x_BTNH: jax.Array) -> jax.Array:
+    def _pad(self, x_BTNH: jax.Array) -> jax.Array:
         missing = self.width - x_BTNH.shape[-1]
         return jnp.pad(x_BTNH, ((0, 0),) * 3 + ((0, missing),)) if missing else x_BTNH
 

@@ -92,7 +92,7 @@ class LongformerPattern(Pattern):
         """As in Pattern."""
         return dataclasses.replace(
             self,
-            window=_scaled(self.window, factor),
+            window=_scale(self.window, factor),
             global_tokens=min(self.global_tokens, 2),
         )
 
@@ -130,7 +130,7 @@ class StridedPattern(Pattern):
 
     def shortened(self, factor: float) -> "StridedPattern":
         """As in Pattern."""
-        return dataclasses.replace(self, stride=_scaled(self.stride, factor))
+        return dataclasses.replace(self, stride=_scale(self.stride, factor))
 
 
 @configurable
@@ -174,7 +174,7 @@ class FixedPattern(Pattern):
 
     def shortened(self, factor: float) -> "FixedPattern":
         """As in Pattern."""
-        stride = _scaled(self.stride, factor)
+        stride = _scale(self.stride, factor)
         return FixedPattern(stride=stride, summary_tokens=min(self.summary_tokens, stride // 2))
 
 
@@ -239,7 +239,7 @@ class DilatedPattern(Pattern):
     def shortened(self, factor: float) -> "DilatedPattern":
         """As in Pattern."""
         return DilatedPattern(
-            segment_lengths=tuple(_scaled(length, factor) for length in self.segment_lengths),
+            segment_lengths=tuple(_scale(length, factor) for length in self.segment_lengths),
             dilated_ratios=tuple(min(ratio, 2) for ratio in self.dilated_ratios),
         )
 
@@ -287,5 +287,5 @@ def _of_pairs(seen: jax.Array) -> jax.Array:
     return seen[..., None, :, :].astype(jnp.int32)
 
 
-def _scaled(size: int, factor: float) -> int:
+def _scale(size: int, factor: float) -> int:
     return max(round(size * factor), 2)

@@ -113,27 +113,27 @@ def sparse_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(rule: _Rule, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> jax.Array:
-    return _whole(rule, q, k, v, ids)
+    return _attend_padded(rule, q, k, v, ids)
 
 
 def _forward(
     rule: _Rule, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any
 ) -> tuple[jax.Array, Any]:
     # By its name this is kept, and not what is made on the way to it.
-    return checkpoint_name(_whole(rule, q, k, v, ids), KEPT), (q, k, v, ids)
+    return checkpoint_name(_attend_padded(rule, q, k, v, ids), KEPT), (q, k, v, ids)
 
 
 def _backward(rule: _Rule, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
     """Makes the scores again, so that none wait for the backward pass."""
     *qkv, ids = kept
-    gradients = jax.vjp(lambda q, k, v: _whole(rule, q, k, v, ids), *qkv)[1](d_out)
+    gradients = jax.vjp(lambda q, k, v: _attend_padded(rule, q, k, v, ids), *qkv)[1](d_out)
     return *gradients, None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _whole(
+def _attend_padded(
     rule: _Rule, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, ids_BT: Any
 ) -> jax.Array:
     B, T, N, H = q_BTNH.shape
@@ -173,7 +173,7 @@ def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     Other documents of a block begin in it, or beside it: their global tokens are near.
     """
     pattern, block = rule.pattern, rule.pattern.window
-    sees = _seen_by(rule)
+    sees = _parts_of(rule)
     parts = [_near(rule, tokens, block, sees)]
     G, C = pattern.global_tokens, tokens.length // block
     if not G or C < 3:
@@ -183,9 +183,9 @@ def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     global_BCk = jnp.minimum(begin_BC[..., None] + jnp.arange(G), tokens.length - 1)
     far = _far(sees, block)
     q, at = _blocks(tokens.q_BTKGH, block)[:, 2:], _in_blocks(tokens.at_BT, block, slice(2, None))
-    k, v, at_keys = _gathered(tokens, global_BCk)
+    k, v, at_keys = _gather(tokens, global_BCk)
     found = _part(rule, q, k, v, far(_queries(at), _keys(at_keys)))
-    parts.append(_from(2 * block, found.over(_joined)))
+    parts.append(_from(2 * block, found.over(_join)))
     if not rule.causal:
         parts.append(_of_global_queries(rule, tokens, global_BCk, block, sees))
     return parts
@@ -203,7 +203,7 @@ def _of_global_queries(
     found = _part(rule, q_BCqKGH, k, v, after(_keys(at_keys), _queries(at_queries)))
     index_Bi = global_BCq.reshape(len(global_BCq), -1)
     batch_B1 = jnp.arange(len(index_Bi))[:, None]
-    top, total, out = (_joined(x) for x in (found.top_BTKG, found.sum_BTKG, found.out_BTKGH))
+    top, total, out = (_join(x) for x in (found.top_BTKG, found.sum_BTKG, found.out_BTKGH))
     shape = tokens.q_BTKGH.shape[:-1]
     top_BTKG = jnp.full(shape, _HIDDEN).at[batch_B1, index_Bi].max(top)
     scale = jnp.exp(top - top_BTKG[batch_B1, index_Bi])
@@ -212,9 +212,9 @@ def _of_global_queries(
     return _Part(top_BTKG, sum_BTKG, summed)
 
 
-def _strided(rule: _Rule, tokens: _Tokens) -> list[_Part]:
+def _strided_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     """The blocks near, and the columns of a row that is written in lines of a stride."""
-    stride, sees = rule.pattern.stride, _seen_by(rule)
+    stride, sees = rule.pattern.stride, _parts_of(rule)
     parts = [_near(rule, tokens, stride, sees)]
     if tokens.length // stride < 3:
         return parts
@@ -228,14 +228,14 @@ def _strided(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     at_keys = jax.tree.map(lambda x: x[:, :, :-2], at)
     far = _far(sees, stride)(_queries(at_queries), _keys(at_keys))
     found = _part(rule, q[:, :, 2:], k[:, :, :-2], v[:, :, :-2], far)
-    found = found.over(lambda x: _joined(jnp.swapaxes(x, 1, 2)))
+    found = found.over(lambda x: _join(jnp.swapaxes(x, 1, 2)))
     return [*parts, _from(2 * stride, found)]
 
 
-def _fixed(rule: _Rule, tokens: _Tokens) -> list[_Part]:
+def _fixed_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     """The blocks near, and the summaries before them: at most one block of a document ends in each
     block of the row, since they are as long."""
-    stride, sees, B = rule.pattern.stride, _seen_by(rule), len(tokens.q_BTKGH)
+    stride, sees, B = rule.pattern.stride, _parts_of(rule), len(tokens.q_BTKGH)
     parts = [_near(rule, tokens, stride, sees)]
     if tokens.length // stride < 3:
         return parts
@@ -244,14 +244,14 @@ def _fixed(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     # That of the last block but one may have begun in the block before.
     end_BC = _blocks(ends_BT, stride)[:, :-1].max(-1)
     index_B1k = (end_BC[..., None] - jnp.arange(rule.pattern.summary_tokens)).reshape(B, 1, -1)
-    k, v, at_keys = _gathered(tokens, index_B1k)
+    k, v, at_keys = _gather(tokens, index_B1k)
     at = jax.tree.map(lambda x: x[:, None, 2 * stride :], at_BT)
     far = _far(sees, stride)(_queries(at), _keys(at_keys))
     found = _part(rule, tokens.q_BTKGH[:, None, 2 * stride :], k, v, far)
-    return [*parts, _from(2 * stride, found.over(_joined))]
+    return [*parts, _from(2 * stride, found.over(_join))]
 
 
-def _dilated(rule: _Rule, tokens: _Tokens) -> list[_Part]:
+def _dilated_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     """A part for each pair of a length and a ratio; they may have keys in common, which count as
     often."""
     B, T, K, G, H = tokens.q_BTKGH.shape
@@ -289,7 +289,7 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
 
     def rows(x: jax.Array) -> jax.Array:
         x = x[:, : T // ratio]
-        return _joined(jnp.swapaxes(x.reshape(B, ratio, *x.shape[1:]), 1, 2))
+        return _join(jnp.swapaxes(x.reshape(B, ratio, *x.shape[1:]), 1, 2))
 
     def sees(query: _Places, key: _Places) -> jax.Array:
         return _same(rule, query, key) & (query.place // length == key.place // length)
@@ -302,9 +302,9 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
 
 _PARTS: dict[type, Callable[[_Rule, _Tokens], list[_Part]]] = {
     LongformerPattern: _longformer,
-    StridedPattern: _strided,
-    FixedPattern: _fixed,
-    DilatedPattern: _dilated,
+    StridedPattern: _strided_parts,
+    FixedPattern: _fixed_parts,
+    DilatedPattern: _dilated_parts,
 }
 
 
@@ -353,10 +353,10 @@ def _near(rule: _Rule, tokens: _Tokens, block: int, sees: _Sees) -> _Part:
     last = tokens.length // block - 1
     sides = (min(last, 1), 0 if rule.causal else min(last, 1))
     q = _blocks(tokens.q_BTKGH, block)
-    k, v = (_beside(_blocks(x, block), *sides) for x in (tokens.k_BTKH, tokens.v_BTKH))
+    k, v = (_with_neighbors(_blocks(x, block), *sides) for x in (tokens.k_BTKH, tokens.v_BTKH))
     at = _in_blocks(tokens.at_BT, block, slice(None))
-    at_keys = jax.tree.map(lambda x: _beside(x, *sides, value=_NOWHERE), at)
-    return _part(rule, q, k, v, sees(_queries(at), _keys(at_keys))).over(_joined)
+    at_keys = jax.tree.map(lambda x: _with_neighbors(x, *sides, value=_NOWHERE), at)
+    return _part(rule, q, k, v, sees(_queries(at), _keys(at_keys))).over(_join)
 
 
 def _part(
@@ -388,7 +388,7 @@ def _same(rule: _Rule, query: _Places, key: _Places) -> jax.Array:
     return same & (key.row <= query.row) if rule.causal else same
 
 
-def _seen_by(rule: _Rule) -> _Sees:
+def _parts_of(rule: _Rule) -> _Sees:
     return lambda query, key: _same(rule, query, key) & rule.pattern.sees(query.place, key.place)
 
 
@@ -410,7 +410,7 @@ def _blocks(x_BT: jax.Array, block: int) -> jax.Array:
     return x_BT.reshape(x_BT.shape[0], -1, block, *x_BT.shape[2:])
 
 
-def _joined(x_BCb: jax.Array) -> jax.Array:
+def _join(x_BCb: jax.Array) -> jax.Array:
     """[B, C b, ...]."""
     return x_BCb.reshape(x_BCb.shape[0], -1, *x_BCb.shape[3:])
 
@@ -419,7 +419,7 @@ def _in_blocks(at_BT: _Places, block: int, which: slice) -> _Places:
     return jax.tree.map(lambda x: _blocks(x, block)[:, which], at_BT)
 
 
-def _beside(x_BCb: jax.Array, before: int, after: int, *, value: int = 0) -> jax.Array:
+def _with_neighbors(x_BCb: jax.Array, before: int, after: int, *, value: int = 0) -> jax.Array:
     """Each block with so many before it and after it: [B, C, (1 + before + after) b, ...]."""
     C = x_BCb.shape[1]
     widths = [(0, 0), (before, after), *[(0, 0)] * (x_BCb.ndim - 2)]
@@ -427,7 +427,7 @@ def _beside(x_BCb: jax.Array, before: int, after: int, *, value: int = 0) -> jax
     return jnp.concatenate([padded[:, i : i + C] for i in range(1 + before + after)], axis=2)
 
 
-def _gathered(tokens: _Tokens, index_BXk: jax.Array) -> tuple[jax.Array, jax.Array, _Places]:
+def _gather(tokens: _Tokens, index_BXk: jax.Array) -> tuple[jax.Array, jax.Array, _Places]:
     """Keys and values of these places of the row, and where they are; nowhere, below place 0."""
     index = jnp.maximum(index_BXk, 0)
     at = jax.tree.map(lambda x: _rows(x, index), tokens.at_BT)

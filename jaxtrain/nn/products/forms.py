@@ -92,8 +92,8 @@ def product(
         x = x.transpose([left.index(letter) for letter in kept + summed])
     if rows:
         of_x, of_result = of_x.replace(rows, "r"), of_result.replace(rows, "r")
-        sizes["r"], parts["r"] = sizes[rows[0]] * sizes[rows[1]], _joined(parts, rows)
-        wanted["r"] = _joined(wanted, rows)
+        sizes["r"], parts["r"] = sizes[rows[0]] * sizes[rows[1]], _join(parts, rows)
+        wanted["r"] = _join(wanted, rows)
     x = reshape(x, [sizes[letter] for letter in of_x], [parts[letter] for letter in of_x])
     y = _product(
         f"{of_x},{of_weight}->{of_result}",
@@ -129,7 +129,7 @@ def _joins_rows(left: str, result: str, parts: list[dict], batch: int) -> bool:
     return _platform() != "tpu" and all(of.get(rows[1]) is None for of in parts)
 
 
-def _joined(parts: dict, rows: str) -> MeshAxes:
+def _join(parts: dict, rows: str) -> MeshAxes:
     """The part of a spec of two dimensions that became one."""
     first, second = (parts_of(parts.get(letter)) for letter in rows)
     return without((*first, *second), ())

@@ -46,8 +46,8 @@ def of_rows(
     """
     E, (N, K), M = len(sizes_E), x_NK.shape, weight.shape[1 if turned else 2]
     rows, columns, depth = _side(N, SIDE), _side(M, SIDE), _side(K, DEPTH)
-    x_NK = _filled(x_NK, rows, depth)
-    weight = _filled(weight, *((columns, depth) if turned else (depth, columns)))
+    x_NK = _pad(x_NK, rows, depth)
+    weight = _pad(weight, *((columns, depth) if turned else (depth, columns)))
     visits_V4 = visits(sizes_E, N, rows)
 
     def kernel(visits_ref: Any, x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
@@ -92,7 +92,7 @@ def of_weights(
     """
     E, (N, K), M = len(sizes_E), x_NK.shape, y_NM.shape[1]
     depth, rows, columns = _side(N, DEPTH), _side(K, SIDE), _side(M, SIDE)
-    x_NK, y_NM = _filled(x_NK, depth, rows), _filled(y_NM, depth, columns)
+    x_NK, y_NM = _pad(x_NK, depth, rows), _pad(y_NM, depth, columns)
     end_E = jnp.cumsum(sizes_E, dtype=jnp.int32)
     span_E2 = jnp.stack([end_E - sizes_E, end_E], axis=1)
 
@@ -166,7 +166,7 @@ def _side(length: int, most: int) -> int:
     return max(_LEAST, min(most, 1 << (length - 1).bit_length()))
 
 
-def _filled(x: jax.Array, *sides: int) -> jax.Array:
+def _pad(x: jax.Array, *sides: int) -> jax.Array:
     """Zeros added until tiles of these sides divide the last dimensions."""
     sides = (*(1,) * (x.ndim - len(sides)), *sides)
     missing = [-length % side for length, side in zip(x.shape, sides, strict=True)]

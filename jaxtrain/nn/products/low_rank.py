@@ -84,11 +84,11 @@ def adapted(
     if value.magnitude is None:
         return y
     size: Any = weight.replace(value.magnitude, axes=value.magnitude_axes)
-    whole = _whole(right, summed, gather(base), gather(down), gather(up), value.scale)
+    whole = _merge(right, summed, gather(base), gather(down), gather(up), value.scale)
     return y * _factor(sides(equation)[2], right, summed, gather(size), whole).astype(y.dtype)
 
 
-def _whole(
+def _merge(
     right: str, summed: str, base: jax.Array, down: jax.Array, up: jax.Array, scale: float
 ) -> jax.Array:
     """W + scale A B, float32, of which no gradient is taken."""

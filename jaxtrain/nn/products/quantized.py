@@ -138,7 +138,7 @@ def dequantized(value: Quantized) -> jax.Array:
     blocks = _split(numbers, dim, numbers.shape[dim] // scales.shape[dim], parts)
     scales = jnp.expand_dims(scales, dim + 1).astype(jnp.float32)
     if value.zeros is None:
-        return _join(_meant(blocks) * scales, dim, parts)
+        return _join(_dequantize(blocks) * scales, dim, parts)
     steps = blocks.astype(jnp.float32) - jnp.expand_dims(value.zeros, dim + 1).astype(jnp.float32)
     return _join(steps * scales, dim, parts)
 
@@ -197,7 +197,7 @@ def product(
     return jax.checkpoint(multiplied)(x, value)
 
 
-def _meant(codes: jax.Array) -> jax.Array:
+def _dequantize(codes: jax.Array) -> jax.Array:
     """The number that each code stands for: a lookup in 16, as comparisons, which fuse."""
     found = jnp.full_like(codes, NF4[0], jnp.float32)
     for code in range(1, 16):

@@ -53,7 +53,7 @@ def gathered(
     """
     letters = sides(equations[0])[0]
     here = spec_of(x), [spec_of(weight) for weight in weights]
-    whole = _whole_spec(here[0], letters)
+    whole = _gathered_spec(here[0], letters)
 
     @jax.custom_vjp
     def run(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
@@ -120,7 +120,7 @@ def scattered(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Ar
             return found.array, whole.array
 
         x, weight = kept
-        sent = on_each_device(of_x, (here[1], spec), (here[0], _whole_spec(spec, letters)))
+        sent = on_each_device(of_x, (here[1], spec), (here[0], _gathered_spec(spec, letters)))
         own, gradient = sent(weight, gradient)
         return own, _of_weight(equation, x, gradient, weight)
 
@@ -128,7 +128,7 @@ def scattered(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Ar
     return checkpoint_name(run(x, weight), PRODUCT)
 
 
-def _whole_spec(spec: P | None, letters: str) -> P:
+def _gathered_spec(spec: P | None, letters: str) -> P:
     """The spec of an array with these letters once its places are gathered over `tensor`."""
     assert spec is not None, "no mesh"
     return P(
@@ -144,7 +144,7 @@ def _in_turn(part: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
     size, rank = lax.axis_size(_AXIS), lax.axis_index(_AXIS)
     for step in range(size):
         # Sent before it is multiplied: a schedule may put the product beside it.
-        following = _sent(part, -1) if step < size - 1 else part
+        following = _permute(part, -1) if step < size - 1 else part
         yield _of_ring(rank + step), part
         part = following
 
@@ -159,11 +159,11 @@ def _sums(
         own = functools.reduce(
             jnp.add,
             (
-                jnp.einsum(equation, _taken(x, sides(equation)[0], number), weight)
+                jnp.einsum(equation, _slice_of(x, sides(equation)[0], number), weight)
                 for equation, x, weight in zip(equations, xs, weights, strict=True)
             ),
         )
-        total = own if total is None else _sent(total, 1) + own
+        total = own if total is None else _permute(total, 1) + own
     assert total is not None, "a ring of no devices"
     return total
 
@@ -181,7 +181,7 @@ def _of_x(equation: str) -> str:
     return f"{result},{right}->{left}"
 
 
-def _sent(x: jax.Array, step: int) -> jax.Array:
+def _permute(x: jax.Array, step: int) -> jax.Array:
     """What the device so many places before this one has."""
     size = lax.axis_size(_AXIS)
     return lax.ppermute(x, _AXIS, [(i, (i + step) % size) for i in range(size)])
@@ -191,7 +191,7 @@ def _of_ring(number: jax.Array) -> jax.Array:
     return number % lax.axis_size(_AXIS)
 
 
-def _taken(whole: jax.Array, letters: str, number: jax.Array) -> jax.Array:
+def _slice_of(whole: jax.Array, letters: str, number: jax.Array) -> jax.Array:
     """The part of this number of an array's places."""
     dim = letters.index("T")
     length = whole.shape[dim] // lax.axis_size(_AXIS)

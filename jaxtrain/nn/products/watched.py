@@ -43,11 +43,11 @@ def watched(
     """
     value: Watched = weight.get_value()
     base: Any = weight.replace(value.weight)
-    return contract(equation, _shown(value.every, x, value.probe), base, out, by=by)
+    return contract(equation, _show(value.every, x, value.probe), base, out, by=by)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _shown(every: int, x: jax.Array, probe: jax.Array) -> jax.Array:
+def _show(every: int, x: jax.Array, probe: jax.Array) -> jax.Array:
     del every, probe
     return x
 
@@ -63,4 +63,4 @@ def _backward(every: int, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array,
     return jnp.zeros_like(gradient), seen.reshape(-1, math.prod(seen.shape[2:]))
 
 
-_shown.defvjp(_forward, _backward)
+_show.defvjp(_forward, _backward)

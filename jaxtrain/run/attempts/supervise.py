@@ -310,7 +310,7 @@ def _run(
       stop: numbers of the signals that came to this process; others are added meanwhile.
       say: takes a line for people.
     """
-    attempt_before, step_before = _known(workdir)
+    attempt_before, step_before = _read_progress(workdir)
     child = Child(
         command,
         beat_seconds=min(settings.stall_seconds / 10, 5.0),
@@ -349,12 +349,12 @@ def _run(
         status=status,
         attempt=attempt,
         step_before=step_before,
-        step_after=_known(workdir)[1],
+        step_after=_read_progress(workdir)[1],
         seconds=time.monotonic() - started,
     )
 
 
-def _known(workdir: Place) -> tuple[int | None, int | None]:
+def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
     """The newest attempt and checkpoint; None for both while a bucket does not answer.
 
     The command that is started then says itself what is wrong, and is started again.

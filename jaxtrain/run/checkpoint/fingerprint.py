@@ -41,8 +41,8 @@ def dispatch(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
     # until their reductions wait for one another indefinitely.
     counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
     # What is kept out of the devices' memory comes there one after the other, and goes.
-    counted |= {name: _brought(arrays[name]) for name in of_hosts}
-    counted |= {name: _brought(x.read()) for name, x in in_files.items()}
+    counted |= {name: _fetch(arrays[name]) for name in of_hosts}
+    counted |= {name: _fetch(x.read()) for name, x in in_files.items()}
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint")
     counted |= {name: threads.submit(_fingerprint_in_memory, x) for name, x in here.items()}
     threads.shutdown(wait=False)  # they end with their work
@@ -61,7 +61,7 @@ def _fingerprint_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _fingerprint(x) for name, x in arrays.items()}
 
 
-def _brought(x: jax.Array) -> jax.Array:
+def _fetch(x: jax.Array) -> jax.Array:
     (found,) = _fingerprint_all(
         {"": jax.device_put(x, x.sharding.with_memory_kind("device"))}
     ).values()

@@ -115,7 +115,7 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
       OSError: a file cannot be read or the manifest not be written.
     """
     if isinstance(folder, BucketPath):
-        rows = {name: row for name, row in _stored(folder).items() if name != FILE}
+        rows = {name: row for name, row in _list_objects(folder).items() if name != FILE}
         found = _in_threads(lambda name: _digest_in_bucket(folder, rows[name]), rows)
         manifest = Manifest(FORMAT, step, dict(zip(rows, found, strict=True)), leaves)
         write_atomically(folder / FILE, _envelope(dataclasses.asdict(manifest)))
@@ -171,7 +171,7 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
       UnreadError: the system does not let one be read.
     """
     names = list(names)
-    stored = _stored(folder) if isinstance(folder, BucketPath) else None
+    stored = _list_objects(folder) if isinstance(folder, BucketPath) else None
 
     def difference(name: str) -> str | None:
         try:
@@ -259,7 +259,7 @@ def _refuse_ways_out(folder: Place, step: int) -> None:
             raise damaged(folder, step, f"{path} is a link that leads out of {root}")
 
 
-def _stored(folder: BucketPath) -> dict[str, Stored]:
+def _list_objects(folder: BucketPath) -> dict[str, Stored]:
     """What a bucket says of each object below a folder, by its name there."""
     return {row.name: row for row in folder.stored()}
 

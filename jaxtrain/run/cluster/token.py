@@ -65,11 +65,11 @@ class RunToken:
         """
         if self._given is not None:
             return self._given
-        found = self._stored(private=True)
+        found = self._read_private(private=True)
         if found is None:
             found = secrets.token_hex(32).encode()
             _store(self._file, found + b"\n")
-            if self._stored(private=True) is None:
+            if self._read_private(private=True) is None:
                 self._report(
                     f"{self._file}, the secret of this run's processes, can be read by others: "
                     f"this file system keeps no owners and modes; set {VARIABLE} to keep them out"
@@ -82,7 +82,7 @@ class RunToken:
         Raises:
           UserError: the file belongs to another user.
         """
-        return self._given or self._stored(private=False)
+        return self._given or self._read_private(private=False)
 
     def absent(self, coordinator: str, process: int) -> UserError:
         """That process 0 is there, and its token is not."""
@@ -99,7 +99,7 @@ class RunToken:
             f"{source}: it belongs to another run, or was given its own; {_WAY_OUT}"
         )
 
-    def _stored(self, *, private: bool) -> bytes | None:
+    def _read_private(self, *, private: bool) -> bytes | None:
         """What is in the file; with `private` only if nobody else could read or write it."""
         if isinstance(self._file, BucketPath):
             with contextlib.suppress(FileNotFoundError):

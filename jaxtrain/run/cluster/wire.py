@@ -99,7 +99,7 @@ class Link:
         left = _READ_AT_ONCE
         try:
             while self.closed is None and left > 0:
-                data = self.socket.recv(self._wanted())
+                data = self.socket.recv(self._events())
                 if not data:
                     self.closed = "closed its connection"
                 left -= len(data)
@@ -116,7 +116,7 @@ class Link:
             messages += self._unpack()
         return messages
 
-    def _wanted(self) -> int:
+    def _events(self) -> int:
         wants = self._greeting.wants
         return wants - len(self._came) if wants else _CHUNK
 

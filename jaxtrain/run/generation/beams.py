@@ -206,7 +206,7 @@ def grow(
     """
     (rows, V), W = logits_PV.shape, settings.beams
     every_B = np.repeat(np.arange(rows, dtype=np.int32), W)
-    logits_BV, cache = _chosen(logits_PV, cache, every_B, rows_of=rows_of)
+    logits_BV, cache = _select_rows(logits_PV, cache, every_B, rows_of=rows_of)
     padding_B, drawing, seen_BV = padding_P[every_B], settings.drawing(), None
     if drawing:
         seen_BV = np.zeros((rows * W, V), bool)
@@ -219,7 +219,7 @@ def grow(
         totals_PW = np.zeros((rows, W), np.float32)
         for row, one in enumerate(searches):
             totals_PW[row] = [beam.score for beam in one.running]
-        ranked = _ranked(logits_BV, totals_PW, seen_BV, drawing, count=K)
+        ranked = _rank(logits_BV, totals_PW, seen_BV, drawing, count=K)
         totals_PK, places_PK, told_PK = (np.asarray(part) for part in ranked)
         parents_B, drawn_B = every_B * W, np.zeros(rows * W, np.int32)
         for row, one in enumerate(searches):
@@ -244,7 +244,7 @@ def grow(
 
 
 @functools.partial(jax.jit, static_argnames="count")
-def _ranked(
+def _rank(
     logits_BV: jax.Array,
     totals_PW: jax.Array,
     seen_BV: jax.Array | None,
@@ -291,7 +291,7 @@ def _grown(
 
 
 @functools.partial(jax.jit, static_argnames="rows_of")
-def _chosen(
+def _select_rows(
     logits_PV: jax.Array, cache: Any, every_B: jax.Array, *, rows_of: Callable[..., Any]
 ) -> tuple[jax.Array, Any]:
     """Some rows of both, any of them as often as it is named."""

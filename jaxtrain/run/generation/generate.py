@@ -117,7 +117,7 @@ def generate(
                 )
                 answers.update(zip(numbers, found, strict=True))
                 continue
-            found = _answered(
+            found = _answer(
                 program,
                 sizes,
                 state,
@@ -188,7 +188,7 @@ def refuse_seed(seed: int) -> None:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
 
 
-def _answered(
+def _answer(
     program: Program,
     sizes: TokenModel,
     state: TrainState,
@@ -218,14 +218,14 @@ def _answered(
         seen_BV = np.zeros((rows, sizes.vocab_size), bool)
         for row, prompt in enumerate(prompts.values()):
             seen_BV[row, prompt] = True
-    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, _filled(list(prompts), rows, 0))
+    keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, _pad(list(prompts), rows, 0))
     texts = Texts(
         cache=begun.cache,
         logits_BV=begun.logits_BV,
         padding_B=jnp.asarray(padding_B),
         seen_BV=None if seen_BV is None else jnp.asarray(seen_BV),
         finished_B=jnp.arange(rows) >= count,
-        limit_B=jnp.asarray(_filled(limits, rows, 0)),
+        limit_B=jnp.asarray(_pad(limits, rows, 0)),
         drawn_BN=jnp.zeros((rows, new), jnp.int32),
         told_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
@@ -294,5 +294,5 @@ def written(
     return answers, texts
 
 
-def _filled(values: list[int], rows: int, value: int) -> np.ndarray:
+def _pad(values: list[int], rows: int, value: int) -> np.ndarray:
     return np.array(values + [value] * (rows - len(values)), np.int32)

@@ -70,7 +70,7 @@ class Memory:
         """
         # Taken out at once: what goes on takes its arrays away, whatever comes of it.
         kept, self._kept = self._kept, None
-        shared = 0 if kept is None else self._shared(sizes, text)
+        shared = 0 if kept is None else self._count_shared(sizes, text)
         self._tokens, self.read = list(text), len(text) - shared
         if kept is None or not shared:
             tokens_BT, padding_B = padded(program, sizes, [text])
@@ -108,7 +108,7 @@ class Memory:
         self._tokens = self._tokens + drawn
         self._kept = dataclasses.replace(begun, cache=cache)
 
-    def _shared(self, sizes: TokenModel, text: list[int]) -> int:
+    def _count_shared(self, sizes: TokenModel, text: list[int]) -> int:
         """How many tokens need not be read: not the last, whose logits are wanted."""
         if counts_slots(sizes):
             return 0

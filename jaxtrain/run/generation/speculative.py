@@ -134,9 +134,9 @@ class Draft:
 
     def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
         """Draws from the draft as from the model itself."""
-        seen_V = _seen(text, self.vocab_size, self._drawing)
+        seen_V = _seen_tokens(text, self.vocab_size, self._drawing)
         with self._program.layout.active(), self._program.precision.products():
-            guesses_K, from_KV, cache = _drafted(
+            guesses_K, from_KV, cache = _draft(
                 self._program, self._state, self._text.before_newest(text), self._text.padding_B,
                 np.int32(text[-1]), seen_V, self._drawing, jax.random.split(key, self.count + 1),
                 room=self._text.room,
@@ -213,8 +213,8 @@ def speculate(
         guesses_K, from_KV = np.zeros(K, np.int32), jnp.zeros((K, V))
         while True:
             key, of_guess, of_draw = jax.random.split(key, 3)
-            seen_V = _seen(text, V, drawing)
-            found = _settled(logits_TV, guesses_K, from_KV, seen_V, drawing, of_draw)
+            seen_V = _seen_tokens(text, V, drawing)
+            found = _accept(logits_TV, guesses_K, from_KV, seen_V, drawing, of_draw)
             count, tokens_T, told_T = (np.asarray(part) for part in found)
             drawn += tokens_T[: count + 1].tolist()
             told += told_T[: count + 1].tolist()
@@ -226,7 +226,7 @@ def speculate(
             guessed += int((np.asarray(from_KV).sum(-1) > 0).sum())
             passes += 1
             tokens_T = np.concatenate([text[-1:], guesses_K]).astype(np.int32)
-            logits_TV, cache = _told(
+            logits_TV, cache = _logits_after(
                 program, state, kept.before_newest(text), kept.padding_B, tokens_T, room=kept.room
             )
             kept = dataclasses.replace(kept, cache=cache)
@@ -255,7 +255,7 @@ def rolls_back(model: Model) -> TokenModel:
     return sizes
 
 
-def _seen(text: list[int], vocab_size: int, drawing: Drawing) -> np.ndarray | None:
+def _seen_tokens(text: list[int], vocab_size: int, drawing: Drawing) -> np.ndarray | None:
     """Which tokens stand in a text, where a setting asks."""
     if "repetition_penalty" not in drawing:
         return None
@@ -275,7 +275,7 @@ def _read(
 
 
 @functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
-def _told(
+def _logits_after(
     program: Program,
     state: TrainState,
     cache: Cache,
@@ -294,7 +294,7 @@ def _told(
 
 
 @functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
-def _drafted(
+def _draft(
     program: Program,
     state: TrainState,
     cache: Cache,
@@ -334,7 +334,7 @@ def distribution(adjusted_TV: jax.Array, drawing: Drawing) -> jax.Array:
 
 
 @jax.jit
-def _settled(
+def _accept(
     logits_TV: jax.Array,
     guesses_K: jax.Array,
     from_KV: jax.Array,

@@ -159,7 +159,7 @@ def targets(
         for first in range(0, len(sources), batch_size):
             some = sources[first : first + batch_size]
             rows = _rows(len(some), program)
-            source_BS, real_BS = _padded(some, rows, sizes)
+            source_BS, real_BS = _pad(some, rows, sizes)
             # One place more than is drawn: the first holds `begin`, and what the last token would
             # lead to is made, and not looked at.
             new = rounded(limit, least=LEAST_LENGTH, most=sizes.context_length)
@@ -175,7 +175,7 @@ def targets(
             numbers = np.minimum(first + np.arange(rows), len(sources) - 1)
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
             drawing = sampling.drawing()
-            begun = _begun(
+            begun = _begin(
                 read, logits_BV, limits, begin, new, seen="repetition_penalty" in drawing
             )
             answers += written(
@@ -219,7 +219,7 @@ def _rows(count: int, program: Program) -> int:
     return -(-rounded(count) // devices) * devices
 
 
-def _padded(
+def _pad(
     sources: Sequence[Sequence[int]], rows: int, sizes: PairModel
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows [B, S] of sources, and where they have tokens; rows that are none repeat the first."""
@@ -232,7 +232,7 @@ def _padded(
     return tokens_BS, real_BS
 
 
-def _begun(
+def _begin(
     read: Read, logits_BV: jax.Array, limits: Sequence[int], begin: int, new: int, *, seen: bool
 ) -> Texts:
     """Targets of which nothing but `begin` is written; rows beyond the limits are none."""

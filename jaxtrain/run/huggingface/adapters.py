@@ -52,7 +52,7 @@ def write_adapter(
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = their_shapes(names, _shapes(program, tuning))
     made = (tensor for _, tensor in their_tensors(names, state.params, program.layer_order))
-    content = _said(config, tuning, pairs)
+    content = _adapter_config(config, tuning, pairs)
     with new_folder(out) as (folder, beside):
         safetensors.write(beside / WEIGHTS, shapes, "F32", made)
         write_atomically(beside / CONFIG, json.dumps(content, indent=2).encode())
@@ -163,7 +163,7 @@ def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name, Name]:
     letters, there = line.form.split("->")
     inside, outside = sides_of(axes)
     taken = {letters[i] for i in inside}
-    groups = [group.strip("()") for group in _grouped(there)]
+    groups = [group.strip("()") for group in _group(there)]
     into = next(group for group in groups if set(group) == taken)
     out_of = next(group for group in groups if set(group) == {letters[i] for i in outside})
     down = letters[0] + "".join(letters[i] for i in inside) + "R"
@@ -184,7 +184,7 @@ def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name, Name]:
     )
 
 
-def _grouped(there: str) -> list[str]:
+def _group(there: str) -> list[str]:
     """ "(NH)D" -> ["NH", "D"]."""
     return [part for piece in there.split("(") for part in _until_bracket(piece) if part]
 
@@ -194,7 +194,7 @@ def _until_bracket(piece: str) -> list[str]:
     return [inside, *rest] if bracket else list(inside)
 
 
-def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, ...]]) -> dict[str, Any]:
+def _adapter_config(config: Config, tuning: LoRA, pairs: list[tuple[Name, ...]]) -> dict[str, Any]:
     """The adapter_config.json."""
     family, _ = family_for(config.train.model, None)
     others = {
@@ -218,16 +218,16 @@ def _said(config: Config, tuning: LoRA, pairs: list[tuple[Name, ...]]) -> dict[s
         "use_rslora": settings.lora_scale == "sqrt_rank",
         "use_dora": tuning.magnitudes,
         "bias": "none",
-        "fan_in_fan_out": all(_stored_by_input(pair[0], pair[1]) for pair in pairs),
+        "fan_in_fan_out": all(_is_stored_by_input(pair[0], pair[1]) for pair in pairs),
         "target_modules": sorted(set(modules)),
         "inference_mode": True,
     }
 
 
-def _stored_by_input(line: Name, down: Name) -> bool:
+def _is_stored_by_input(line: Name, down: Name) -> bool:
     """Whether the weight is [in, out] there."""
-    first = _grouped(line.form.split("->")[1])[0]
-    return first == _grouped(down.form.split("->")[1])[1]
+    first = _group(line.form.split("->")[1])[0]
+    return first == _group(down.form.split("->")[1])[1]
 
 
 def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:

@@ -81,7 +81,7 @@ def export_awq(
     content = json.loads(carried.pop(CONFIG, b"{}"))
     family, said = family_for(model, content.get("model_type"))
     with program.layout.active():
-        params = _apart(tuning, state.frozen)
+        params = _split_codes(tuning, state.frozen)
     names = _names(family.names(model), tuning, program, family.architecture)
     ours = {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(params)}
     order = program.layer_order
@@ -104,7 +104,7 @@ def export_awq(
         whole["quantization_config"] = quantization
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))
-        found = _compared(beside, family.architecture, made, program, model, state, called=folder)
+        found = _compare(beside, family.architecture, made, program, model, state, called=folder)
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         written = json.dumps(found.to_json(), indent=1).encode()
         write_atomically(beside / receipt.FILE, written)
@@ -112,7 +112,7 @@ def export_awq(
     return found
 
 
-def _compared(
+def _compare(
     beside: Path,
     architecture: str,
     made: Iterable[tuple[str, np.ndarray]],
@@ -160,7 +160,7 @@ def _in_half(state: TrainState) -> TrainState:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _apart(tuning: FewBits, frozen: nnx.State) -> nnx.State:
+def _split_codes(tuning: FewBits, frozen: nnx.State) -> nnx.State:
     """The parameters, of those quantized codes, zeros and scales, a byte a code."""
     found: dict[Any, Any] = {}
     for path, variable in tuning.as_declared(frozen).items():

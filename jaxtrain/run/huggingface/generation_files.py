@@ -35,12 +35,12 @@ def generation_files(
     tokenizer, found = _tokenizer_of(config), dict[str, bytes]()
     if isinstance(tokenizer, ByteTokenizer) and TOKENIZER not in carried:
         found[TOKENIZER] = byte_tokenizer().encode()
-        found[SETTINGS] = _written({"tokenizer_class": _CLASS, "eos_token": END_OF_BYTES})
+        found[SETTINGS] = _format({"tokenizer_class": _CLASS, "eos_token": END_OF_BYTES})
     if isinstance(tokenizer, FileTokenizer):
         if TOKENIZER in carried and tokenizer.is_surrounded_otherwise:
             found[TOKENIZER] = tokenizer.to_json().encode()
         if SETTINGS not in carried:
-            found[SETTINGS] = _written({"tokenizer_class": _CLASS, **tokenizer.special_names()})
+            found[SETTINGS] = _format({"tokenizer_class": _CLASS, **tokenizer.special_names()})
     ends = ends_of_run(config, workdir) if tokenizer is not None else ()
     said = json.loads(carried.get(GENERATION, b"{}"))
     if ends and set(ends_of(said)) != set(ends):
@@ -48,7 +48,7 @@ def generation_files(
         if isinstance(tokenizer, FileTokenizer) and tokenizer.before:
             ids.setdefault("bos_token_id", tokenizer.before[0])
         end = ends[0] if len(ends) == 1 else list(ends)
-        found[GENERATION] = _written({**ids, **said, "eos_token_id": end})
+        found[GENERATION] = _format({**ids, **said, "eos_token_id": end})
     return found
 
 
@@ -83,5 +83,5 @@ def _tokenizer_of(config: Config) -> Any:
     return text.open_tokenizer()
 
 
-def _written(content: Mapping[str, Any]) -> bytes:
+def _format(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2, ensure_ascii=False).encode()

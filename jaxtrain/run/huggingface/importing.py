@@ -70,10 +70,10 @@ def import_run(
     program = make_program(config, layouts.layout(config)).plain.whole
     params = read_parameters(folder, program, config.train.model)
     with whole_or_absent(workdir):
-        return _written(config, workdir, folder, params, program, console=console, say=say)
+        return _write(config, workdir, folder, params, program, console=console, say=say)
 
 
-def _written(
+def _write(
     config: Config,
     workdir: Place,
     source: Published,

@@ -76,12 +76,12 @@ def read_parameters(
         read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
         places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         # One device after the other: `jax.make_array_from_callback` would hold all their parts.
-        parts = [_placed(read, index, leaf.shape, device) for device, index in places.items()]
+        parts = [_place(read, index, leaf.shape, device) for device, index in places.items()]
         arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _placed(
+def _place(
     read: "_Reader", index: tuple[slice, ...], shape: tuple[int, ...], device: jax.Device
 ) -> jax.Array:
     """The part of a parameter at this index, put together on its device out of a few layers'."""

@@ -129,7 +129,7 @@ def write_quantized(
     whole = dataclasses.replace(before.whole, build=config.train.model.build)
     was = _bytes(params)
     if text is not None:
-        params = _scaled(trainer, whole, params, group, text, say)
+        params = _scale(trainer, whole, params, group, text, say)
     program = make_program(config, layout).plain
     with warnings.catch_warnings():
         # Codes are smaller than the floats that they are made of.
@@ -152,7 +152,7 @@ def write_quantized(
     )
 
 
-def _scaled(
+def _scale(
     trainer: Trainer, program: Program, params: nnx.State, group: int, text: str, say: Say
 ) -> nnx.State:
     """The parameters with their weights scaled and clipped by what they read on a text."""

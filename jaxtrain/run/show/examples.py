@@ -112,12 +112,12 @@ def _numbers(example: Batch, dataset: Dataset) -> str:
         numbers, told = numbers[example.segment_ids > 0], told[example.loss_mask > 0]
         size = " x ".join(map(str, numbers.shape))
     return (
-        f"{_told(told, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
+        f"{_format_targets(told, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
         f"{numbers.max():.3g}, mean {numbers.mean():.3g}, standard deviation {numbers.std():.3g}"
     )
 
 
-def _told(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
+def _format_targets(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
     if not np.issubdtype(targets.dtype, np.integer):
         return "targets " + " ".join(f"{number:.3g}" for number in targets)
     names = str(facts["class_names"]).split(", ") if "class_names" in facts else []

@@ -109,7 +109,7 @@ def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Pictu
     holders = len(next(iter(parts.values())))
     whole = [f"{axes[i]} {shape[i]}" for i in others if counts[i] == 1]
     figure.suptitle(
-        f"{name}: {_counted(len(parts), 'part')}, each on {_counted(holders, 'device')}"
+        f"{name}: {_pluralize(len(parts), 'part')}, each on {_pluralize(holders, 'device')}"
         + (f"\nwhole in every part: {', '.join(whole)}" if whole else "")
         + (f"\nthe first {_MAX_PANELS} of {len(panels)} panels" * (len(panels) > _MAX_PANELS))
         + ("" if numbered else "\ntoo many parts to number their devices"),
@@ -129,7 +129,7 @@ def _draw_part(plot: Any, box: Sequence[tuple[int, int]], shade: str, devices: s
 def _label(plot: Any, dimensions: Sequence[tuple[str, int, int]]) -> None:
     """Names, sizes and cuts of the drawn dimensions, the first from top to bottom."""
     words = [
-        f"{axis} {size}, {_counted(count, 'part') if count > 1 else 'whole'}"
+        f"{axis} {size}, {_pluralize(count, 'part') if count > 1 else 'whole'}"
         for axis, size, count in dimensions
     ]
     cuts = [np.linspace(0, size, min(count, 8) + 1).round() for _, size, count in dimensions]
@@ -162,5 +162,5 @@ def _numbers(devices: Sequence[int]) -> str:
     return "\n".join([*lines, *more])
 
 
-def _counted(count: int, word: str) -> str:
+def _pluralize(count: int, word: str) -> str:
     return f"{count} {word}{'s' if count != 1 else ''}"

@@ -304,7 +304,7 @@ def show_checkpoint(
     table.add_column("bytes", footer=human_bytes(total), justify="right")
     for name, leaf in tree.items():
         mesh = "" if leaf.mesh is None else " on " + "x".join(map(str, leaf.mesh.values()))
-        spec = ", ".join(_part(_tupled(part)) for part in leaf.spec or ())
+        spec = ", ".join(_part(_to_tuple(part)) for part in leaf.spec or ())
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
         table.add_row(
             name, " x ".join(map(str, leaf.shape)), leaf.dtype.name, spec + mesh, human_bytes(size)
@@ -312,5 +312,5 @@ def show_checkpoint(
     console.print(table)
 
 
-def _tupled(part: Any) -> str | tuple[str, ...] | None:
+def _to_tuple(part: Any) -> str | tuple[str, ...] | None:
     return tuple(part) if isinstance(part, list) else part

@@ -82,7 +82,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
             found = [""] * len(requests)
             for numbers in kinds.values():
                 settings = requests[numbers[0]].args[1]
-                limit, until, sampling = _asked(settings, length=length)
+                limit, until, sampling = _parse_settings(settings, length=length)
                 most = length - limit - len(with_special_tokens(tokenizer, ()))
                 prompts = [_last(tokenizer, requests[number].args[0], most) for number in numbers]
                 answers = trainer.answers(
@@ -96,7 +96,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
     return OfRun()
 
 
-def _asked(settings: Mapping[str, Any], *, length: int) -> tuple[int, list[str], Sampling]:
+def _parse_settings(settings: Mapping[str, Any], *, length: int) -> tuple[int, list[str], Sampling]:
     """The greatest length of an answer, the strings that end it, and how its tokens are drawn."""
     for name in settings:
         if name not in _READ:

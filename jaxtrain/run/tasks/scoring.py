@@ -121,7 +121,7 @@ def _batch_scores(
     for row, pair in enumerate(pairs):
         targets_BC[row, -len(pair.continuation) :] = pair.continuation
         wanted_BC[row, -len(pair.continuation) :] = True
-    found = _told(program, sizes, state, tokens_BT, padding_B, targets_BC, wanted_BC)
+    found = _log_probabilities(program, sizes, state, tokens_BT, padding_B, targets_BC, wanted_BC)
     told_B, greedy_B = (np.asarray(part) for part in found)
     return [
         Score(log_likelihood=float(told_B[row]), greedy=bool(greedy_B[row]))
@@ -130,7 +130,7 @@ def _batch_scores(
 
 
 @functools.partial(jax.jit, static_argnames=("program", "sizes"))
-def _told(
+def _log_probabilities(
     program: Program,
     sizes: TokenModel,
     state: TrainState,

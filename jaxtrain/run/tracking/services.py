@@ -65,7 +65,7 @@ class WandB:
     ) -> None:
         """As of `open_service`."""
         os.environ.setdefault("WANDB_SILENT", "true")
-        wandb = _installed("wandb")
+        wandb = _import("wandb")
         self._run = wandb.init(
             project=settings.project,
             name=run_name,
@@ -96,7 +96,7 @@ class MLflow:
     ) -> None:
         """As of `open_service`."""
         del folder
-        _installed("mlflow")
+        _import("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
         self._client: Any = importlib.import_module("mlflow.tracking").MlflowClient()
         self.run: str | None = run
@@ -156,7 +156,7 @@ def open_service(
         ) from error
 
 
-def _installed(module: str) -> Any:
+def _import(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:

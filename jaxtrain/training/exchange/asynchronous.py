@@ -55,11 +55,11 @@ class Asynchronous(ExchangeProgram):
         if self.compensation:
             moment = self.layout.moment
             moved = (reshard(tree, moment, self.layout) for tree in (grads, now.params, past[0]))
-            grads = jax.tree.map(self._compensated, *moved)
+            grads = jax.tree.map(self._compensate, *moved)
         after, metrics = self.plain.update(now, grads, metrics, statistics)
         return dataclasses.replace(after, exchange=past[1:]), metrics
 
-    def _compensated(self, g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
+    def _compensate(self, g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
         way = now.astype(jnp.float32) - then.astype(jnp.float32)
         return g + self.compensation * g * g * way
 

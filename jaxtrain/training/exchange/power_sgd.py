@@ -113,7 +113,7 @@ class PowerSGD(GradientExchange):
             if told is None:
                 arrived, rest = x.sum(0), jnp.zeros_like(x)
             else:
-                arrived, rest, new = _told(x, basis[name].get_value(), told)
+                arrived, rest, new = _exchange(x, basis[name].get_value(), told)
                 basis[name] = basis[name].replace(new)
             sent.append(param.replace(arrived))
             left.append(variable.replace(rest))
@@ -122,7 +122,7 @@ class PowerSGD(GradientExchange):
         return of_params.unflatten(sent), kept
 
 
-def _told(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _exchange(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What arrives of the matrices [k, ...], what is left of each, and the next Q."""
     letters = string.ascii_lowercase
     stack, rows, columns = ("".join(letters[i] for i in part) for part in told[:3])

@@ -34,19 +34,19 @@ class Signs:
         k = jax.lax.axis_size("data")
         flat = to_flat(pending)
         padded = jnp.pad(flat, (0, -flat.size % (_IN_A_BYTE * k)))
-        votes_kM = jax.lax.all_to_all(_packed(padded).reshape(k, -1), "data", 0, 0)
-        won_kM = jax.lax.all_gather(_packed(_unpacked(votes_kM).sum(0)), "data")
-        return from_flat(_unpacked(won_kM).reshape(-1)[: flat.size], pending), []
+        votes_kM = jax.lax.all_to_all(_pack(padded).reshape(k, -1), "data", 0, 0)
+        won_kM = jax.lax.all_gather(_pack(_unpack(votes_kM).sum(0)), "data")
+        return from_flat(_unpack(won_kM).reshape(-1)[: flat.size], pending), []
 
 
-def _packed(x: jax.Array) -> jax.Array:
+def _pack(x: jax.Array) -> jax.Array:
     """The signs of [4 M] numbers, four a byte, uint8 [M]."""
     codes = (x > 0).astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
     codes = jnp.where(jnp.isfinite(x), codes, _NOT_FINITE)
     return (codes.reshape(-1, _IN_A_BYTE) << _places()).sum(-1, dtype=jnp.uint8)
 
 
-def _unpacked(codes: jax.Array) -> jax.Array:
+def _unpack(codes: jax.Array) -> jax.Array:
     """The signs float32 [..., 4 M] of bytes [..., M]."""
     each = (codes[..., None] >> _places()) & jnp.uint8(3)
     signs = (each & 1).astype(jnp.float32) - (each >> 1).astype(jnp.float32)

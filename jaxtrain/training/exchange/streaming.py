@@ -82,10 +82,10 @@ class Streaming(ExchangeProgram):
         """
         if self.delay:
             # What is sent is there as the step begins, and the step does not wait for it.
-            state = self._in_turn(self._sent, state.step, state)
+            state = self._in_turn(self._apply_outer_step, state.step, state)
         after, metrics = self._replicas.alone(state, batch)
         if not self.delay:
-            after = self._in_turn(self._sent, after.step, after)
+            after = self._in_turn(self._apply_outer_step, after.step, after)
         after = self._in_turn(self._come, after.step - self.delay, after)
         return after, {**metrics, "replica_spread": after.exchange["spread"]}
 
@@ -100,7 +100,9 @@ class Streaming(ExchangeProgram):
             due, lambda state: function(state, place, True), lambda state: state, state
         )
 
-    def _sent(self, state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
+    def _apply_outer_step(
+        self, state: TrainState, place: jax.Array, due: jax.Array | bool
+    ) -> TrainState:
         """The outer step of a fragment; the replicas' parameters stay."""
         memory, cut = dict(state.exchange), functools.partial(self._pieces.cut, place=place)
         targets, spread = memory.pop("targets"), memory.pop("spread")

@@ -121,7 +121,7 @@ class LoRA(FewBits):
             name, value = "/".join(map(str, path)), variable.get_value()
             if name in self.targets:
                 down, up = (pairs[f"{name}/{one}"].get_value() for one in (DOWN, UP))
-                whole = self._merged(variable, value, down, up)
+                whole = self._merge(variable, value, down, up)
                 if self.magnitudes:
                     size = pairs[f"{name}/{MAGNITUDE}"].get_value()
                     whole = _of_magnitude(whole, size, sides_of(logical_axes(variable))[0])
@@ -129,7 +129,7 @@ class LoRA(FewBits):
             found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
 
-    def _merged(self, variable: Any, base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
+    def _merge(self, variable: Any, base: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
         base = base.astype(jnp.float32)
         letters = "abcdef"[: base.ndim]
         inside, outside = sides_of(logical_axes(variable))

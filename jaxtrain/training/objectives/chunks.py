@@ -57,7 +57,7 @@ def over_chunks(
         h_BCD, targets_BC, mask_BC = chunk
         return total_BC + losses(_logits(h_BCD, matrix_VD, bias_V), targets_BC, mask_BC), None
 
-    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
+    chunks = tuple(_chunk(x, size) for x in (h_BTD, targets_BT, mask_BT))
     return lax.scan(add, _zeros(chunks[-1][0]), chunks)[0].sum()
 
 
@@ -82,7 +82,7 @@ def _forward(
     def of_weights(g_BCV: jax.Array, h_BCD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         return _of_matrix(g_BCV, h_BCD), None if bias_V is None else _of_bias(g_BCV)
 
-    chunks = tuple(_chunked(x, size) for x in (h_BTD, targets_BT, mask_BT))
+    chunks = tuple(_chunk(x, size) for x in (h_BTD, targets_BT, mask_BT))
     like = jax.eval_shape(lambda h: of_weights(_logits(h[0], matrix_VD, bias_V), h[0]), chunks[0])
     # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
     zeros = _zeros(chunks[-1][0]), jax.tree.map(_zeros, like)
@@ -107,17 +107,17 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
         )
 
     # Rounded before devices exchange them, as the gradients of all weights are.
-    of_h = _added_up((joined(of_h, 3) * gradient).astype(like.dtype), 1)
-    of_matrix = _added_up((of_matrix * gradient).astype(like.dtype), 2)
+    of_h = _sum_first((joined(of_h, 3) * gradient).astype(like.dtype), 1)
+    of_matrix = _sum_first((of_matrix * gradient).astype(like.dtype), 2)
     if of_bias is not None:
-        of_bias = _added_up((of_bias * gradient).astype(like.dtype), 2)
+        of_bias = _sum_first((of_bias * gradient).astype(like.dtype), 2)
     return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype), of_bias
 
 
 over_chunks.defvjp(_forward, _backward)
 
 
-def _chunked(x: jax.Array, size: int) -> jax.Array:
+def _chunk(x: jax.Array, size: int) -> jax.Array:
     """[S, B, C, ...]: in each chunk every S-th place.
 
     Runs of places would move between the devices of a sequence.
@@ -126,7 +126,7 @@ def _chunked(x: jax.Array, size: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)
 
 
-def _added_up(x: jax.Array, count: int) -> jax.Array:
+def _sum_first(x: jax.Array, count: int) -> jax.Array:
     """The sum over the first dimensions, of which every device has one place."""
     spec = jax.typeof(x).sharding.spec
     axes = tuple(name for part in spec[:count] for name in parts_of(part))
@@ -148,10 +148,10 @@ def _logits(h_BCD: jax.Array, matrix_VD: jax.Array, bias_V: jax.Array | None) ->
 def _zeros(like: Any) -> jax.Array:
     """Float32 zeros of an array's shape, laid out like it."""
     spec = jax.typeof(like).sharding.spec
-    return jnp.zeros(like.shape, jnp.float32, out_sharding=_laid_out(spec))
+    return jnp.zeros(like.shape, jnp.float32, out_sharding=_spec_of(spec))
 
 
-def _laid_out(parts: Sequence[MeshAxes]) -> P | None:
+def _spec_of(parts: Sequence[MeshAxes]) -> P | None:
     """The spec of these parts; None without a mesh."""
     return None if jax.sharding.get_abstract_mesh().empty else P(*parts)
 

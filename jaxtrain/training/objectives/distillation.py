@@ -216,12 +216,12 @@ def divergence(teacher: jax.Array, model: jax.Array, temperature: float) -> jax.
       teacher, model: logits, float32 [B, T, V]; V may be sharded.
       temperature: above 0.
     """
-    p_BTV, log_p_BTV = _softened(teacher, temperature)
-    _, log_q_BTV = _softened(model, temperature)
+    p_BTV, log_p_BTV = _soften(teacher, temperature)
+    _, log_q_BTV = _soften(model, temperature)
     return (p_BTV * (log_p_BTV - log_q_BTV)).sum(-1)
 
 
-def _softened(logits_BTV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+def _soften(logits_BTV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
     """Probabilities and their logarithms."""
     x_BTV = logits_BTV / temperature
     x_BTV = x_BTV - jax.lax.stop_gradient(x_BTV.max(-1, keepdims=True))

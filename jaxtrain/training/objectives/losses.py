@@ -186,7 +186,7 @@ def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
         # A gather along a sharded vocabulary would make XLA collect the logits; this is summed by
         # each device and then over the tensor axis.
         return _where_target(targets, logits, classes).sum(-1)
-    return _picked(targets, logits, classes)
+    return _pick(targets, logits, classes)
 
 
 def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.Array:
@@ -198,18 +198,18 @@ def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.A
 
 
 @jax.custom_vjp
-def _picked(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
+def _pick(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
     """As `_at`; its gradient is no scatter into zeros, but fused into the rest of the logits'."""
     del classes
     return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
-def _picked_backward(kept: tuple, gradient: jax.Array) -> tuple:
+def _pick_backward(kept: tuple, gradient: jax.Array) -> tuple:
     targets, classes = kept
     return None, _where_target(targets, gradient[..., None], classes), None
 
 
-_picked.defvjp(lambda t, logits, c: (_picked(t, logits, c), (t, c)), _picked_backward)
+_pick.defvjp(lambda t, logits, c: (_pick(t, logits, c), (t, c)), _pick_backward)
 
 
 def perplexity(loss: float) -> float:

@@ -28,14 +28,14 @@ def refuse_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str])
     x = getattr(batch, name)
     written = f"{dtype} [{', '.join(map(str, shape))}]"
     if not isinstance(x, np.ndarray | jax.Array):
-        yield f"Batch.{name} is {_called(x)}; use an array of NumPy or JAX, {written}"
+        yield f"Batch.{name} is {_describe(x)}; use an array of NumPy or JAX, {written}"
     elif not jnp.issubdtype(x.dtype, DTYPES[dtype]):
         yield f"Batch.{name} has the dtype {x.dtype}; use {written}"
     elif not _fits(x.shape, shape):
         yield f"Batch.{name} has the shape {list(x.shape)}; use {written}"
 
 
-def _called(x: Any) -> str:
+def _describe(x: Any) -> str:
     return "None" if x is None else f"a {type(x).__name__}"
 
 

@@ -67,13 +67,13 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         """As in Objective: those of the hidden states. A held-out row with several answers is an
         exact match where any of them is told whole: greedy decoding then tells that one."""
         memory = _read(model, batch, execution)
-        h_BTD = _written(model, batch, memory, execution)
+        h_BTD = _generate(model, batch, memory, execution)
         found = self.of_hidden(model, h_BTD, batch, settings, train=train)
         if batch.answers is not None and not train:
-            told_B = _whole(_right(padded_logits(model, h_BTD), model, batch), batch)
+            told_B = _exact_matches(_right(padded_logits(model, h_BTD), model, batch), batch)
             for answer in _answers(batch):
-                h_BTD = _written(model, answer, memory, execution)
-                told_B |= _whole(_right(padded_logits(model, h_BTD), model, answer), answer)
+                h_BTD = _generate(model, answer, memory, execution)
+                told_B |= _exact_matches(_right(padded_logits(model, h_BTD), model, answer), answer)
             # A row of which nothing counts is there for the sake of the batch's size.
             told_B &= (batch.loss_mask != 0).any(-1)
             found["exact_match"] = told_B.sum(dtype=jnp.float32)
@@ -97,7 +97,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         return {
             "loss": told_BT.sum(),
             "accuracy": (right_BT * mask_BT).sum(),
-            "exact_match": _whole(right_BT, batch).sum(dtype=jnp.float32),
+            "exact_match": _exact_matches(right_BT, batch).sum(dtype=jnp.float32),
         }
 
     def reading(self, inputs: Any) -> Batch:
@@ -157,7 +157,7 @@ def seen(batch: Batch) -> Seen:
 
 def hidden(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
     """Finished hidden states of the targets, [B, T, D]."""
-    return _written(model, batch, _read(model, batch, execution), execution)
+    return _generate(model, batch, _read(model, batch, execution), execution)
 
 
 def _read(model: PairModule, batch: Batch, execution: Execution) -> Any:
@@ -165,7 +165,7 @@ def _read(model: PairModule, batch: Batch, execution: Execution) -> Any:
     return model.encode(batch.source, seen(batch).source, execution)
 
 
-def _written(model: PairModule, batch: Batch, memory: Any, execution: Execution) -> jax.Array:
+def _generate(model: PairModule, batch: Batch, memory: Any, execution: Execution) -> jax.Array:
     masks = seen(batch)
     return model.decode(batch.inputs, memory, masks.target, masks.of_memory, execution)
 
@@ -176,7 +176,7 @@ def _right(logits_BTV: jax.Array, model: PairModule, batch: Batch) -> jax.Array:
     return jnp.where(real_V, logits_BTV, -jnp.inf).argmax(-1) == batch.targets
 
 
-def _whole(right_BT: jax.Array, batch: Batch) -> jax.Array:
+def _exact_matches(right_BT: jax.Array, batch: Batch) -> jax.Array:
     """Of which rows all targets that count are right, and any counts, bool [B]."""
     counts_BT = batch.loss_mask != 0
     return (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)

@@ -131,7 +131,7 @@ class Blocks:
         """Writes the rule's first state of these parameters; with the layout active."""
         for group in self._of(params, files):
             mine, kept = (part(tree, group.names) for tree in (params, files))
-            init = self._compiled_for(group, self._init, mine, kept)
+            init = self._compile_for(group, self._init, mine, kept)
             for layer in group.places:
                 made = init(mine, self._place(layer))
                 for file, x in zip(_large(kept), made, strict=True):
@@ -172,7 +172,7 @@ class Blocks:
                 if following is not None:
                     ahead = reading.submit(read, following)
                 mine, own = after[group], part(files, group.names)
-                one = self._compiled_for(group, self._update, mine, own)
+                one = self._compile_for(group, self._update, mine, own)
                 after[group], arrays = one(mine, arrays, given[group], self._place(layer))
                 if len(writes) == _WRITTEN_LATE:
                     writes.popleft().result()
@@ -186,7 +186,7 @@ class Blocks:
             self._groups = groups(params, files)
         return self._groups
 
-    def _compiled_for(
+    def _compile_for(
         self, group: Group, make: Callable[[nnx.State, Any], Callable[..., Any]], *of: Any
     ) -> Callable[..., Any]:
         key = group, make.__name__

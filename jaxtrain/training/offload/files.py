@@ -45,11 +45,11 @@ class Scratch:
             if made.exists():
                 remove_tree(made)
             made.mkdir(parents=True)
-        weakref.finalize(self, _removed, made, in_run=self.workdir is not None)
+        weakref.finalize(self, _remove, made, in_run=self.workdir is not None)
         return made
 
 
-def _removed(folder: Path, *, in_run: bool) -> None:
+def _remove(folder: Path, *, in_run: bool) -> None:
     remove_tree(folder)
     if in_run:
         with contextlib.suppress(OSError):  # others' are still there

@@ -91,7 +91,7 @@ class OnDisk(OnHost):
         def finish(before: TrainState, after: TrainState, pending: Pending) -> TrainState:
             files = before.opt_state
             params = blocks.update(after.params, self._of_rule(files), pending)
-            return self._whole(dataclasses.replace(after, params=params), files)
+            return self._with_files(dataclasses.replace(after, params=params), files)
 
         return finish
 
@@ -111,11 +111,11 @@ class OnDisk(OnHost):
             for path, file in jax.tree_util.tree_leaves_with_path(before.opt_state):
                 if isinstance(file, FileArray) and path in new:
                     file.write(new[path])
-            return self._whole(self.in_memory(state), before.opt_state)
+            return self._with_files(self.in_memory(state), before.opt_state)
         files = self._files()
         with self.layout.active():
             self._blocks({}).begin(state.params, self._of_rule(files))
-        return self._whole(state, files)
+        return self._with_files(state, files)
 
     def restored(self, state: TrainState, read: Callable[[Callable[..., Any]], Any]) -> TrainState:
         """The whole state of one in memory, what is in files read one parameter at a time.
@@ -135,7 +135,7 @@ class OnDisk(OnHost):
             mine = [x for x in jax.tree.leaves(part(files, names)) if x.ndim]
             for file, x in zip(mine, found, strict=True):
                 file.write(x)
-        return self._whole(state, files)
+        return self._with_files(state, files)
 
     def _of_rule(self, opt_state: Any) -> Any:
         return opt_state[len(self.first) :]
@@ -149,7 +149,7 @@ class OnDisk(OnHost):
 
         return jax.tree_util.tree_map_with_path(one, self.abstract_state().opt_state)
 
-    def _whole(self, state: TrainState, files: Any) -> TrainState:
+    def _with_files(self, state: TrainState, files: Any) -> TrainState:
         return dataclasses.replace(state, opt_state=joined([state.opt_state, files]))
 
     # -- outside of a step -----------------------------------------------------------------------

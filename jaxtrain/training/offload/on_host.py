@@ -64,7 +64,7 @@ class OnHost(Program):
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """As of `Program`."""
-        held = self._fetched(state)
+        held = self._fetch(state)
         grads, metrics, statistics = super().gradients(held, batch)
         curvature = None if self.curvature is None else self.curvature(self, held, batch)
         return self.update(state, grads, metrics, statistics, curvature)
@@ -73,7 +73,7 @@ class OnHost(Program):
         self, state: TrainState, batch: Batch, counts: Sums | None = None
     ) -> tuple[nnx.State, Sums, nnx.State]:
         """As of `Program`."""
-        return super().gradients(self._fetched(state), batch, counts)
+        return super().gradients(self._fetch(state), batch, counts)
 
     def with_respect_to(self, trained: nnx.State) -> nnx.State:
         """As of `Program`; of layers' matrices numbers in host memory, which nobody reads, where
@@ -121,7 +121,7 @@ class OnHost(Program):
         grads, sums, statistics = super()._of_batch(layout, batch, *arguments)
         return on_device(grads), sums, statistics
 
-    def _fetched(self, state: TrainState) -> TrainState:
+    def _fetch(self, state: TrainState) -> TrainState:
         """The state with a copy of the parameters to compute with on the devices."""
         if self.offload.parameters == "none":
             return state
@@ -180,7 +180,7 @@ class OnHost(Program):
     def consensus(self, state: TrainState) -> TrainState:
         """The state that evaluation and generation use, its parameters on the devices."""
         parts = jax.tree.map(
-            lambda x: _brought(x) if isinstance(x, Evaluated) else x,
+            lambda x: _copy_to_devices(x) if isinstance(x, Evaluated) else x,
             state.opt_state,
             is_leaf=lambda x: isinstance(x, Evaluated),
         )
@@ -200,7 +200,7 @@ class OnHost(Program):
         return super().with_weights(state, on_device(params), statistics)
 
 
-def _brought(tree: Any) -> Any:
+def _copy_to_devices(tree: Any) -> Any:
     """Arrays of hosts in the memory of their devices, outside of a program."""
     return jax.tree.map(
         lambda x: (

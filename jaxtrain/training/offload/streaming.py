@@ -52,7 +52,7 @@ def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
       What is kept, and what was made, [L, ...] on the devices.
     """
     homes = jax.tree.map(lambda x: jax.typeof(x).memory_space, kept)
-    kept, given = (jax.tree.map(_whole_if_small, tree) for tree in (kept, given))
+    kept, given = (jax.tree.map(_join_if_small, tree) for tree in (kept, given))
     count = next(x.shape[0] for x in jax.tree.leaves((kept, given)) if x.ndim)
 
     def one(kept: Any, layer: jax.Array) -> tuple[Any, Any]:
@@ -73,7 +73,7 @@ def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
     return jax.tree.map(jax.device_put, kept, homes), made
 
 
-def _whole_if_small(x: jax.Array) -> jax.Array:
+def _join_if_small(x: jax.Array) -> jax.Array:
     """Vectors of all layers go at once: a slice of them would be a row out of a tile of memory."""
     return jax.device_put(x, DEVICE) if x.ndim < 3 else x
 

@@ -66,7 +66,7 @@ class Adam8bit(AdamRule):
         def mean(rate: float, *, signed: bool) -> Any:
             def one(gradient: Any, old: Any) -> Any:
                 g = gradient.get_value()
-                last = eight_bits.decode(old, signed=signed) if _coded(old) else old.get_value()
+                last = eight_bits.decode(old, signed=signed) if _codes_of(old) else old.get_value()
                 value = g if signed else g * g
                 return gradient.replace(rate * last + (1 - rate) * value)
 
@@ -77,7 +77,7 @@ class Adam8bit(AdamRule):
 
         mu = each(mean(self.b1, signed=True), updates, state.mu)
         nu = each(mean(self.b2, signed=False), updates, state.nu)
-        kept = CodedMoments(count, _kept(mu, signed=True), _kept(nu, signed=False))
+        kept = CodedMoments(count, _quantize(mu, signed=True), _quantize(nu, signed=False))
         return jax.tree.map(step, mu, nu), kept
 
 
@@ -93,10 +93,10 @@ def _init(params: Any) -> CodedMoments:
     return CodedMoments(jnp.zeros((), jnp.int32), zeros(signed=True), zeros(signed=False))
 
 
-def _kept(means: Any, *, signed: bool) -> Any:
+def _quantize(means: Any, *, signed: bool) -> Any:
     """What stays of float32 means."""
     return each(lambda v: eight_bits.encode(v, signed=signed) if is_matrix(v) else v, means)
 
 
-def _coded(kept: Any) -> bool:
+def _codes_of(kept: Any) -> bool:
     return isinstance(kept, eight_bits.Coded)

@@ -77,7 +77,7 @@ def gram(m: jax.Array, side: int) -> jax.Array:
     """M M^T of the rows, M^T M of the columns."""
     product = "...ij,...kj->...ik" if side == ROWS else "...ij,...il->...jl"
     *stack, rows, columns = _parts(m)
-    return _einsum(product, m, _gathered(m, side), (*stack, (rows, columns)[side], None))
+    return _einsum(product, m, _gather(m, side), (*stack, (rows, columns)[side], None))
 
 
 def into(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
@@ -90,8 +90,8 @@ def into(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
 def out_of(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
     """The way back: B M of the rows, M B^T of the columns."""
     if side == ROWS:
-        return _einsum("...ik,...kj->...ij", basis, _gathered(m, side), _parts(m))
-    return _einsum("...ij,...lj->...il", _gathered(m, side), basis, _parts(m))
+        return _einsum("...ik,...kj->...ij", basis, _gather(m, side), _parts(m))
+    return _einsum("...ij,...lj->...il", _gather(m, side), basis, _parts(m))
 
 
 def inverse_root(square: jax.Array, order: int, least: float) -> jax.Array:
@@ -118,7 +118,7 @@ def turned(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
       the old one where [k, l] is 1. The largest of the estimated eigenvalues comes first.
     """
     *stack, rows, _ = _parts(square)
-    turn = _einsum("...ik,...kl->...il", square, _gathered(basis, ROWS), (*stack, rows, None))
+    turn = _einsum("...ik,...kl->...il", square, _gather(basis, ROWS), (*stack, rows, None))
     values = (basis * turn).sum(-2)
     order = jnp.argsort(-values, axis=-1)
     permutation = (jnp.arange(values.shape[-1])[:, None] == order[..., None, :]) * 1.0
@@ -129,8 +129,8 @@ def turned(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
 def permuted(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
     """M with its rows or columns in the order that `turned` gave a basis."""
     if side == ROWS:
-        return _einsum("...kl,...kj->...lj", permutation, _gathered(m, side), _parts(m))
-    return _einsum("...ij,...jl->...il", _gathered(m, side), permutation, _parts(m))
+        return _einsum("...kl,...kj->...lj", permutation, _gather(m, side), _parts(m))
+    return _einsum("...ij,...jl->...il", _gather(m, side), permutation, _parts(m))
 
 
 def _each_whole(function: Any, square: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def _each_whole(function: Any, square: jax.Array) -> jax.Array:
     return on_whole(local, square, dims)
 
 
-def _gathered(m: jax.Array, side: int) -> jax.Array:
+def _gather(m: jax.Array, side: int) -> jax.Array:
     """Matrices of which each device has this side whole."""
     if jax.typeof(m).sharding.mesh.empty:
         return m

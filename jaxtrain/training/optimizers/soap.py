@@ -113,7 +113,7 @@ class SOAP(AdamRule):
 
         def step(mu: Any, nu: Any, bases: Any) -> Any:
             adam = of_mu * _in_bases(mu, bases) / (jnp.sqrt(of_nu * nu.get_value()) + self.epsilon)
-            back = _moved(sided.out_of, mu.replace(adam), bases)
+            back = _rotate(sided.out_of, mu.replace(adam), bases)
             return mu.replace(jnp.where(is_first, 0.0, back))
 
         def mean_of_sides(gradient: Any, old: Any) -> Any:
@@ -139,17 +139,17 @@ class SOAP(AdamRule):
             [
                 lambda: (nu, state.bases),
                 lambda: (nu, _first_bases(updates, means)),
-                lambda: _turned(nu, means, state.bases),
+                lambda: _refresh_bases(nu, means, state.bases),
             ],
         )
         return found, Bases(state.count + 1, mu, nu, means, bases)
 
 
 def _in_bases(variable: Any, bases: Any) -> jax.Array:
-    return _moved(sided.into, variable, bases)
+    return _rotate(sided.into, variable, bases)
 
 
-def _moved(move: Any, variable: Any, bases: Any) -> jax.Array:
+def _rotate(move: Any, variable: Any, bases: Any) -> jax.Array:
     """A variable's array with each side of its matrices moved by that side's basis."""
     x = variable.get_value()
     if sided.are_none(bases):
@@ -170,7 +170,7 @@ def _first_bases(params: Any, means: Any) -> Any:
     return each(one, params, means)
 
 
-def _turned(nu: Any, means: Any, bases: Any) -> tuple[Any, Any]:
+def _refresh_bases(nu: Any, means: Any, bases: Any) -> tuple[Any, Any]:
     """The second moment and the bases after a turn: where columns of a basis change places, so do
     the rows or columns of what was measured in it."""
 

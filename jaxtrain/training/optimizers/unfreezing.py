@@ -108,12 +108,12 @@ class Unfreezing:
                     part(tree, names) for tree in (updates, state.rule, params, extra)
                 )
                 moved, after = of_rule.update(mine, joined([counts, kept]), own, **more)
-                counted.append(_counted(step >= start, part(after, _NONE), counts))
+                counted.append(_restart_counts(step >= start, part(after, _NONE), counts))
                 opened = {
-                    name: self._opened(name, param, start, step, extra.get("layers"))
+                    name: self._open_places(name, param, start, step, extra.get("layers"))
                     for name, param in by_name(own).items()
                 }
-                found = _taken(opened, (moved, after), found)
+                found = _take_opened(opened, (moved, after), found)
             updates, after = found
             later = tuple(jax.tree.leaves(counts) for counts in counted[1:])
             return updates, Waiting(joined([counted[0], after]), later)
@@ -135,7 +135,7 @@ class Unfreezing:
         places = jax.tree.leaves(param)[0].shape[0]
         return by_layer(parts, jnp.zeros(places, jnp.int32), layers)
 
-    def _opened(
+    def _open_places(
         self, name: str, param: Any, start: int, step: jax.Array, layers: Sequence[int] | None
     ) -> bool | jax.Array:
         """Which places wait for this step, and need not any more."""
@@ -155,7 +155,7 @@ def _along(mask: bool | jax.Array, x: jax.Array) -> jax.Array:
     return mask.reshape(-1, *[1] * (x.ndim - 1)) if mask.ndim else mask
 
 
-def _taken(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> Any:
+def _take_opened(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> Any:
     """`old` with what `opened` says of arrays by name taken from `new`, which may have fewer."""
 
     def of_states(old: Any, new: Any) -> Any:
@@ -173,7 +173,7 @@ def _taken(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> Any:
     return over_states(of_states, old, new)
 
 
-def _counted(is_open: jax.Array, new: Any, old: Any) -> Any:
+def _restart_counts(is_open: jax.Array, new: Any, old: Any) -> Any:
     """Counts that begin with their step, but for the learning rate's, which is the run's."""
 
     def one(new: Any, old: Any) -> Any:

@@ -57,10 +57,10 @@ class Backward:
             # Those that parameters and context give without x (weights, masks) are not kept for
             # every microbatch but made again.
             of_x = flat.jaxpr.invars[number_of_x : number_of_x + len(jax.tree.leaves(x))]
-            self._depends = _reached(flat.jaxpr, of_x, wanted)
+            self._depends = _reachable(flat.jaxpr, of_x, wanted)
             again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
             self._again = ClosedJaxpr(
-                _part(flat.jaxpr, flat.jaxpr.invars, again, _needed(flat.jaxpr, again)),
+                _part(flat.jaxpr, flat.jaxpr.invars, again, _needed_equations(flat.jaxpr, again)),
                 flat.consts,
             )
             self.kept = self._dependent(residuals)
@@ -169,14 +169,14 @@ def cut(
     flat = _with_devices_cut(flat, early, arguments)
     jaxpr = flat.jaxpr
     wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
-    first = _needed(jaxpr, wanted)
+    first = _needed_equations(jaxpr, wanted)
     made = {var for eqn in first for var in eqn.outvars}
     known = made | set(jaxpr.invars) | set(jaxpr.constvars)
     late = [n for n, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal) and v not in known]
     early_numbers = [n for n in range(len(jaxpr.outvars)) if n not in late]
     ids = {id(eqn) for eqn in first}
     rest = [eqn for eqn in jaxpr.eqns if id(eqn) not in ids]
-    second = _needed(jaxpr.replace(eqns=rest), [jaxpr.outvars[n] for n in late])
+    second = _needed_equations(jaxpr.replace(eqns=rest), [jaxpr.outvars[n] for n in late])
     again_vars = {v: n for n, v in enumerate(jaxpr.invars) if available(n)}
     second, inputs, crossing = _lighter(jaxpr, first, second, [], again_vars)
     again = [v for v in inputs if v in again_vars]
@@ -201,7 +201,7 @@ def _with_devices_cut(
     """The same function, each `shard_map` that gives early results and others as two of them."""
     jaxpr = flat.jaxpr
     wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
-    first = _needed(jaxpr, wanted)
+    first = _needed_equations(jaxpr, wanted)
     live = {*(v for v in wanted if not isinstance(v, Literal))}
     live |= {v for eqn in first for v in eqn.invars if not isinstance(v, Literal)}
     both = {
@@ -249,10 +249,10 @@ def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) ->
     jax.eval_shape(mapped(seen, given, made), *inputs)
     flat, consts = inner[0].jaxpr, inner[0].consts
     soon, late = ([n for n, one in enumerate(early) if one is first] for first in (True, False))
-    first = _needed(flat, [flat.outvars[n] for n in soon])
+    first = _needed_equations(flat, [flat.outvars[n] for n in soon])
     done = {id(eqn) for eqn in first}
     rest = flat.replace(eqns=[eqn for eqn in flat.eqns if id(eqn) not in done])
-    second = _needed(rest, [flat.outvars[n] for n in late])
+    second = _needed_equations(rest, [flat.outvars[n] for n in late])
     ends = [flat.outvars[n] for n in late]
     second, read, crossing = _lighter(flat, first, second, ends, flat.invars)
     again = [n for n, v in enumerate(flat.invars) if v in read]
@@ -336,7 +336,7 @@ def _shape(var: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(aval, "sharding", None))
 
 
-def _needed(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
+def _needed_equations(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
     """The equations that the wanted variables depend on, in order."""
     live = {v for v in wanted if not isinstance(v, Literal)}
     kept = []
@@ -347,7 +347,7 @@ def _needed(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _reached(jaxpr: Jaxpr, sources: Sequence[Any], wanted: Sequence[Any]) -> list[bool]:
+def _reachable(jaxpr: Jaxpr, sources: Sequence[Any], wanted: Sequence[Any]) -> list[bool]:
     """Which of the wanted variables depend on any of `sources`."""
     reached = {*sources}
     for eqn in jaxpr.eqns:

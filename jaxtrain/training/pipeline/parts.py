@@ -119,15 +119,15 @@ class Parts(abc.ABC):
         Args:
           params: a tree of named arrays, or a tuple of such.
         """
-        return _apart(params, lambda _, variable: is_layer(variable))
+        return _split(params, lambda _, variable: is_layer(variable))
 
     def of_pass(self, number: int, layers: Any) -> tuple[Variables, Variables]:
         """The layers of a pass, and those of the others."""
-        return _apart(layers, lambda name, _: self.in_pass(number, name))
+        return _split(layers, lambda name, _: self.in_pass(number, name))
 
     def shared(self, outer: Any) -> tuple[Variables, Variables]:
         """Of the parameters around the layers those that every layer reads, and the others."""
-        return _apart(outer, lambda name, _: self.is_shared(name))
+        return _split(outer, lambda name, _: self.is_shared(name))
 
     def join(self, one: nnx.State, other: nnx.State) -> nnx.State:
         """The inverse of all three."""
@@ -180,8 +180,8 @@ def crossing(way: str, name: str, first_pass: int) -> str:
     return f"{way}_{name}" if first_pass else way
 
 
-def _apart(params: Any, first: Callable[[str, Any], bool]) -> tuple[Variables, Variables]:
+def _split(params: Any, first: Callable[[str, Any], bool]) -> tuple[Variables, Variables]:
     if isinstance(params, tuple):
-        one, other = zip(*(_apart(part, first) for part in params), strict=True)
+        one, other = zip(*(_split(part, first) for part in params), strict=True)
         return one, other
     return partition(params, first)

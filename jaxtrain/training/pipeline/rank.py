@@ -166,12 +166,12 @@ class Rank:
         def branch(kind: Work, number: int) -> Callable[[Carry], tuple[Carry, Stream, Kept]]:
             of = self._passes[number]
             if kind == Work.IDLE:
-                return lambda own: (own, nothing, self._kept(carry))
+                return lambda own: (own, nothing, self._store(carry))
             if kind == Work.FORWARD:
                 return lambda own: self._forward(of, own, carry, row)
             if kind == Work.BACKWARD_WEIGHT:
                 return lambda own: (
-                    self._weight_gradients(of, own, carry, row), nothing, self._kept(carry),
+                    self._weight_gradients(of, own, carry, row), nothing, self._store(carry),
                 )  # fmt: skip
             return lambda own: self._backward(of, own, carry, row)
 
@@ -198,17 +198,17 @@ class Rank:
             x = self._stage_input(of, carry, row, context)
             (y, auxiliary), kept = of.backward.forward(params, x, context)
             if self._keep_residuals:
-                before = self._before(of.number, self._received(carry, row))
-                kept = self._kept(carry, "residuals", of, jax.tree.leaves((kept, y, before)))
+                before = self._before(of.number, self._receive(carry, row))
+                kept = self._store(carry, "residuals", of, jax.tree.leaves((kept, y, before)))
             else:
-                kept = self._kept(carry)
+                kept = self._store(carry)
             if not self._skip_last:
-                own = {**own, "sums": _add_sums(own["sums"], self._counted(auxiliary, row))}
+                own = {**own, "sums": _add_sums(own["sums"], self._mask_idle(auxiliary, row))}
             return own, y, kept
 
         if self._skip_last and is_last:
             nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
-            idle = nothing, self._kept(carry)
+            idle = nothing, self._store(carry)
             return jax.lax.cond(row["last"], lambda own: (own, *idle), run, own)
         own, y, kept = run(own)
         if self._table.has_backward or not is_last:
@@ -228,8 +228,8 @@ class Rank:
         params, context = self._arguments(row, of.number)
         x = self._stage_input(of, carry, row, context)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
-        kept, outputs, transpose = self._before(of.number, self._received(carry, row)), None, None
-        for_second = self._kept(carry)
+        kept, outputs, transpose = self._before(of.number, self._receive(carry, row)), None, None
+        for_second = self._store(carry)
         residuals, rest = saved[: len(of.backward.kept)], saved[len(of.backward.kept) :]
         if self._keep_residuals:
             y_kept, kept = jax.tree.unflatten(jax.tree.structure((x, kept)), rest)
@@ -261,7 +261,7 @@ class Rank:
             arguments = jax.tree.leaves((params, residuals, context, x, gradient))
             results, stash = of.halves.first(*arguments)
             by_number = dict(zip(of.halves.early, results, strict=True))
-            for_second = self._kept(carry, "stash", of, stash)
+            for_second = self._store(carry, "stash", of, stash)
         else:
             by_number = dict(enumerate(jax.tree.leaves(transpose(gradient))))
         leaves = [by_number.pop(of.count + place) for place in range(len(jax.tree.leaves(x)))]
@@ -396,28 +396,28 @@ class Rank:
 
     def _stage_input(self, of: "_Pass", carry: Carry, row: Row, context: Any) -> Stream:
         def entering() -> Stream:
-            before = self._before(of.number, self._received(carry, row))
+            before = self._before(of.number, self._receive(carry, row))
             return self._enter(of.number, self._of_outer, before, context)
 
         return self._where(
             row["enters"],
             self._parts.enter_has_layers,
             entering,
-            lambda: self._received(carry, row),
+            lambda: self._receive(carry, row),
         )
 
-    def _received(self, carry: Carry, row: Row) -> Stream:
+    def _receive(self, carry: Carry, row: Row) -> Stream:
         return {name: take([waiting], row["input_slot"])[0]
                 for name, waiting in carry["inputs"].items()}  # fmt: skip
 
     def _move(self, message: Stream, way: str, buffers: Stream, row: Row) -> Stream:
         """The buffers with what arrived in them: every pattern of edges is a permute of its own."""
         return {
-            name: self._moved(message[name], crossing(way, name, first), buffers[name], row)
+            name: self._pass_on(message[name], crossing(way, name, first), buffers[name], row)
             for name, first in self._parts.travels.items()
         }
 
-    def _moved(self, message: jax.Array, way: str, buffer: jax.Array, row: Row) -> jax.Array:
+    def _pass_on(self, message: jax.Array, way: str, buffer: jax.Array, row: Row) -> jax.Array:
         slot = row[f"receive_{'input' if way.startswith('forward') else 'gradient'}_slot"]
 
         def along(number: int, edges: Edges) -> Callable[[jax.Array], jax.Array]:
@@ -439,7 +439,9 @@ class Rank:
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
         return jax.lax.switch(row[way], senders, buffer)
 
-    def _kept(self, carry: Carry, name: str = "", of: "_Pass | None" = None, new: Any = ()) -> Kept:
+    def _store(
+        self, carry: Carry, name: str = "", of: "_Pass | None" = None, new: Any = ()
+    ) -> Kept:
         """What an action leaves for a later one: zeros but for `new` of a pass."""
         kept = {
             name: [[jnp.zeros_like(b[0]) for b in own] for own in carry[name]] for name in _KEPT
@@ -468,7 +470,7 @@ class Rank:
             found.append(buffers)
         return found
 
-    def _counted(self, found: Any, row: Row) -> Any:
+    def _mask_idle(self, found: Any, row: Row) -> Any:
         """What an action found; zeros where the rank has none in this tick."""
         if not self._together:
             return found
@@ -488,7 +490,7 @@ class Rank:
         """The totals with a stage's gradients added, by their numbers among its parameters."""
         start = row["chunk"] * self._stages.longest
         layers, outer = list(own["layers"]), list(own["outer"])
-        for number, gradient in self._counted(gradients, row).items():
+        for number, gradient in self._mask_idle(gradients, row).items():
             if number >= len(of.layers):
                 place = of.shared[number - len(of.layers)]
                 outer[place] += gradient.astype(outer[place].dtype)

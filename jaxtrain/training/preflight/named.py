@@ -77,16 +77,16 @@ def _names(config: Config) -> frozenset[str]:
         batch = config.train.data.abstract_batch(1)
         batch = with_shardings(batch, program.batch_shardings(batch))
         traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
-    return frozenset(NAMES) & frozenset(_given(traced.jaxpr))
+    return frozenset(NAMES) & frozenset(_names_in(traced.jaxpr))
 
 
-def _given(jaxpr: Jaxpr) -> Iterator[str]:
+def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
     """Names that stand in a traced function, and in those that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]
         for inner in _jaxprs(equation.params.values()):
-            yield from _given(inner)
+            yield from _names_in(inner)
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Jaxpr]:

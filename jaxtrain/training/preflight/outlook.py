@@ -89,7 +89,7 @@ class Outlook:
     @functools.cached_property
     def trained(self) -> nnx.State:
         """Those that are trained, adapters among them."""
-        return _trained(self.config.finetune, self.model)
+        return _count_trained(self.config.finetune, self.model)
 
     @functools.cached_property
     def logical(self) -> set[str]:
@@ -129,7 +129,7 @@ class Outlook:
 
 
 @functools.lru_cache(maxsize=16)  # a search asks for thousands of layouts of one model
-def _trained(finetune: Finetune, model: Model) -> nnx.State:
+def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
     try:
         tuning = tuning_of(finetune, model.build, biases(model))
     except UserError as error:

@@ -137,7 +137,7 @@ def make_program(
             remat=config.remat.kept,
             layers_per_iteration=config.scan.layers_per_iteration,
             einsum=EINSUMS[config.precision.matmul],
-            grouped=_grouped(config, layout),
+            grouped=_grouped_kernel_of(config, layout),
         ),
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
@@ -155,7 +155,7 @@ def make_program(
     return with_sharpness(config.optimizer.sharpness_radius, measured)
 
 
-def _grouped(config: Config, layout: Layout) -> Grouped:
+def _grouped_kernel_of(config: Config, layout: Layout) -> Grouped:
     """What experts' products are multiplied by on a layout's devices."""
     if config.train.model.experts is None:
         return Grouped()
@@ -175,7 +175,7 @@ def flops_per_step(config: Config) -> float:
     whole = train.model.flops(example)
     if config.finetune != Finetune() and reads_tokens(train.model):
         tuning = tuning_of(config.finetune, train.model.build)
-        unneeded = _frozen_products(train.model, tuning)
+        unneeded = _count_frozen(train.model, tuning)
         adapters = jax.eval_shape(
             lambda: tuning.draw(parameter_shapes(train.model.build), jax.random.key(0))
         )
@@ -184,7 +184,7 @@ def flops_per_step(config: Config) -> float:
     return whole * train.global_batch_size
 
 
-def _frozen_products(model: Model, tuning: Tuning) -> float:
+def _count_frozen(model: Model, tuning: Tuning) -> float:
     """Numbers of frozen weights that a token is multiplied with; of experts those it goes to."""
     shapes = parameter_shapes(model.build)
     tied = all(role_of(variable) != "output" for variable in by_name(shapes).values())

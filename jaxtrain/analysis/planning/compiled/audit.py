@@ -83,7 +83,9 @@ def audit(
       widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
-    left = [*itertools.chain.from_iterable(_apart(_Left(one, one.count)) for one in found)]
+    left = [
+        *itertools.chain.from_iterable(_split_concatenated(_Left(one, one.count)) for one in found)
+    ]
     exact = [
         functools.partial(matching.same, exact=True), matching.of_a_size,
         functools.partial(matching.stacked, exact=True),
@@ -93,12 +95,12 @@ def audit(
         matching.joined,
     )  # fmt: skip
     if widens:
-        left = [_narrowed(one) for one in left]
+        left = [_to_bfloat16(one) for one in left]
     else:
-        left = [_narrowed(one) if _is_greatest(one) else one for one in left]
+        left = [_to_bfloat16(one) if _is_greatest(one) else one for one in left]
     matching.count(left)
-    left = _matched(left, forms if widens else exact)
-    left = _matched(map(_widened, left), forms)
+    left = _match(left, forms if widens else exact)
+    left = _match(map(_from_bfloat16, left), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
             _where(one.found), "", None, False)
@@ -317,7 +319,7 @@ class _Matching:
         self.rows.append(Row(one.kind, one.axis, runs, moved, cause, "", textbook, True))
 
 
-def _matched(left: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]) -> list[_Left]:
+def _match(left: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]) -> list[_Left]:
     """What no form explains."""
     left = list(left)
     for match in forms:
@@ -329,7 +331,7 @@ def _is_greatest(left: _Left) -> bool:
     return left.found.op_name.endswith("reduce_max")
 
 
-def _narrowed(left: _Left) -> _Left:
+def _to_bfloat16(left: _Left) -> _Left:
     """What it would have been in bfloat16."""
     one = left.found
     if one.dtype != "f32":
@@ -338,7 +340,7 @@ def _narrowed(left: _Left) -> _Left:
     return dataclasses.replace(left, found=found, wide=True)
 
 
-def _widened(left: _Left) -> _Left:
+def _from_bfloat16(left: _Left) -> _Left:
     """The inverse."""
     if not left.wide:
         return left
@@ -346,7 +348,7 @@ def _widened(left: _Left) -> _Left:
     return dataclasses.replace(left, found=found, wide=False)
 
 
-def _apart(left: _Left) -> Iterable[_Left]:
+def _split_concatenated(left: _Left) -> Iterable[_Left]:
     """The arrays that were concatenated."""
     one = left.found
     if sum(part.bytes for part in one.parts) != one.bytes:

@@ -85,10 +85,10 @@ def _numbers(text: str) -> list[int]:
 def _iota(text: str) -> np.ndarray:
     """`[2,4]<=[4,2]T(1,0)`: arange, reshaped to [4,2], transposed, reshaped to [2,4]."""
     shape, source = text.split("<=")
-    return _transposed(source).reshape(_numbers(shape.strip("[]")))
+    return _transpose(source).reshape(_numbers(shape.strip("[]")))
 
 
-def _transposed(text: str) -> np.ndarray:
+def _transpose(text: str) -> np.ndarray:
     """`[4,2]T(1,0)`: arange, reshaped to [4,2] and transposed."""
     dims, _, order = text.partition("T")
     dims = _numbers(dims.strip("[]"))
@@ -102,7 +102,7 @@ def _along_mesh(sizes: dict[str, int], device_ids: str | None, used: str) -> Gro
     if device_ids is None:
         ids = np.arange(whole)
     elif "T" in device_ids or device_ids.startswith("[") and "<=" not in device_ids:
-        ids = _transposed(device_ids)
+        ids = _transpose(device_ids)
     else:
         ids = np.array(_numbers(device_ids))
     parts = {name: [(1, size)] for name, size in sizes.items()}  # before, size

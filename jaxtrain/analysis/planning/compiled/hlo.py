@@ -144,9 +144,9 @@ class Module:
             return []
         found = []
         for operand in made.operands:
-            part = _unflattened(given, operand)
+            part = _trace_bitcasts(given, operand)
             if part.opcode == "parameter" and outer:
-                part = _unflattened(inside, outer[int(part.literal)])
+                part = _trace_bitcasts(inside, outer[int(part.literal)])
             found += part.tensors
         return found
 
@@ -180,7 +180,7 @@ class Module:
                 yield from self._with_called(self.computations[name])
 
 
-def _unflattened(inside: Computation, name: str) -> Instruction:
+def _trace_bitcasts(inside: Computation, name: str) -> Instruction:
     """What a bitcast, or several, was made of."""
     made = inside.instructions[name]
     while made.opcode == "bitcast":

@@ -126,7 +126,7 @@ class _Liveness:
                 values[one.name] = values[operands[0]]
             else:
                 padded = padded_bytes(one.type_text)
-                target = self._updated(inside, one, max(padded, default=0))
+                target = self._updated_operand(inside, one, max(padded, default=0))
                 if target is not None:
                     values[one.name] = set(_flat(values[target]))
                     continue
@@ -136,7 +136,7 @@ class _Liveness:
                 values[one.name] = {one.name}
         return values, sizes
 
-    def _updated(self, inside: Computation, one: Instruction, size: int) -> str | None:
+    def _updated_operand(self, inside: Computation, one: Instruction, size: int) -> str | None:
         """The operand that an instruction writes its result into, if it works in place."""
         if one.opcode == "fusion" and one.called:
             body = self._module.computations[one.called[0]]

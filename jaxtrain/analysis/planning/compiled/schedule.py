@@ -204,7 +204,7 @@ class _Walk:
                 self._wait_at(started, times * (end - now))
                 now = end
             elif one.opcode in CONTAINERS:
-                now += self._called(one, here, runs, scoped, label)
+                now += self._time_call(one, here, runs, scoped, label)
             elif (price := self._takes(one, times)) is not None:
                 now += price
             elif _waits(one):
@@ -222,7 +222,7 @@ class _Walk:
         if takes:
             self.found.waited_at[launch] = self.found.waited_at.get(launch, 0.0) + takes
 
-    def _called(self, one: Instruction, here: str, runs: int, scoped: int, label: str) -> float:
+    def _time_call(self, one: Instruction, here: str, runs: int, scoped: int, label: str) -> float:
         """How long what an operation calls takes."""
         if one.opcode == "while":
             turns = self.module.trip_count(one)

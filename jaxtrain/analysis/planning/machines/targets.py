@@ -98,7 +98,7 @@ def parse_target(target: str, *, network: float | None = None, disk: float | Non
     refusal = _REFUSALS[chip.kind](chip, shape)
     if refusal is None and math.prod(shape) > MOST_DEVICES:
         inner = shape[1:]
-        close = _written((MOST_DEVICES // math.prod(inner), *inner))
+        close = _format_shape((MOST_DEVICES // math.prod(inner), *inner))
         refusal = (
             f"at most {MOST_DEVICES:,} devices are planned for; the nearest is '{name}:{close}'"
         )
@@ -152,7 +152,7 @@ def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
             f"devices are {more!r}"
         )
     if kind == "cpu":
-        return _simulated(target)
+        return _simulate(target)
     with native_stderr_kept() as noise:
         if kind == "gpu":
             return gpu_devices(target.chip, *target.shape, noise=noise)
@@ -214,7 +214,7 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         description = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{chip}:{_written(target.shape)}", **extra
+            platform="tpu", topology_name=f"{chip}:{_format_shape(target.shape)}", **extra
         )
     except RuntimeError as error:
         if "not installed" in str(error):
@@ -227,7 +227,7 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
     return list(description.devices)
 
 
-def _simulated(target: Target) -> list[jax.Device]:
+def _simulate(target: Target) -> list[jax.Device]:
     """CPU devices of this process; they exist only if nothing has opened JAX's backend before."""
     count = target.devices
     with contextlib.suppress(RuntimeError):
@@ -243,7 +243,7 @@ def _simulated(target: Target) -> list[jax.Device]:
     return devices[:count]
 
 
-def _refused_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+def _check_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     """Why there is no such slice, and the nearest one; None where there is."""
     there = chip.slices
     assert there is not None, "a TPU"
@@ -258,13 +258,13 @@ def _refused_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     if there.most_chips is not None:
         more = f", and ascending multiples of 4 up to {there.most_chips} chips together"
     return (
-        f"{chip.name} has no slice of {_written(shape)} chips; the nearest is "
-        f"'{chip.name}:{_written(close)}' (there are {', '.join(there.grids)}{more})"
+        f"{chip.name} has no slice of {_format_shape(shape)} chips; the nearest is "
+        f"'{chip.name}:{_format_shape(close)}' (there are {', '.join(there.grids)}{more})"
     )
 
 
 def _is_slice(there: Slices, shape: tuple[int, ...]) -> bool:
-    if _written(shape) in there.grids:
+    if _format_shape(shape) in there.grids:
         return True
     return (
         there.most_chips is not None
@@ -275,7 +275,7 @@ def _is_slice(there: Slices, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _refused_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+def _check_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     most, alone = chip.most_together, chip.dcn_bandwidth is None
     if len(shape) == 2 and shape[0] > 0 and 1 <= shape[1] <= most:
         if alone and shape[0] > 1:
@@ -294,11 +294,11 @@ def _refused_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
         close = (1, close[1])
     return (
         f"a GPU target is hosts x GPUs per host, of which one of {chip.name} has 1 to {most}; the "
-        f"nearest is '{chip.name}:{_written(close)}'"
+        f"nearest is '{chip.name}:{_format_shape(close)}'"
     )
 
 
-def _refused_cpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
+def _check_cpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     if len(shape) == 1 and shape[0] > 0:
         return None
     close = max(math.prod(shape), 1)
@@ -307,10 +307,10 @@ def _refused_cpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     )
 
 
-def _written(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
 _EXAMPLES = {"gpu": lambda chip: f"1x{chip.most_together}", "cpu": lambda chip: "8"}
 _FORMS = {"tpu": "GRID", "gpu": "HOSTSxGPUS", "cpu": "DEVICES"}
-_REFUSALS = {"tpu": _refused_tpu, "gpu": _refused_gpu, "cpu": _refused_cpu}
+_REFUSALS = {"tpu": _check_tpu, "gpu": _check_gpu, "cpu": _check_cpu}

@@ -82,12 +82,12 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     It depends on few of the settings, and is traced once for each combination of them.
     """
     plain, platform = _of_a_layer(config, layout, platform)
-    products = _kept(plain, platform, Remat(policy="dots"))
-    found = _kept(plain, platform, config.remat)
+    products = _residuals_of(plain, platform, Remat(policy="dots"))
+    found = _residuals_of(plain, platform, config.remat)
     total = sum(size for _, size in products.kept)
     if config.train.model.experts is not None:
         # 'dots' has none of the products of experts, which are several at a time.
-        of_experts = _kept(plain, platform, Remat(policy="elementwise")).kept
+        of_experts = _residuals_of(plain, platform, Remat(policy="elementwise")).kept
         total += dict(of_experts).get("experts", 0) - dict(products.kept).get("experts", 0)
     return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
 
@@ -167,7 +167,7 @@ def _stash(config: Config, platform: str, settings: Remat, keep_residuals: bool)
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept(config: Config, platform: str, settings: Remat) -> _Kept:
+def _residuals_of(config: Config, platform: str, settings: Remat) -> _Kept:
     layout, one = _first_layer(config, platform)
     return _residuals(layout, one, settings.kept)
 

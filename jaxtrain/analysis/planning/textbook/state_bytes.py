@@ -52,7 +52,7 @@ class Arguments:
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
     """The state and the batch on one device; equal to what a compiled step says of its arguments
     up to the padding of its tiles."""
-    held = _held(shapes_of_state(without_layout(config, layout)), layout, config.offload)
+    held = _arguments(shapes_of_state(without_layout(config, layout)), layout, config.offload)
     batch = config.train.data.abstract_batch(rows_held(config, layout))
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
     return dataclasses.replace(held, other=held.other + given // layout.batch_devices())
@@ -120,7 +120,7 @@ _READS = {"params": 3}
 
 
 @functools.lru_cache(maxsize=4096)
-def _held(state: StateShapes, layout: Layout, offload: Offload) -> Arguments:
+def _arguments(state: StateShapes, layout: Layout, offload: Offload) -> Arguments:
     """The arguments of a step without its batch."""
     shapes = state.shapes
     program = make_program(dataclasses.replace(state.config, offload=offload), layout)

@@ -138,7 +138,7 @@ def curves(names: Sequence[str], panels: Iterable[Panel]) -> tuple[Html, str]:
     ]
     panels = [one for one in panels if one.curves]
     ends = [curve.steps[at] for panel in panels for curve in panel.curves for at in (0, -1)]
-    across = _around(min(ends), max(ends), 0.0) if ends else (0.0, 1.0)
+    across = _pad_range(min(ends), max(ends), 0.0) if ends else (0.0, 1.0)
     kinds = {curve.is_evaluation for panel in panels for curve in panel.curves}
     switches = [
         element(
@@ -191,7 +191,7 @@ def _sample(run: int) -> Html:
 def _panel(panel: Panel, left: float, right: float) -> Html:
     shown = panel.curves
     values = np.concatenate([curve.values[np.isfinite(curve.values)] for curve in shown])
-    low, high = _around(values.min(), values.max(), 0.05)
+    low, high = _pad_range(values.min(), values.max(), 0.05)
     grid, labels = [], []
     for tick in ticks(low, high):
         at = (tick - low) / (high - low)
@@ -250,7 +250,7 @@ def _path(curve: Curve, is_line: bool) -> Html:
     return element("path", d="".join(words), class_=f"run{curve.run} {kind} {drawn}")
 
 
-def _around(low: float, high: float, margin: float) -> tuple[float, float]:
+def _pad_range(low: float, high: float, margin: float) -> tuple[float, float]:
     """Return the range of an axis; one value alone gets some room."""
     room = margin * (high - low) if high > low else max(abs(high) * 0.1, 1e-9)
     return float(low - room), float(high + room)

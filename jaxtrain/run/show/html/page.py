@@ -178,27 +178,27 @@ def table(shown: Table) -> Html:
                 continue
             classes = [sides[place], _tone(column[number]), "" if text.strip(" -") else "blank"]
             label = heads[place] or None
-            cells.append(element("td", text, class_=_joined(*classes), data_label=label))
+            cells.append(element("td", text, class_=_join(*classes), data_label=label))
         rows.append(element("tr", *cells, class_="section" if row.end_section else None))
     head = (
-        element("th", name, scope="col", class_=_joined(side))
+        element("th", name, scope="col", class_=_join(side))
         for name, side in zip(heads, sides, strict=True)
     )
     parts = [element("thead", element("tr", *head)), element("tbody", *rows)]
     if shown.show_footer:
         feet = (
-            element("td", _plain(column.footer), class_=_joined(side))
+            element("td", _plain(column.footer), class_=_join(side))
             for column, side in zip(shown.columns, sides, strict=True)
         )
         parts.append(element("tfoot", element("tr", *feet)))
     width = sum(length for place, length in enumerate(lengths) if place not in meters)
     is_wide = len(columns) > _FEW or width > _NARROW
     kinds = ("wide" if is_wide else "", "dense" if len(columns) > _MANY else "")
-    drawn = element("table", *parts, class_=_joined(*kinds))
+    drawn = element("table", *parts, class_=_join(*kinds))
     return element("div", drawn, class_="scroll")
 
 
-def _joined(*classes: str) -> str | None:
+def _join(*classes: str) -> str | None:
     return " ".join(" ".join(classes).split()) or None
 
 
