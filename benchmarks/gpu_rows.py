@@ -34,7 +34,7 @@ class TrainRow:
       sizes: settings of the model, by their gin names.
       batch: rows of a batch.
       length: tokens a row; None for images.
-      tiny: `sizes`, `batch` and `length` on a CPU.
+      tiny: `sizes`, `batch`, `length` and perhaps `learning_rate` on a CPU.
       bindings: gin bindings over config, sizes and batch; {quarter} and {eighth} are of `length`.
       ours: name -> further bindings: our settings that are tried.
       params: the dtype of parameters and moments on both sides.
@@ -78,10 +78,13 @@ class TrainRow:
         """The same row in sizes that a CPU runs in seconds."""
         tiny = dict(self.tiny)
         batch, length = tiny.pop("batch"), tiny.pop("length", None)
+        # A tiny model's losses must move within ten steps.
+        rate = tiny.pop("learning_rate", self.learning_rate)
         layers = None if self.equal_layers is None else 1
         return dataclasses.replace(
-            self, sizes={**self.sizes, **tiny}, batch=batch, length=length, equal_layers=layers
-        )
+            self, sizes={**self.sizes, **tiny}, batch=batch, length=length, equal_layers=layers,
+            learning_rate=rate,
+        )  # fmt: skip
 
     def shallow(self) -> "TrainRow":
         """The row whose losses are compared."""
@@ -137,7 +140,7 @@ _TINY_GPT = {
     "vocab_size": 96, "num_layers": 2, "embed_dim": 32, "num_heads": 2, "batch": 4, "length": 32,
 }  # fmt: skip
 _TINY_LLAMA = {**_TINY_GPT, "num_kv_heads": 1, "mlp_dim": 48}
-_TINY_MIXTRAL = {**_TINY_LLAMA, "num_experts": 4}
+_TINY_MIXTRAL = {**_TINY_LLAMA, "num_experts": 4, "learning_rate": 3e-4}
 _CHUNKED = "Loss.chunk_size = {quarter}"
 _OURS = {
     "": (_CHUNKED,),
