@@ -232,7 +232,7 @@ def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
 
 @pytest.mark.slow
 def test_the_file_of_the_guide_trains_as_it_is_printed(folder, tmp_path, monkeypatch, capsys):
-    page = (Path(__file__).parent.parent / "docs" / "finetuning.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "post_training.md").read_text()
     (text,) = re.findall(r"```gin\n(include .*?)```", page, re.S)
     monkeypatch.chdir(tmp_path)
     Path("preferences.gin").write_text(text)

@@ -46,7 +46,13 @@ def time_series(count: int) -> str:
 
 # Files of the reader's own that commands name. The `gin file=` blocks of a page are written, too.
 TEXT = "\n".join(page.read_text() for page in PAGES[:6])  # long enough for held-out rows
-FILES = {"README.md": TEXT, "train.ts": time_series(90), "unknown.ts": time_series(4)}
+QUESTION = '{"prompt": "import", "choices": ["os", "so"], "answer": 0}\n'
+FILES = {
+    "README.md": TEXT,
+    "train.ts": time_series(90),
+    "unknown.ts": time_series(4),
+    "questions.jsonl": QUESTION,
+}
 # What makes a command of the docs short; everything else runs as it is written.
 SHORT = ["Train.steps = 2", "Train.eval_batches = 1"]
 SHORT_TEXT = [
