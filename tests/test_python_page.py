@@ -1,4 +1,4 @@
-"""docs/python.md: its blocks run one after the other, and it names the whole of the package."""
+"""docs/python*.md: their blocks run one after the other, and they name the whole of the package."""
 
 import re
 from pathlib import Path
@@ -8,25 +8,36 @@ import pytest
 
 import jaxtrain
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "python.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def run(page: str) -> dict:
+    """Run the blocks of a page in order; return their names."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
+    assert len(blocks) >= 5
+    names: dict = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/{page}, block {number}", "exec"), names)
+    return names
 
 
 @pytest.mark.slow
 def test_the_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) >= 6
-    names: dict = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"docs/python.md, block {number}", "exec"), names)
+    names = run("python.md")
     out = capsys.readouterr().out
     assert "step 8/8" in out
     assert "Plan for v5e:2x4" in out
     for picture in ("loss.png", "up.png", "plan.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     assert len([line for line in names["trainer"].history if "eval_loss" in line]) == 2
-    whole = jaxtrain.Trainer(names["written"])
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_of_loops_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run("python_loops.md")
+    whole = jaxtrain.Trainer(names["config"])
     whole.train(steps=3)
     pieces = names["watched"].weights()
     assert len(names["means"]) == len(set(names["means"])) == 3
@@ -35,6 +46,7 @@ def test_the_blocks_run_in_order(tmp_path, monkeypatch, capsys):
 
 
 def test_the_page_names_everything_that_is_public():
+    page = (DOCS / "python.md").read_text()
     for name in jaxtrain.__all__:
         if name != "Plan":  # what `plan` returns, never made by hand
-            assert f"`{name}" in PAGE, name
+            assert f"`{name}" in page, name

@@ -29,6 +29,10 @@ NOT_RUN = {
     "jaxtrain generate --workdir runs/eight": "of such a run",
     "jaxtrain generate --workdir runs/talks --chat": "tests/test_chat_mode.py talks so",
     "jaxtrain train hf:all-MiniLM-L6-v2": "tests/test_embeddings.py begins on such a body",
+    "jaxtrain train attention_only": "tests/test_recipes.py adds the page's model and trains it",
+    "jaxtrain verify attention_only": "tests/test_recipes.py adds the model of the page first",
+    "jaxtrain train mine/run.gin": "tests/test_recipes.py trains such a model",
+    "jaxtrain verify mine/run.gin": "tests/test_recipes.py verifies models imported by a config",
     "jaxtrain train gpt_quickstart --profile": "tests/test_profiling.py trains the steps it takes",
 }
 
