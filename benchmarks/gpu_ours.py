@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.cpu_vs_torch import parameter_name
 from benchmarks.gpu_predictions import predicted
 from benchmarks.gpu_rows import (
     BATCHES,
@@ -60,9 +59,8 @@ def train(task: Task) -> dict[str, Any]:
     began = time.perf_counter()
     trainer = Trainer(load_config(small.config, small.gin(task.compute, setting)))
     if setting == "":
-        leaves, _ = jax.tree.flatten_with_path(trainer.state.params)
-        named = {parameter_name(keys): np.asarray(x.astype(jnp.float32)) for keys, x in leaves}
-        np.savez(task.weights, **named)
+        named = {name.replace("/", "."): x for name, x in trainer.weights().items()}
+        np.savez(task.weights, **{name: x.astype(np.float32) for name, x in named.items()})
     batches = placed(small, trainer)
     first, losses = 0.0, []
     for i in range(LOSSES):

@@ -125,7 +125,7 @@ def model_of(row: TrainRow, weights_path: str | None) -> torch.nn.Module:
     if row.family == "ResNet":
         model: Any = ResNet50(weights).to(memory_format=torch.channels_last)
     elif row.family == "GPT":
-        model = torch_models.GPT(weights, row.sizes["num_heads"], recompute=row.remat)
+        model = torch_models.GPT(weights, recompute=row.remat)
     else:
         with torch.device(DEVICE):
             model = Llama(row.sizes, recompute=row.remat)

@@ -21,7 +21,7 @@ import optax
 from rich.console import Console
 
 from benchmarks import side_by_side
-from benchmarks.cpu_vs_torch import COMMON
+from benchmarks.cpu_rows import COMMON, DECODER
 from jaxtrain.data.pipeline import batches
 from jaxtrain.nn.attention.blocked import blocked_attention
 from jaxtrain.nn.attention.mask import Mask
@@ -39,7 +39,7 @@ SIZES = {
 def trainer_of(layers: int, dim: int, heads: int, length: int, batch: int) -> Trainer:
     """Ours, with the shipped quickstart config and these sizes."""
     bindings = [
-        *COMMON,
+        *COMMON, *DECODER,
         f"GPT.num_layers = {layers}", f"GPT.embed_dim = {dim}", f"GPT.num_heads = {heads}",
         f"GPT.context_length = {length}", "GPT.vocab_size = 65", "TextData.source = 'synthetic'",
         "TextData.synthetic_vocab_size = 65", f"TextData.sequence_length = {length}",

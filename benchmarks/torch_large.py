@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.torch_models import Normed, Weights, fill
+from benchmarks.torch_images import Normed
+from benchmarks.torch_models import Weights, fill
 
 Sizes = Mapping[str, Any]
 

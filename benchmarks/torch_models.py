@@ -1,12 +1,12 @@
-"""The same GPT, LSTM and ResNet in plain PyTorch, as nanoGPT and torchvision write them.
+"""GPT in plain PyTorch as nanoGPT writes it, and what all of PyTorch's models here share.
 
-They take our weights, so that both sides compute the same numbers. `weights` maps a parameter's
+They take our weights, so that both sides compute the same losses. `weights` maps a parameter's
 path in our model, its names joined by dots, to its array.
 """
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ def fill(target: torch.Tensor, value: np.ndarray) -> None:
         raise ValueError(f"a weight of shape {value.shape} does not fit {tuple(target.shape)}")
     with torch.no_grad():
         target.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+
+def make_linear(weights: Weights, name: str) -> nn.Linear:
+    """A linear layer with our weight [in, out] and bias of this name."""
+    weight = weights[f"{name}.weight"]
+    linear = nn.Linear(*weight.shape)
+    fill(linear.weight, weight.T)
+    fill(linear.bias, weights[f"{name}.bias"])
+    return linear
 
 
 class Block(nn.Module):
@@ -47,11 +56,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 with tied embeddings; `forward` is the mean loss of next tokens."""
 
-    def __init__(self, weights: Weights, heads: int, *, recompute: bool = False) -> None:
+    def __init__(self, weights: Weights, *, recompute: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         table = weights["token_embedding"]
-        layers, _, dim = weights["layers.qkv"].shape[:3]
+        layers, _, dim, heads = weights["layers.qkv"].shape[:4]
         self.tokens = nn.Embedding(*table.shape)
         self.places = nn.Embedding(*weights["position_embedding"].shape)
         self.blocks = nn.ModuleList([Block(dim, heads) for _ in range(layers)])
@@ -75,173 +84,48 @@ class GPT(nn.Module):
             fill(block.down.weight, own["down"].T)
             fill(block.down.bias, own["down_bias"])
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(inputs) + self.places.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class LSTM(nn.Module):
-    """An LSTM language model on `torch.nn.LSTM`; `forward` is the mean loss of next tokens."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        layers, dim, _ = weights["layers.recurrent"].shape
-        self.tokens = nn.Embedding(*weights["token_embedding"].shape)
-        self.cells = nn.LSTM(dim, dim, layers, batch_first=True)
-        self.output = nn.Linear(dim, len(weights["output"]), bias=False)
-        fill(self.tokens.weight, weights["token_embedding"])
-        fill(self.output.weight, weights["output"])
-        for i in range(layers):
-            fill(getattr(self.cells, f"weight_ih_l{i}"), weights["layers.input"][i].T)
-            fill(getattr(self.cells, f"weight_hh_l{i}"), weights["layers.recurrent"][i].T)
-            fill(getattr(self.cells, f"bias_ih_l{i}"), weights["layers.gates_bias"][i])
-            # Ours is one bias, so the other is zero and stays so.
-            unused = getattr(self.cells, f"bias_hh_l{i}")
-            fill(unused, 0 * weights["layers.gates_bias"][i])
-            unused.requires_grad_(False)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self.output(self.cells(self.tokens(tokens))[0])
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Normed(nn.Module):
-    """A convolution and its batch norm."""
-
-    def __init__(self, weights: Weights, path: str, stride: int) -> None:
-        super().__init__()
-        kernel = weights[f"{path}.kernel"].transpose(3, 2, 0, 1)
-        channels_out, channels_in, size, _ = kernel.shape
-        self.convolution = nn.Conv2d(channels_in, channels_out, size, stride, size // 2, bias=False)
-        self.norm = nn.BatchNorm2d(channels_out)
-        fill(self.convolution.weight, kernel)
-        fill(self.norm.weight, weights[f"{path}.scale"])
-        fill(self.norm.bias, weights[f"{path}.bias"])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.convolution(x))
-
-
-class BasicBlock(nn.Module):
-    """Two convolutions and a shortcut."""
-
-    def __init__(self, weights: Weights, path: str, stride: int) -> None:
-        super().__init__()
-        self.first = Normed(weights, f"{path}.convolutions.0", stride)
-        self.second = Normed(weights, f"{path}.convolutions.1", 1)
-        self.shortcut: nn.Module = nn.Identity()
-        if f"{path}.shortcut.kernel" in weights:
-            self.shortcut = Normed(weights, f"{path}.shortcut", stride)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.relu(self.second(functional.relu(self.first(x))) + self.shortcut(x))
-
-
-class ResNet(nn.Module):
-    """The CIFAR form of depth 20; `forward` is the mean loss of labels."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__()
-        self.stem = Normed(weights, "stem", 1)
-        self.blocks = nn.Sequential(
-            *(BasicBlock(weights, f"blocks.{i}", 2 if i in (3, 6) else 1) for i in range(9))
-        )
-        self.head = nn.Linear(*weights["head"].shape)
-        fill(self.head.weight, weights["head"].T)
-        fill(self.head.bias, weights["head_bias"])
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(functional.relu(self.stem(images)))
-        return functional.cross_entropy(self.head(x.mean((2, 3))), labels)
-
-
-class ConvNet(nn.Module):
-    """Convolutions and poolings, then fully connected layers; `forward` is the mean loss of labels.
-
-    Args:
-      weights: ours, by name.
-      parts: one letter and numbers each: "c4.2" is a convolution of stride 4 with 2 pixels of
-        padding, followed by the activation; "m3.2" and "a2.2" take the largest and the mean of 3
-        x 3 and 2 x 2 pixels at a stride of 2; a third number is the padding in pixels.
-      side: pixels of a side before the fully connected layers, by adaptive average pooling.
-      activation: a function of `torch`.
-    """
-
-    def __init__(
-        self, weights: Weights, parts: Sequence[str], side: int, activation: str = "relu"
-    ) -> None:
-        super().__init__()
-        self.act, self.side, layers = getattr(torch, activation), side, []
-        names = sorted({name.rpartition(".")[0] for name in weights}, key=_in_order)
-        convolutions = (name for name in names if re.fullmatch(r"convolutions\.\d+", name))
-        for part in parts:
-            numbers = [int(number) for number in part[1:].split(".")]
-            if part[0] == "c":
-                layers.append(self._convolution(weights, next(convolutions), *numbers))
-            else:
-                pool = nn.MaxPool2d if part[0] == "m" else nn.AvgPool2d
-                layers.append(pool(*numbers))
-        self.parts = nn.ModuleList(layers)
-        dense = [name for name in names if name.startswith("dense")]
-        self.dense = nn.ModuleList(self._linear(weights, name) for name in (*dense, "head"))
-
-    def _convolution(self, weights: Weights, name: str, stride: int, padding: int) -> nn.Module:
-        kernel = weights[f"{name}.weight"].transpose(3, 2, 0, 1)
-        channels_out, channels_in, size, _ = kernel.shape
-        convolution = nn.Conv2d(channels_in, channels_out, size, stride, padding)
-        fill(convolution.weight, kernel)
-        fill(convolution.bias, weights[f"{name}.bias"])
-        if f"{name}.norm.scale" not in weights:
-            return convolution
-        norm = nn.BatchNorm2d(channels_out)
-        fill(norm.weight, weights[f"{name}.norm.scale"])
-        fill(norm.bias, weights[f"{name}.norm.bias"])
-        return nn.Sequential(convolution, norm)
-
-    def _linear(self, weights: Weights, name: str) -> nn.Module:
-        linear = nn.Linear(*weights[f"{name}.weight"].shape)
-        fill(linear.weight, weights[f"{name}.weight"].T)
-        fill(linear.bias, weights[f"{name}.bias"])
-        return linear
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = images
-        for part in self.parts:
-            pools = isinstance(part, nn.MaxPool2d | nn.AvgPool2d)
-            x = part(x) if pools else self.act(part(x))
-        if x.shape[2:] != (self.side, self.side):
-            x = functional.adaptive_avg_pool2d(x, self.side)
-        x = x.permute(0, 2, 3, 1).flatten(1)
-        for i, layer in enumerate(self.dense):
-            x = layer(self.act(x) if i else x)
-        return functional.cross_entropy(x, labels)
-
-
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """ "convolutions.10" after "convolutions.9"."""
-    return [(int(word) if word.isdigit() else -1, word) for word in name.split(".")]
-
-
-def adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+def adamw(
+    model: nn.Module, learning_rate: float, weight_decay: float = 0.1
+) -> torch.optim.Optimizer:
     """AdamW, fused, that decays matrices only."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model, weight_decay)
     return torch.optim.AdamW(groups, learning_rate, (0.9, 0.95), 1e-8, fused=True)
 
 
-def sgd(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+def sgd(
+    model: nn.Module, learning_rate: float, weight_decay: float = 5e-4
+) -> torch.optim.Optimizer:
     """Nesterov momentum that decays matrices only, fused."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 5e-4},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = parameter_groups(model, weight_decay)
     return torch.optim.SGD(groups, learning_rate, 0.9, nesterov=True, fused=True)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The trained parameters in two groups: matrices, which decay, and the others."""
+    matrices, others = [], []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            (matrices if is_matrix(parameter) else others).append(parameter)
+    return [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def is_matrix(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has two dimensions or more that are not 1 (a ViT's class token is a
+    vector [1, 1, D]) and is not marked, as the rates of a Mamba's states are, as one that does not
+    decay."""
+    marked = getattr(parameter, "_no_weight_decay", False)
+    return sum(size > 1 for size in parameter.shape) >= 2 and not marked
 
 
 def clip(model: nn.Module, norm: float | None) -> None:

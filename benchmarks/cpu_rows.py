@@ -1,0 +1,294 @@
+"""Rows of `cpu_vs_torch`: our config and bindings, the batches of both sides, and PyTorch's model.
+
+Both sides have the same optimizer without a schedule: SGD with Nesterov momentum for convolutional
+networks, AdamW for the others. Dropout and label smoothing are 0.
+"""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+BATCHES = 10
+# The fields of our `Batch` that both sides read; missing masks are 1 and positions count from 0.
+Fields = dict[str, np.ndarray]
+
+COMMON = (
+    "Mesh.fsdp = 1", "Mesh.tensor = 1", "Precision.compute = 'float32'",
+    "Schedule.warmup_steps = 0", "Schedule.name = 'constant'", "Train.steps = 1000000000",
+)  # fmt: skip
+DECODER = ("Attention.kernel = 'blocked'", "Remat.policy = 'elementwise'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+      title: the row's name in the table.
+      config: a shipped config.
+      bindings: gin bindings over it, without the optimizer's.
+      batches: makes the batches that both sides cycle through, in this order.
+      peer: PyTorch's model, "torch_text.GRU": a name in a module of this package. It takes our
+        weights and maps a batch to its mean loss.
+      unit: what throughput counts.
+      units: how many of them a step has.
+      optimizer: of both sides.
+      learning_rate: of both sides.
+      weight_decay: of both sides, of matrices only.
+      clip_norm: of both sides.
+      tolerance: the largest relative difference of the losses of 10 steps.
+      published: the peer takes a folder with our model as transformers reads it, in place of a
+        mapping from the names of our parameters, joined by dots, to arrays.
+      eager_only: why torch.compile is left out; None: it is not.
+    """
+
+    title: str
+    config: str
+    bindings: tuple[str, ...]
+    batches: Callable[[], list[Fields]]
+    peer: str
+    unit: str
+    units: int
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    tolerance: float = 1e-4
+    published: bool = False
+    eager_only: str | None = None
+
+    def all_bindings(self) -> list[str]:
+        """The bindings over the shipped config, the optimizer's too."""
+        return [
+            *COMMON, *self.bindings,
+            f"Optimizer.name = {self.optimizer!r}",
+            f"Optimizer.learning_rate = {self.learning_rate}",
+            f"Optimizer.weight_decay = {self.weight_decay}",
+            f"Optimizer.clip_norm = {self.clip_norm}",
+        ]  # fmt: skip
+
+    def make_peer(self, weights: Any) -> Any:
+        """PyTorch's model with our weights: a `torch.nn.Module`."""
+        module, _, name = self.peer.rpartition(".")
+        return getattr(importlib.import_module(f"benchmarks.{module}"), name)(weights)
+
+
+def bind(model: str, sizes: Mapping[str, Any]) -> tuple[str, ...]:
+    """Gin bindings of a model's sizes."""
+    return tuple(f"{model}.{name} = {value!r}" for name, value in sizes.items())
+
+
+# -- text ------------------------------------------------------------------------------------------
+
+
+def _next_tokens(vocab_size: int, batch: int, length: int) -> list[Fields]:
+    # A skewed vocabulary: there is something to learn in ten steps.
+    shape = (BATCHES, batch, length + 1)
+    tokens = (vocab_size * np.random.default_rng(0).random(shape) ** 3).astype(np.int32)
+    return [{"inputs": rows[:, :-1], "targets": rows[:, 1:]} for rows in tokens]
+
+
+def _text(vocab_size: int, batch: int, length: int) -> tuple[str, ...]:
+    return (
+        "TextData.source = 'synthetic'", f"TextData.synthetic_vocab_size = {vocab_size}",
+        f"TextData.sequence_length = {length}", "TextData.separate_documents = False",
+        f"Train.global_batch_size = {batch}",
+    )  # fmt: skip
+
+
+def _language_model(
+    title: str, config: str, model: str, sizes: Mapping[str, Any], batch: int, length: int,
+    peer: str, bindings: tuple[str, ...] = (), **changes: Any,
+) -> Row:  # fmt: skip
+    vocab_size = sizes["vocab_size"]
+    return Row(
+        title=f"{title}, T {length}, batch {batch}", config=config, peer=peer,
+        bindings=(*bind(model, sizes), *_text(vocab_size, batch, length), *bindings),
+        batches=functools.partial(_next_tokens, vocab_size, batch, length),
+        unit="tokens", units=batch * length, **changes,
+    )  # fmt: skip
+
+
+def gpt(title: str, layers: int, dim: int, heads: int, length: int, batch: int) -> Row:
+    """A GPT-2 with a vocabulary of 65 characters, as nanoGPT writes it."""
+    sizes = {
+        "num_layers": layers, "embed_dim": dim, "num_heads": heads, "context_length": length,
+        "vocab_size": 65,
+    }  # fmt: skip
+    return _language_model(
+        title, "gpt_quickstart", "GPT", sizes, batch, length, "torch_models.GPT", DECODER
+    )
+
+
+def recurrent(name: str, layers: int, dim: int, length: int, batch: int) -> Row:
+    """An RNN, GRU or LSTM with a vocabulary of 65 characters."""
+    sizes = {"num_layers": layers, "embed_dim": dim, "vocab_size": 65}
+    return _language_model(
+        f"{name} {layers} layers x {dim}", f"{name.lower()}_quickstart", name, sizes, batch, length,
+        f"torch_recurrent.{name}", ("Mesh.data = 1",),
+    )  # fmt: skip
+
+
+def _masked_tokens(vocab_size: int, batch: int, length: int) -> list[Fields]:
+    rng, found = np.random.default_rng(0), []
+    for _ in range(BATCHES):
+        targets = ((vocab_size - 1) * rng.random((batch, length)) ** 3).astype(np.int32)
+        chosen = rng.random(targets.shape) < 0.15
+        inputs = np.where(chosen, vocab_size - 1, targets).astype(np.int32)
+        found.append({"inputs": inputs, "targets": targets, "loss_mask": chosen.astype(np.float32)})
+    return found
+
+
+def bert(vocab_size: int, layers: int, dim: int, heads: int, length: int, batch: int) -> Row:
+    """A BERT trained on masked tokens, against that of transformers."""
+    sizes = {
+        "vocab_size": vocab_size, "num_layers": layers, "embed_dim": dim, "num_heads": heads,
+        "mlp_dim": 4 * dim, "context_length": length,
+    }  # fmt: skip
+    return Row(
+        title=f"BERT {layers} layers x {dim}, T {length}, batch {batch}",
+        config="bert_tiny", peer="torch_published.BERT", published=True,
+        bindings=(*bind("BERT", sizes), *_text(vocab_size - 1, batch, length)),
+        batches=functools.partial(_masked_tokens, vocab_size, batch, length),
+        unit="tokens", units=batch * length,
+    )  # fmt: skip
+
+
+# -- vectors and images ----------------------------------------------------------------------------
+
+
+def _vectors(features: int, batch: int) -> list[Fields]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "inputs": rng.random((batch, features), np.float32),
+            "targets": rng.integers(0, 10, batch, np.int32),
+        }
+        for _ in range(BATCHES)
+    ]
+
+
+def _feed_forward(
+    name: str, config: str, widths: tuple[int, ...], batch: int, bindings: tuple[str, ...] = ()
+) -> Row:
+    return Row(
+        title=f"{name} {'-'.join(map(str, widths))}, batch {batch}",
+        config=config, peer=f"torch_images.{name}",
+        bindings=(
+            f"{name}.widths = {widths}", "VectorData.source = 'mnist5k'",
+            f"VectorData.features = {widths[0]}", f"Train.global_batch_size = {batch}", *bindings,
+        ),
+        batches=functools.partial(_vectors, widths[0], batch),
+        unit="vectors", units=batch,
+    )  # fmt: skip
+
+
+def mlp(widths: tuple[int, ...], batch: int) -> Row:
+    """From vectors of 784 features to 10 classes."""
+    return _feed_forward("MLP", "mlp_digits", widths, batch, ("MLP.dropout = 0.0",))
+
+
+def autoencoder(widths: tuple[int, ...], batch: int) -> Row:
+    """From vectors of 784 features to a code and back."""
+    return _feed_forward("Autoencoder", "autoencoder_mnist5k", widths, batch)
+
+
+def _images(pixels: int, batch: int) -> list[Fields]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "inputs": rng.standard_normal((batch, pixels, pixels, 3), np.float32),
+            "targets": rng.integers(0, 10, batch, np.int32),
+        }
+        for _ in range(BATCHES)
+    ]
+
+
+def image_classifier(
+    name: str, config: str, peer: str, bindings: tuple[str, ...], pixels: int, batch: int,
+    **changes: Any,
+) -> Row:  # fmt: skip
+    """A network for images in color and 10 classes."""
+    return Row(
+        title=f"{name}, {pixels} x {pixels}, batch {batch}", config=config, peer=peer,
+        bindings=(
+            "ImageData.source = 'synthetic'", f"ImageData.image_size = {pixels}",
+            "ImageData.channels = 3", "ImageData.mean = (0.5, 0.5, 0.5)",
+            "ImageData.std = (0.25, 0.25, 0.25)", f"Train.global_batch_size = {batch}", *bindings,
+        ),
+        batches=functools.partial(_images, pixels, batch), unit="images", units=batch, **changes,
+    )  # fmt: skip
+
+
+# Batch norms on random images are chaotic: larger steps drift apart within ten of them.
+_SGD = {"optimizer": "sgd", "learning_rate": 1e-4, "weight_decay": 5e-4, "clip_norm": None}
+_VGG = ("VGG.head_width = 512", "VGG.channels = 3", "VGG.dropout = 0.0")
+
+
+def lenet(pixels: int, batch: int) -> Row:
+    """LeNet without padding."""
+    sizes = ("LeNet.channels = 3", "LeNet.padding = 0")
+    return image_classifier(
+        "LeNet", "lenet_mnist5k", "torch_images.make_lenet", sizes, pixels, batch, **_SGD
+    )
+
+
+def alexnet(pixels: int, batch: int, width: int = 64, head_width: int = 4096) -> Row:
+    """AlexNet as torchvision has it."""
+    sizes = {"width": width, "head_width": head_width, "channels": 3, "dropout": 0.0}
+    return image_classifier(
+        "AlexNet", "alexnet_mnist5k", "torch_images.make_alexnet", bind("AlexNet", sizes), pixels,
+        batch, **_SGD,
+    )  # fmt: skip
+
+
+def vgg11(pixels: int, batch: int, width: int = 64, norm: str | None = None) -> Row:
+    """VGG-11, with or without batch norms."""
+    return image_classifier(
+        f"VGG-11{' with batch norms' if norm else ''}", "vgg11_mnist5k", "torch_images.make_vgg11",
+        (*_VGG, f"VGG.width = {width}", f"VGG.norm = {norm!r}"), pixels, batch, **_SGD,
+    )  # fmt: skip
+
+
+def resnet20(pixels: int, batch: int, width: int | None = None) -> Row:
+    """The form for CIFAR."""
+    sizes = (f"ResNet.width = {width}", "ResNet.channels = 3", "ImageData.crop = 'resized'")
+    return image_classifier(
+        "ResNet-20", "resnet_digits", "torch_images.ResNet", sizes, pixels, batch,
+        **{**_SGD, "learning_rate": 0.01},
+    )  # fmt: skip
+
+
+def vit(pixels: int, patch: int, layers: int, dim: int, heads: int, batch: int) -> Row:
+    """A Vision Transformer, against that of transformers."""
+    sizes = {
+        "image_size": pixels, "patch_size": patch, "channels": 3, "num_layers": layers,
+        "embed_dim": dim, "num_heads": heads, "mlp_dim": 4 * dim,
+    }  # fmt: skip
+    return image_classifier(
+        f"ViT {layers} layers x {dim}, patches of {patch}", "vit_digits", "torch_published.ViT",
+        bind("ViT", sizes), pixels, batch, published=True,
+    )  # fmt: skip
+
+
+ROWS = {
+    "gpt_char": gpt("nanoGPT char: 4 layers x 128", 4, 128, 4, 64, 12),
+    "gpt_256": gpt("GPT 4 layers x 256", 4, 256, 8, 256, 8),
+    "gpt_384": gpt("GPT 6 layers x 384", 6, 384, 6, 256, 4),
+    "bert": bert(8000, 4, 256, 4, 128, 16),
+    "rnn": recurrent("RNN", 2, 256, 64, 32),
+    "gru": recurrent("GRU", 2, 256, 64, 32),
+    "lstm": recurrent("LSTM", 2, 256, 64, 32),
+    "mlp": mlp((784, 512, 512, 10), 128),
+    "autoencoder": autoencoder((784, 512, 128, 32), 128),
+    "lenet": lenet(32, 128),
+    "alexnet": alexnet(224, 16),
+    "vgg11": vgg11(32, 32),
+    "vgg11_norm": vgg11(32, 32, norm="batch"),
+    "resnet20": resnet20(32, 64),
+    "vit": vit(64, 8, 6, 256, 4, 16),
+}  # fmt: skip

@@ -1,0 +1,102 @@
+"""The CPU benchmark in tiny sizes: both sides' losses agree, and a difference is noticed."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+torch = pytest.importorskip("torch", reason="PyTorch is the peer of these rows")
+pytest.importorskip("transformers", reason="transformers has some of the peers")
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import cpu_rows  # noqa: E402 - after the path
+from benchmarks.cpu_rows import ROWS, Row  # noqa: E402
+from benchmarks.cpu_vs_torch import ours, theirs  # noqa: E402
+from benchmarks.side_by_side import Runner, assert_equal_mathematics  # noqa: E402
+
+STEPS = 10
+TINY = {
+    "gpt": cpu_rows.gpt("GPT", 2, 32, 4, 16, 4),
+    "bert": cpu_rows.bert(67, 2, 32, 4, 16, 8),
+    "rnn": cpu_rows.recurrent("RNN", 2, 24, 12, 4),
+    "gru": cpu_rows.recurrent("GRU", 2, 24, 12, 4),
+    "lstm": cpu_rows.recurrent("LSTM", 2, 24, 12, 4),
+    "mlp": cpu_rows.mlp((784, 24, 16, 10), 8),
+    "autoencoder": cpu_rows.autoencoder((784, 24, 9), 8),
+    "lenet": cpu_rows.lenet(32, 8),
+    "alexnet": cpu_rows.alexnet(64, 4, width=8, head_width=16),
+    "vgg11": cpu_rows.vgg11(32, 4, width=8),
+    "vgg11_norm": cpu_rows.vgg11(32, 8, width=8, norm="batch"),
+    "resnet20": cpu_rows.resnet20(16, 8, width=8),
+    "vit": cpu_rows.vit(16, 4, 2, 32, 4, 8),
+}
+# So much decay that ten steps show which parameters do not.
+DECAY = {"adamw": 1.0, "sgd": 0.5}
+RATE = {"adamw": 1e-2, "sgd": 1e-2}
+TINY = {
+    name: dataclasses.replace(
+        row, weight_decay=DECAY[row.optimizer], learning_rate=RATE[row.optimizer]
+    )
+    for name, row in TINY.items()
+}
+
+
+def losses(runner: Runner) -> list[float]:
+    return [runner.loss(runner.step(i)) for i in range(STEPS)]
+
+
+@functools.cache
+def own_losses(name: str, folder: Path) -> list[float]:
+    """Ours, with the weights in the folder."""
+    runner = ours(TINY[name])
+    assert runner.save is not None
+    runner.save(str(folder))
+    return losses(runner)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder for the weights of each row."""
+    return functools.cache(lambda name: tmp_path_factory.mktemp(name))
+
+
+def assert_equal(row: Row, folder: Path, own: list[float], other: list[float]) -> None:
+    assert_equal_mathematics({"jaxtrain": own, "torch": other}, row.tolerance)
+    # Where training hardly changes the losses, they show no error of a gradient or the optimizer.
+    frozen = losses(theirs(dataclasses.replace(row, learning_rate=0.0), str(folder)))
+    changed = max(abs(a - b) / b for a, b in zip(other, frozen, strict=True))
+    assert changed > 10 * row.tolerance, (other, frozen)
+
+
+@pytest.mark.slow_cases("alexnet", "vgg11")
+@pytest.mark.parametrize("name", TINY)
+def test_ten_losses_are_those_of_pytorch(name: str, folders) -> None:
+    row, folder = TINY[name], folders(name)
+    assert_equal(row, folder, own_losses(name, folder), losses(theirs(row, str(folder))))
+
+
+@pytest.mark.slow_cases("alexnet", "vgg11")
+@pytest.mark.parametrize("name", [n for n, row in TINY.items() if row.eager_only is None])
+def test_torch_compile_traces_the_peer(name: str, folders) -> None:
+    row, folder = TINY[name], folders(name)
+    own = own_losses(name, folder)
+    torch.compiler.reset()
+    assert_equal(row, folder, own, losses(theirs(row, str(folder), backend="eager")))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"learning_rate": 2e-2}, {"weight_decay": 0.5}, {"clip_norm": 0.01}], ids=str
+)
+def test_another_optimizer_is_noticed(changes: dict[str, float], folders) -> None:
+    folder = folders("mlp")
+    own = own_losses("mlp", folder)
+    other = losses(theirs(dataclasses.replace(TINY["mlp"], **changes), str(folder)))
+    with pytest.raises(SystemExit, match="apart"):
+        assert_equal_mathematics({"jaxtrain": own, "torch": other}, TINY["mlp"].tolerance)
+
+
+def test_every_peer_is_compared_here() -> None:
+    assert {row.peer for row in ROWS.values()} == {row.peer for row in TINY.values()}
