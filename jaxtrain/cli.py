@@ -175,8 +175,8 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What is told in a sentence and no fault of the user's; asked for where something is raised,
-    since it loads what only plans need."""
+    """Exceptions reported in one sentence that are no error of the user; imported when something is
+    raised, since it loads what only plans need."""
     from jaxtrain.analysis.planning.advice import OutOfMemory
     from jaxtrain.config.buckets import BucketError
     from jaxtrain.run.attempts.folder import LostFolderError

@@ -108,7 +108,7 @@ def test_a_folder_of_sentence_transformers_tells_its_embeddings(source, tmp_path
     trainer = Trainer(load_config(workdir / "config.gin"), workdir, read_only=True)
     (alone,) = trainer.predict(TEXTS[1])
     np.testing.assert_allclose(alone.vector, expected[1], rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match=r"--top 2: BERT makes embeddings and tells no classes"):
+    with pytest.raises(UserError, match=r"--top 2: BERT makes embeddings and predicts no classes"):
         trainer.predict("a", top=2)
     assert trainer.export_huggingface(out).passed
     np.testing.assert_array_equal(theirs(out, TEXTS, LONGEST), expected)

@@ -272,7 +272,7 @@ def test_several_answers_are_refused_in_a_pipeline_before_it_begins(tmp_path):
         *TINY, *TRANSFORMER, f"PairData.source = '{tmp_path / 'a.jsonl'}'",
         "Mesh.fsdp = 1", "Mesh.pipe = 2", "Pipeline.microbatches = 2",
     ])  # fmt: skip
-    with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline tells each source's first"):
+    with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline uses each source's first"):
         Trainer(config, devices=jax.devices()[:2]).train()
 
 

@@ -153,7 +153,7 @@ def test_a_double_that_comes_late_is_refused_and_disturbs_nobody(tmp_path):
         where = processes[0].coordinator
         with run(tmp_path / "late", 2, only=[1], coordinator=where) as late:
             assert late[0].end() == 2
-            line = late[0].wait_for("user error: the run has begun with all its processes")
+            line = late[0].wait_for("user error: the run has started with all its processes")
             assert "two processes have id 1" in line
         assert [process.handle.poll() for process in processes] == [None, None]
         assert "lost" not in processes[0].log()

@@ -153,7 +153,7 @@ def test_classes_without_names_are_numbers_and_that_is_said(folder, monkeypatch)
         say=told.append,
     )
     assert [one.label for one in found] == ["1"] * 4
-    assert "Classes are told by number" in told[0]
+    assert "Classes are printed by number" in told[0]
 
 
 def test_a_language_model_writes_what_it_likes_best(tiny_config, tmp_path):
@@ -163,7 +163,9 @@ def test_a_language_model_writes_what_it_likes_best(tiny_config, tmp_path):
     greedy = [trainer.generate(text, temperature=0.0) for text in ("def", "return x")]
     assert [one.text for one in found] == greedy
     assert found[1].name == str(tmp_path / "some.txt")
-    with pytest.raises(UserError, match=r"--top 2: GPT writes text and tells no classes; leave it"):
+    with pytest.raises(
+        UserError, match=r"--top 2: GPT writes text and predicts no classes; leave it"
+    ):
         trainer.predict("def", top=2)
 
 
@@ -200,7 +202,9 @@ def test_hidden_tokens_are_told_where_they_are(tmp_path):
                   for n in best]  # fmt: skip
         assert [name for name, _ in one.classes] == called
         assert [p for _, p in one.classes] == pytest.approx(likely[best], rel=1e-4)
-    with pytest.raises(UserError, match=r"BERT tells hidden tokens; write \[MASK\] where one is"):
+    with pytest.raises(
+        UserError, match=r"BERT predicts masked tokens; write \[MASK\] where one is"
+    ):
         trainer.predict("abc")
     with pytest.raises(UserError, match=r"17 tokens, more than BERT.context_length=16"):
         trainer.predict("d" * 16 + "[MASK]")

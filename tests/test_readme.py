@@ -207,6 +207,13 @@ def test_prose_has_at_most_120_columns(page):
     assert [line for line in lines if len(line) > 120] == []
 
 
+def test_guides_are_short():
+    """Reasons go to docs/design/, measurements to benchmarks/history/; references may be long."""
+    guides = {page.stem: page for page in (ROOT / "docs").glob("*.md")}
+    lines = {name: len(page.read_text().splitlines()) for name, page in guides.items()}
+    assert {n: k for n, k in lines.items() if k > 205 and n not in {"bindings", "formulas"}} == {}
+
+
 def test_every_config_is_listed():
     listed = (ROOT / "docs" / "configs.md").read_text()
     for config in (ROOT / "configs").glob("*.gin"):

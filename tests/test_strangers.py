@@ -225,7 +225,7 @@ def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monk
     (line,) = pair.strangers()
     assert line == (
         "an unauthenticated client at this run's port turned away (127.0.0.1 proved nothing "
-        "within 0.5 s); the run goes on, and others are told of once in an hour"
+        "within 0.5 s); the run goes on, and others are reported once an hour"
     )
 
 

@@ -310,7 +310,7 @@ def test_a_signal_before_anything_was_begun_loses_nothing(tmp_path):
     )
     assert process.line() == "importing"
     process.popen.send_signal(signal.SIGTERM)
-    assert "stopped by SIGTERM before anything was begun" in process.popen.stdout.read()
+    assert "stopped by SIGTERM before anything was started" in process.popen.stdout.read()
     assert process.popen.wait() == 75
     assert list(tmp_path.iterdir()) == []
 

@@ -194,7 +194,7 @@ def test_what_cannot_be_read_as_it_is_is_refused(tokenizer, tmp_path):
         (whole[:-8] + struct.pack("<q", 2), "its documents are not those"),
         (whole + bytes(120), "120 more bytes, such as the modes of a multimodal dataset"),
         (whole[:17] + b"\7" + whole[18:], "it holds float32"),
-        (whole[:17] + b"\x08" + whole[18:], "tokens, and a.idx tells of"),
+        (whole[:17] + b"\x08" + whole[18:], "tokens, and a.idx lists"),
     ):
         index.write_bytes(content)
         assert words in refusal(**said), words

@@ -252,7 +252,7 @@ def on_disk(name: str) -> Path:
 
 
 def require(setting: str, path: BucketPath) -> None:
-    """Looks whether a bucket can be read, before anything is begun.
+    """Check that a bucket can be read, before anything is started.
 
     Args:
       setting: what names the path, for the message.
@@ -307,8 +307,8 @@ def _files() -> Any:
         raise UserError(
             f"buckets need jaxtrain[gcs] ({error}); run: pip install 'jaxtrain[gcs]'"
         ) from error
-    # Others write there at the same time: a remembered listing is a wrong one. Orbax's and TFDS's
-    # own file systems are told too, and that TensorFlow, if it is installed, has no part in it.
+    # Others write there at the same time: a remembered listing is a wrong one. The settings also
+    # reach the file systems of Orbax and TFDS, and keep TensorFlow, if installed, out.
     for scheme in ("gs", "gcs"):
         config.conf.setdefault(scheme, {})["use_listings_cache"] = False
     os.environ.setdefault("EPATH_USE_TF", "false")

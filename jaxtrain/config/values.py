@@ -135,7 +135,7 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     written = f"@{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     hint = ""
     if words and isinstance(value, str):
-        close = nearest(value, words)  # where none is, all are told already
+        close = nearest(value, words)  # None: the message lists all of them already
         hint = f"; did you mean {close!r}?" if close is not None else ""
     elif isinstance(value, str):
         try:

@@ -21,16 +21,15 @@ class Batch:
     `HWC` pixels, `D` numbers.
 
     Attributes:
-      inputs: int32 tokens [B, T], of pairs those that the target's are told from one after the
-        other; float32 vectors in their place [B, T, F]; float32 images [B, H, W, C], or float32
-        vectors [B, D].
-      targets: int32 tokens to be told [B, T], or labels [B], of mixed images each image's [B, 2];
-        or float32 numbers [B, K].
-      loss_mask: float32 of the labels' or tokens' shape, of numbers [B]; 1 where the target counts,
-        0 where it does not: there targets may be anything.
+      inputs: int32 tokens [B, T], for pairs the decoder's inputs; or float32 vectors instead of
+        tokens [B, T, F]; float32 images [B, H, W, C], or float32 vectors [B, D].
+      targets: int32 tokens to predict [B, T], or labels [B], for mixed images both labels [B, 2];
+        or float32 regression targets [B, K].
+      loss_mask: float32 of the shape of labels or tokens, for regression targets [B]; 1 where the
+        target counts, 0 where it does not: there targets may be anything.
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
         0 for padding. None for all but text and pairs.
-      positions: int32 [B, T]; the token's place in its document, from 0. None for all but text.
+      positions: int32 [B, T]; the token's position in its document, from 0. None for all but text.
       rows: int32 [B]; which row of the global batch each is. None: the step counts them, where an
         objective asks for it.
       reference: float32 [B, T]; a reference model's log-probability of each target, where an
@@ -40,9 +39,9 @@ class Batch:
         `segment_ids` counts them, 0 for padding. None for all but pairs.
       answers: further right targets of the same sources, each of them a batch of inputs, targets,
         loss_mask and segment_ids that is 0 in the rows which have no such target. None: none has.
-      further: the same rows 1, 2, ... places further on, where an objective tells more tokens than
-        the next: their inputs, their targets, and of loss_mask and segment_ids what is of the same
-        document, else 0. None: none does.
+      further: the same rows shifted by 1, 2, ... positions, for objectives that predict more than
+        the next token: their inputs, their targets, and loss_mask and segment_ids where they belong
+        to the same document, else 0. None for other objectives.
     """
 
     inputs: Array

@@ -15,9 +15,9 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import check_heldout_fraction, is_heldout
 
-# An example's label, or one for each place of it, -1 where none is told.
+# An example's label, or one for each position, -1 where none is predicted.
 Labels = int | np.ndarray
-# The places of an example: tokens, int32 [T], or vectors, float32 [T, F]; and its labels.
+# The positions of an example: tokens, int32 [T], or vectors, float32 [T, F]; and its labels.
 Labelled = tuple[np.ndarray, Labels]
 
 S = TypeVar("S", bound="ClassedRows")
@@ -31,8 +31,8 @@ class ClassedRows(abc.ABC):
       source: the file; or `'synthetic'`, random examples and labels.
       num_classes: different classes; their labels follow the order of their names.
       sequence_length: places of a row; of longer examples the rest is left out, and counted.
-      place: at which place an example's one class is told: the `'first'`, or the `'last'`, as a
-        recurrent model needs it that goes one way.
+      place: the position at which an example's one class is predicted: the `'first'`, or the
+        `'last'`, as unidirectional recurrent models need it.
       heldout_fraction: share of the examples that is held out, evenly spaced; where an example has
         one class, of each.
     """
@@ -49,7 +49,7 @@ class ClassedRows(abc.ABC):
 
     @abc.abstractmethod
     def row(self, places: Any, label: Any = 0) -> Batch:
-        """One example as a row [T]: its labels stand where they are told, and nothing else
+        """Return one example as a row [T]: labels are at the predicted positions, and nothing else
         counts."""
 
     @property
@@ -58,8 +58,8 @@ class ClassedRows(abc.ABC):
         return type(self).__name__
 
     def laid_out(self, begun: np.ndarray, label_T: np.ndarray, told_T: np.ndarray) -> Batch:
-        """A row [T], or [T, F], of at most so many places, with these labels where some are
-        told."""
+        """Return a row [T] or [T, F], padded to `sequence_length`, with labels at the predicted
+        positions."""
         place_T = np.arange(self.sequence_length, dtype=np.int32)
         return Batch(
             np.pad(begun, ((0, len(place_T) - len(begun)), *((0, 0),) * (begun.ndim - 1))),

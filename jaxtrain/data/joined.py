@@ -45,7 +45,7 @@ Tokens = np.ndarray | Joined | Ranged | Verified
 
 
 def windows(tokens: Tokens, starts: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-    """The tokens from each of `starts` on, so many of them: a request each where they are away."""
+    """Return `sizes` tokens from each of `starts` on; one request each if they are remote."""
     if isinstance(tokens, Ranged):
         return tokens.windows(starts, sizes)
     bounds = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)

@@ -123,7 +123,7 @@ class Mixing:
         return number, self._before(place, 1, seed)[number]
 
     def seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
-        """How far each source is after so many batches."""
+        """Return how far each source is read after `batches`."""
         before = self._before(batches * global_batch_size, global_batch_size, seed)
         return {
             source.name: Seen(rows, rows / source.rows)

@@ -44,7 +44,7 @@ class Ranged:
         return np.concatenate([np.zeros(0, self.dtype), *self.windows(wanted, wanted * 0 + 1)])
 
     def windows(self, starts: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        """The slices from `starts` on, so many tokens each, asked for side by side."""
+        """Return the slices of `sizes` tokens from `starts` on, requested concurrently."""
         bounds = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
         return in_threads(self._between, bounds)
 

@@ -304,7 +304,7 @@ class FileTokenizer:
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
         """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and
-        whether it was cut: of what is longer than so many tokens the rest is left out."""
+        whether it was cut to `at_most` tokens."""
         ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
         return with_special_tokens(self, ids[:room]), len(ids) > room
 

@@ -163,7 +163,7 @@ class Unstacked:
 
 @runtime_checkable
 class TokenModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are tokens; its module is a `Transformer`."""
+    """Further attributes of a model whose inputs are tokens; its module is a `Transformer`."""
 
     @property
     def vocab_size(self) -> int:
@@ -188,61 +188,61 @@ class TokenModel(Model, Protocol):
 
 @runtime_checkable
 class ClassModel(TokenModel, Protocol):
-    """What is asked besides of a model that tells classes of tokens or of texts."""
+    """Further attributes of a model that classifies tokens or texts."""
 
     @property
     def num_classes(self) -> int:
-        """Classes to tell apart."""
+        """Number of classes."""
         ...
 
 
 @runtime_checkable
 class SequenceModel(ClassModel, Protocol):
-    """What is asked besides of a model that may read vectors of numbers in place of tokens, one at
-    each place: everything else of it is as of tokens."""
+    """Further attributes of a model that may read a vector instead of a token at each position;
+    everything else is as for tokens."""
 
     @property
     def features(self) -> int | None:
-        """Numbers of such a vector; None: it reads tokens."""
+        """Size of such a vector; None: it reads tokens."""
         ...
 
 
 @runtime_checkable
 class EmbeddingModel(TokenModel, Protocol):
-    """What is asked besides of a model that may make one vector of a text."""
+    """Further attributes of a model that may embed a text as one vector."""
 
     @property
     def pooling(self) -> Pooling | None:
-        """How it is made of the tokens' hidden states; None: it makes none."""
+        """How the tokens' hidden states are pooled; None: no embedding."""
         ...
 
     @property
     def normalized(self) -> bool:
-        """Whether it is divided by its length."""
+        """Whether the embedding is normalized to length 1."""
         ...
 
 
 @runtime_checkable
 class MultiTokenModel(TokenModel, Protocol):
-    """What is asked besides of a model that may tell tokens after the next one.
+    """Further attributes of a model that may predict tokens after the next one.
 
     Where it does, its module is a `PredictsMore`.
     """
 
     @property
     def predicted_tokens(self) -> int:
-        """Tokens that are told at each place, the next one among them."""
+        """Tokens that are predicted at each position, the next one included."""
         ...
 
     @property
     def prediction_weight(self) -> float:
-        """What the mean loss of the others is multiplied by."""
+        """Weight of the mean loss of the others."""
         ...
 
 
 @runtime_checkable
 class PairModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are pairs; its module is a `PairModule`.
+    """Further attributes of a model whose inputs are pairs; its module is a `PairModule`.
 
     Its `layers` are those of each of its two stacks.
     """
@@ -270,8 +270,8 @@ class PairModel(Model, Protocol):
 
 @runtime_checkable
 class StackModel(PairModel, Protocol):
-    """What is asked besides of a model of pairs whose two stacks a pipeline goes through one after
-    the other."""
+    """Further attributes of a model of pairs whose two stacks a pipeline runs one after the
+    other."""
 
     def flops_of_stacks(self, shape: tuple[int, ...]) -> tuple[float, float]:
         """Training FLOPs of one example in the encoder's layers, and in the decoder's."""
@@ -280,7 +280,7 @@ class StackModel(PairModel, Protocol):
 
 @runtime_checkable
 class ImageModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are images; its module is a `Predictor`."""
+    """Further attributes of a model whose inputs are images; its module is a `Predictor`."""
 
     @property
     def channels(self) -> int:
@@ -289,7 +289,7 @@ class ImageModel(Model, Protocol):
 
     @property
     def num_classes(self) -> int:
-        """Classes to tell apart."""
+        """Number of classes."""
         ...
 
     @property
@@ -330,7 +330,7 @@ class VectorModel(Model, Protocol):
 
     @property
     def outputs(self) -> int:
-        """Classes to tell apart, or numbers that are told."""
+        """Number of classes, or of regression outputs."""
         ...
 
 
@@ -374,7 +374,7 @@ def refuse_features(model: Any) -> None:
         return
     if model.objective != "token_classification":
         raise UserError(
-            f"{name}.features={features} with {name}.objective={model.objective!r}, which tells "
+            f"{name}.features={features} with {name}.objective={model.objective!r}, which predicts "
             f"tokens; use {name}.objective='token_classification', or {name}.features=None"
         )
     if model.vocab_size != type(model).vocab_size:
@@ -390,7 +390,7 @@ def embeds(model: Model) -> TypeGuard[EmbeddingModel]:
 
 
 def tells_classes(model: Model) -> bool:
-    """Whether the model tells classes of tokens or of texts."""
+    """Return whether the model classifies tokens or texts."""
     return reads_tokens(model) and model.objective == "token_classification"
 
 

@@ -39,7 +39,7 @@ class Norm:
 
     Attributes:
       kind: over the batch (`BatchNorm`), or over groups of channels of each image (`GroupNorm`):
-        of so many groups, of a channel each, or of all channels.
+        `groups` groups, one channel each, or all channels.
       groups: where the kind is 'group'.
       momentum, epsilon: as in `BatchNorm`.
     """
@@ -50,7 +50,7 @@ class Norm:
     epsilon: float = 1e-5
 
     def of(self, key: jax.Array, channels: int, axis: str) -> BatchNorm | GroupNorm:
-        """The norm of so many channels."""
+        """Return the norm of `channels` channels."""
         if self.kind == "batch":
             return BatchNorm(key, channels, axis, momentum=self.momentum, epsilon=self.epsilon)
         groups = {"group": self.groups, "instance": channels, "layer": 1}[self.kind]
@@ -110,7 +110,7 @@ class Convolution:
         return pooled_side(side, self.size, self.stride, self.padding)
 
     def multiply_adds(self, height: int, width: int) -> int:
-        """Of an image of which so many pixels come out."""
+        """Return the multiply-adds for an output image of this size."""
         return height * width * self.size**2 * self.channels_in * self.channels
 
 

@@ -85,7 +85,7 @@ class CrossBlock:
           cache: keys and values of its own tokens so far, or None.
           start: the place in the cache where the new ones go.
         """
-        nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # the stream has told them
+        nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # the stream has them
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
             y_BTD, extended = self.attention(

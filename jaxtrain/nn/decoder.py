@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
           embedding_scale: what embedded tokens are multiplied by, with their positions.
           logit_softcap: the bound that logits are flattened towards; None: none.
           leading: what layers compute that stand before those, one by one.
-          predicting: modules behind the last layer, each of which tells one token more.
+          predicting: modules after the last layer, each of which predicts one more token.
         """
         self.layer, self.norm, self.stream = layer, norm, stream
         self.embedding_scale, self.softcap = embedding_scale, logit_softcap

@@ -33,12 +33,12 @@ SHARED = 8
 
 
 def fan_in(size: int) -> str:
-    """The logical axis of so many inputs of a layer."""
+    """Return the logical axis for `size` inputs of a layer."""
     return "narrow" if size % SHARED else "fan_in"
 
 
 def fan_out(size: int) -> str:
-    """The logical axis of so many outputs of a layer."""
+    """Return the logical axis for `size` outputs of a layer."""
     return "narrow" if size % SHARED else "fan_out"
 
 

@@ -107,7 +107,7 @@ class EncoderDecoder(nnx.Module):
         self, layer: Weights, x_BSD: jax.Array, mask: Mask, execution: Execution
     ) -> jax.Array:
         """One of the encoder's layers; the mask is from `of_source`."""
-        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # the stream has told them
+        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # the stream has them
         return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0]
 
     def finish_source(self, x_BSD: jax.Array, execution: Execution) -> jax.Array:

@@ -192,7 +192,8 @@ class Execution:
 
 
 def taken(times: int, of: int) -> str:
-    """A name for the scope of a branch that so many of the layers take, for counts of what runs."""
+    """Return the scope name of a branch that `times` of the layers take, for counts of what
+    runs."""
     return f"taken_{times}_of_{of}"
 
 

@@ -19,5 +19,5 @@ def cell(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
 
 
 def gated(embed_dim: int, state_dim: int) -> Recurrent:
-    """A layer of them, from so many numbers to a state of so many."""
+    """Return a GRU layer from `embed_dim` inputs to a state of `state_dim`."""
     return Recurrent(embed_dim, state_dim, 3, cell, "gru")

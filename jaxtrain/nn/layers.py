@@ -35,7 +35,7 @@ def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
 
 
 def map_of_vectors(key: jax.Array, features: int, embed_dim: int) -> nnx.Param:
-    """What stands in a table's place where vectors of so many numbers are read: `embed` takes both.
+    """Return a linear map that replaces the embedding table for vector inputs; `embed` takes both.
 
     Of numbers with a variance of 1 it makes such, as a table with normal(1) is.
     """

@@ -152,7 +152,7 @@ class Relative:
         return jnp.moveaxis(jnp.take(told_CRN, bucket_TS, axis=1), -1, 1)
 
     def bucket(self, ahead_TS: jax.Array) -> jax.Array:
-        """Which bucket a key has that stands so many places ahead of the query (behind it: < 0)."""
+        """Return the bucket of keys `ahead_TS` positions ahead of the query (behind it: < 0)."""
         of_distance = jnp.asarray(self._of_distance())
         if not self.both_ways:
             return of_distance[jnp.clip(-ahead_TS, 0, self.distance)]

@@ -104,7 +104,7 @@ def is_of_matrix(axes: tuple[str, ...]) -> bool:
 def to_master(params, dtype: str):  # noqa: ANN001, ANN201 - any pytree of parameters, the same out
     """The parameters in the master dtype; biases of routers stay float32.
 
-    They are moved by less than bfloat16 tells apart.
+    Their updates are smaller than bfloat16 resolves.
     """
 
     def one(variable):  # noqa: ANN001, ANN202

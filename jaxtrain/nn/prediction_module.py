@@ -63,7 +63,7 @@ class PredictionModule:
 
         Args:
           own: the parameters.
-          h_BTD: the finished hidden states that the token before it is told from.
+          h_BTD: the finished hidden states from which the token before is predicted.
           token_BTD: the embedding of that token.
           positions_BT: places of the tokens in their documents.
           mask: which places see which.

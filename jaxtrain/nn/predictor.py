@@ -1,6 +1,6 @@
 """Base of classifiers and regressors: one output per example.
 
-Letters: B batch, C classes, or the numbers that are told, T patches or other places, D embed.
+Letters: B batch, C classes or regression outputs, T patches or other positions, D embed.
 """
 
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from jaxtrain.nn.execution import Execution
 
 
 class Predictor(Protocol):
-    """A model that tells images or vectors apart, or numbers from them."""
+    """A classifier or regressor of images or vectors."""
 
     def __call__(
         self, inputs: jax.Array, statistics: Any, execution: Execution, /, *, train: bool

@@ -129,6 +129,6 @@ class Yarn:
         return (1.0 - slowed) * plain + slowed * plain / self.scaling
 
     def _pair(self, turns: float, half: int) -> float:
-        """The pair, between two as well, that makes so many turns in the original context."""
+        """Return the (fractional) pair that makes `turns` turns in the original context."""
         wavelength = self.original_context_length / (turns * 2 * math.pi)
         return half * math.log(wavelength) / math.log(self.theta)

@@ -63,7 +63,7 @@ class Groups:
 
         Args:
           scores_BTE: of the experts.
-          best: a group is as good as so many of its best experts together.
+          best: how many of its best experts score a group, by their sum.
         """
         B, T, E = scores_BTE.shape
         of_group_BTGe = scores_BTE.reshape(B, T, self.count, E // self.count)

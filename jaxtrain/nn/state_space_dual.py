@@ -57,7 +57,8 @@ def state_space_dual(
     @jax.checkpoint
     def run(state_BNPS: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x_BCNP, step_BCN, into_BCS, out_BCS, goes_on_BC1 = places
-        # The logarithm of what is left of the chunk's beginning, and the documents begun in it.
+        # The logarithm of what is left of the chunk's beginning, and the documents that start in
+        # it.
         left_BCN = jnp.cumsum(step_BCN * rate_N, axis=1)
         begun_BC = jnp.cumsum(~goes_on_BC1[..., 0], axis=1, dtype=jnp.int32)
         given_BCNP = step_BCN[..., None] * x_BCNP

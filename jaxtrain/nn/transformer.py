@@ -86,8 +86,9 @@ class PredictsMore(Transformer, Protocol):
 
     @property
     def predicting(self) -> Sequence[Callable[..., tuple[jax.Array, Auxiliary]]]:
-        """What tells one token more each, a call as of a `PredictionModule` with parameters of its
-        own: its finished hidden states make logits as the model's do, and go into the next."""
+        """Modules that predict one more token each, called like a `PredictionModule` with its own
+        parameters: its finished hidden states make logits like the model's, and go into the
+        next."""
         ...
 
 
@@ -130,7 +131,7 @@ def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
 
 
 def vocabulary(model: TellsTokens) -> int:
-    """V, the tokens that logits are told of."""
+    """Return V, the number of tokens that have logits."""
     value = model.output_matrix().get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
 

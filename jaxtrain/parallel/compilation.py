@@ -196,7 +196,7 @@ def with_known_options(
     Args:
       options: as of `xla_options`.
       compiled: compiles with options.
-      say: is told of each one that is missing.
+      say: called with a line for each missing option.
     """
     left = dict(options)
     while True:

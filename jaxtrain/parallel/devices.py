@@ -56,9 +56,9 @@ def pass_over_libtpu(root: Path = Path("/")) -> None:
 
     libtpu compiles for TPUs that are not there (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it at
     the start of every process, and it then writes errors to the terminal, past Python, about TPUs
-    that it does not find. Without any accelerator JAX leaves it alone. With GPUs JAX chooses as it
-    would, and libtpu, which finds no chips either way, is told beforehand what it complains that
-    nobody tells it. No word of a library's is hidden anywhere.
+    that it does not find. Without any accelerator JAX leaves it alone. With GPUs JAX chooses as
+    usual, and variables are set beforehand whose absence libtpu, which finds no chips either way,
+    would report. No message of a library is hidden.
 
     Args:
       root: of the file system.
@@ -105,7 +105,7 @@ def take_gpu_memory(fraction: float | None) -> None:
 
 
 def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
-    """What to say where JAX had taken another part of a GPU's memory before it was told.
+    """Return a line if JAX took another part of a GPU's memory before the fraction was set.
 
     Args:
       fraction: the part that was asked for; None: any.
@@ -153,8 +153,8 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
     kept on disk from here on, as the command line keeps them.
 
     Args:
-      count: how many a notebook's layouts need: the accelerators if there are exactly so many,
-        else that many simulated CPU devices. None takes all accelerators, or simulates 8.
+      count: how many a notebook's layouts need: the accelerators if there are exactly `count`, else
+        `count` simulated CPU devices. None takes all accelerators, or simulates 8.
 
     Raises:
       UserError: JAX already runs on another number of devices in this process.
@@ -204,9 +204,9 @@ class RunAhead:
     """Keeps the host a few programs ahead of the devices, and no further.
 
     XLA's CPU client begins and runs programs on one pool of threads, as many as there are devices.
-    While 32 programs of a device are unfinished, the next is begun by a thread that waits: on
-    simulated devices the others are then in collectives, waiting for a device whose program finds
-    no thread, and the step stands still. A few programs keep any device busy.
+    While 32 programs of a device are unfinished, the next is started by a thread that waits: on
+      simulated devices the others are then in collectives, waiting for a device whose program finds
+      no thread, and the step hangs. A few programs keep any device busy.
     """
 
     def __init__(self) -> None:

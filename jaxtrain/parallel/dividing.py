@@ -33,7 +33,7 @@ _COLUMNS, _TILE_ROWS = 128, 8
 _FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2, "head_dim": _COLUMNS + 1}
 # Padding of rows to whole tiles moves at most this part of a shard more, where embed is whole.
 _PADDING = 1 / 32
-# What may stand beside embed and the rows of a matrix that fsdp splits: each row is so many.
+# Axes that may come with embed and the rows of a matrix that fsdp shards: they multiply the rows.
 _BESIDE = {"heads", "kv_heads", "qkv"}
 
 

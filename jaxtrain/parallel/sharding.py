@@ -471,7 +471,7 @@ def mean_over_batch(means):  # noqa: ANN001, ANN201 - any pytree of arrays, the 
 
 
 def size_of_batch(size: int) -> int:
-    """How many there are in the whole batch of what the rows at hand have so many of."""
+    """Return the size in the global batch of a dimension that has `size` on this device."""
     layout = _LAYOUT.get()
     return size if layout is None else size * layout.size(tuple(layout.one_batch))
 

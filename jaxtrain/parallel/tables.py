@@ -116,7 +116,7 @@ def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, in
       depth: grids of the 2.5d layout.
 
     Raises:
-      UserError: so many devices form no such grid.
+      UserError: this number of devices forms no such grid.
     """
     if layout == "1d":
         return {"tensor": tensor}

@@ -161,7 +161,7 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdi
         source_S: Any = example.source
         source = source_S[example.source_segment_ids > 0].tolist()
         answer: Any = trainer.generate(source, temperature=0.0)
-        console.print("A held-out source, and what is told of it:")
+        console.print("A held-out source, and the predicted target:")
         told = f"{tokenizer.decode(source)} -> {tokenizer.decode(answer)}"
         console.print(escape(printable(told)), highlight=False)
     elif tokenizer is not None and model.cached:

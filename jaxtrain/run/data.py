@@ -33,7 +33,7 @@ def command(arguments: argparse.Namespace) -> int:
     report.show_facts(console, dataset.facts, dataset.digest)
     report.show_mixing(console, dataset, config.train)
     say(console, f"Digest: sha256 {dataset.digest}")
-    # Text is cheap to make, and told of as a whole; images are decoded.
+    # Text is cheap to read, and statistics are of many rows; images are decoded.
     rows = arguments.examples
     if dataset.unit == "tokens":
         rows = max(rows, STATISTICS_ROWS)

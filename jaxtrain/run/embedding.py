@@ -49,7 +49,7 @@ def embedded(
       model: the model's settings.
       data: of the run: its tokenizer, and the tokens of the longest text.
       vectors: those of a batch of texts, [B, D].
-      say: is told how many texts were longer and were cut.
+      say: called with the number of texts that were cut.
 
     Raises:
       UserError: a text is empty, or the run's data have no tokenizer.

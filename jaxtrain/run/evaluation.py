@@ -85,7 +85,8 @@ class Evaluation:
         return found
 
     def names(self, state: TrainState, like: Batch) -> list[str]:
-        """Which numbers `of` tells, known before there is a batch: `like` is the shapes of one."""
+        """Return the names of the metrics of `of`, before there is a batch: `like` is the shapes of
+        one."""
         with self._program.layout.active():
             zeros = self._no_sums(self._program.consensus(state), like)
         ones = {name: np.ones(x.shape) if x.ndim else 1.0 for name, x in zeros.items()}

@@ -41,7 +41,7 @@ class Feed:
         """Endless global batches, from batch `start` on.
 
         Raises:
-          UserError: what is held out cannot be told on this mesh.
+          UserError: the held-out examples cannot be evaluated on this mesh.
         """
         self._refuse(dataset)
         source = batches(
@@ -64,7 +64,7 @@ class Feed:
           part: which examples; None takes all.
 
         Raises:
-          UserError: they cannot be told on this mesh.
+          UserError: they cannot be evaluated on this mesh.
         """
         self._refuse(dataset)
         size = self._heldout_size()

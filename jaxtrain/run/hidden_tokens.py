@@ -19,7 +19,7 @@ def hidden_tokens(
 
     Args:
       given: texts, or .txt files with one in each.
-      model: that tells them.
+      model: that predicts them.
       tokenizer: of the run.
 
     Raises:
@@ -36,8 +36,8 @@ def hidden_tokens(
         ids += tokenizer.after
         if not of_text:
             raise UserError(
-                f"predict: {type(model).__name__} tells hidden tokens; write {MASK} where one is, "
-                f"such as 'the {MASK} sat'"
+                f"predict: {type(model).__name__} predicts masked tokens; write {MASK} where one "
+                f"is, such as 'the {MASK} sat'"
             )
         if len(ids) > model.context_length:
             raise UserError(
@@ -55,7 +55,8 @@ def hidden_tokens(
 
 
 def token_names(model: TokenModel, tokenizer: Tokenizer) -> list[str]:
-    """Every token of the vocabulary as it is told: its text in quotes, which show spaces."""
+    """Return every token of the vocabulary as it is printed: its text in quotes, which show
+    spaces."""
     has = range(min(tokenizer.vocab_size, model.vocab_size))
     none = range(len(has), model.vocab_size)
     return [repr(tokenizer.decode([id_])) for id_ in has] + [f"token {id_}" for id_ in none]
@@ -73,5 +74,5 @@ def _mask(model: TokenModel, tokenizer: Tokenizer) -> int:
             continue
     raise UserError(
         f"predict: {type(model).__name__}.vocab_size={model.vocab_size} has no token beside the "
-        f"tokenizer's, and the tokenizer has no {MASK} and no <mask>: hidden tokens cannot be told"
+        f"tokenizer's, and the tokenizer has no {MASK} and no <mask>: there are no masks to predict"
     )

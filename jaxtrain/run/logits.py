@@ -41,7 +41,7 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
     if not isinstance(objective, TellsLogits):
         raise UserError(
             f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
-            "tells its numbers"
+            "returns its outputs"
         )
     is_batch = isinstance(inputs, Batch)
     batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
@@ -69,8 +69,7 @@ def embeddings(program: Program, model: Model, state: TrainState, batch: Batch) 
 
 
 def numbers(program: Program, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
-    """What a model of an objective of numbers tells of vectors, float32 [B, K], computed as
-    `logits` is."""
+    """Return the regression outputs for vectors, float32 [B, K], computed like `logits`."""
     program = _of_any_rows(program)
     with program.layout.active(), program.precision.products():
         return np.array(_numbers(program, state, vectors_BD))

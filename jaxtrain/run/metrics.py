@@ -34,7 +34,7 @@ from jaxtrain.training.settings import Config
 # lie (a dispatched step is not a done one) and delay the news of a bad step.
 RUN_AHEAD_STEPS = 2
 
-# The metrics by which a step is told to be good or bad; read of every step.
+# The metrics by which a step is judged good or bad; read of every step.
 _LOOKED_AT = ("bad", "loss", "grad_norm", "loss_threshold", "grad_norm_threshold")
 
 

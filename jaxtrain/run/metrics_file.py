@@ -30,8 +30,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsFiles:
-    """metrics.jsonl, the event files, loss.png and, where classes are told, confusion.png of one
-    run's folder."""
+    """metrics.jsonl, the event files, loss.png and, for classification, confusion.png of one run's
+    folder."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from jaxtrain.run.vectors import vectors_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Numbers:
-    """What is told of one vector.
+    """The regression outputs of one vector.
 
     Attributes:
       name: the file and the vector's number there, or that of an array.
@@ -52,8 +52,8 @@ def numbers_of(
       given: as of `vectors_of`.
       model: the model's settings.
       data: what it was trained on: how vectors are scaled.
-      told: vectors [N, D] -> what the model tells of them, [N, K].
-      again: whether it tells the vectors themselves.
+      told: vectors [N, D] -> the model's outputs, [N, K].
+      again: whether it reconstructs the vectors themselves.
 
     Raises:
       UserError: as of `vectors_of`; the data are no vectors.

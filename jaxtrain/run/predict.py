@@ -84,7 +84,7 @@ class Says:
     Attributes:
       logits: as of `Trainer.logits`.
       embeddings: of a batch of texts, [B, D].
-      numbers: that a model of an objective of numbers tells of vectors [N, D], [N, K].
+      numbers: vectors [N, D] -> the outputs of a regression model, [N, K].
       write: what is likeliest to follow texts, or their targets.
     """
 
@@ -140,7 +140,7 @@ def predict(
       says: what the model makes of prepared inputs.
       objective: what it was trained to tell.
       top: classes that are named, or all where there are fewer; None: 3.
-      say: is told where the names of the classes are not known, and where texts are cut.
+      say: called with a line if class names are unknown, and if texts are cut.
       skip: is given the error of an input that cannot be read; None raises it.
 
     Raises:
@@ -156,14 +156,14 @@ def predict(
         instead = "makes embeddings"
         found = embedded(given, model, data, says.embeddings, say=say)
     elif isinstance(objective, Regression):
-        instead, again = "tells numbers", isinstance(objective, Reconstruction)
+        instead, again = "predicts numbers", isinstance(objective, Reconstruction)
         found = numbers_of(given, model, data, says.numbers, again=again)
     elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
         instead, found = "writes text", _write_texts(given, model, says.write)
     else:
         return _classes(given, model, data, says.logits, 3 if top is None else top, say, skip)
     if top is not None:
-        raise UserError(f"--top {top}: {name} {instead} and tells no classes; leave it out")
+        raise UserError(f"--top {top}: {name} {instead} and predicts no classes; leave it out")
     return found
 
 
@@ -208,7 +208,7 @@ def _classes(
         names = asked.names()
     except UserError as error:
         names = [str(number) for number in range(asked.classes)]
-        say(f"Classes are told by number, since the data cannot be opened: {error}")
+        say(f"Classes are printed by number, since the data cannot be opened: {error}")
     for begin in range(0, len(asked.called), AT_ONCE):
         part = range(begin, min(begin + AT_ONCE, len(asked.called)))
         # The last ones are filled up: one program serves all.
@@ -390,7 +390,7 @@ def _sequences(
 def _where_told(
     rows: list[Batch], logits: Callable[[Any], np.ndarray]
 ) -> Callable[[Sequence[int]], np.ndarray]:
-    """The logits [N, C] of rows, at the place of each whose class is told."""
+    """Return the logits [N, C] of rows, at the position of each whose class is predicted."""
 
     def of(numbers: Sequence[int]) -> np.ndarray:
         batch = stacked([rows[number] for number in numbers])

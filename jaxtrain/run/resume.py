@@ -67,7 +67,7 @@ def describe(
 def describe_parameters(
     config: Config, program: Program, ancestors: Sequence[Ancestor]
 ) -> dict[str, Any]:
-    """What is saved beside parameters alone, of a run that has not begun.
+    """Return what is saved next to parameters alone, of a run before its first step.
 
     Args:
       config: the run's configuration.
@@ -237,7 +237,7 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
     """A sentence where a run resumes from `step` with other settings than were saved.
 
     Most may change, such as the mesh; others change what the same parameters compute, such as the
-    frequencies of positions, and no shape of an array tells. What `other_rate` tells is left out.
+    frequencies of positions, which no array shape shows. What `other_rate` reports is left out.
     """
     told = ("Train.steps", *_OF_RATES) if any(other_rate(extra, config, step)) else ()
     found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(told)]

@@ -52,7 +52,7 @@ class EventFile:
 
 
 def event(wall_time: float, step: int, what: bytes) -> bytes:
-    """An Event's bytes: wall_time is field 1, step 2, and what it tells comes last."""
+    """Return an Event's bytes: wall_time is field 1, step 2, and its content comes last."""
     return b"\x09" + struct.pack("<d", wall_time) + (_number(2, step) if step else b"") + what
 
 

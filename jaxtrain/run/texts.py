@@ -37,7 +37,7 @@ class Written:
 
 
 def row_of(ids: Sequence[int], length: int) -> Batch:
-    """A text [T] and its padding; nothing is told of it."""
+    """Return a text [T] with padding, and no targets."""
     place_T, zeros_T = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
     return Batch(
         np.pad(np.array(ids, np.int32), (0, length - len(ids))),

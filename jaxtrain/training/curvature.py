@@ -161,5 +161,5 @@ _ESTIMATES: dict[str, Estimate] = {
     "hutchinson": hutchinson,
     "gauss_newton_bartlett": gauss_newton_bartlett,
 }
-# What tells these draws from the roundings of the same step.
+# Distinguish these draws from the stochastic roundings of the same step.
 _SIGNS, _LABELS = 2**20, 2**20 + 1

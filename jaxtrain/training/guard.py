@@ -130,7 +130,7 @@ class History:
 
     @classmethod
     def empty(cls, window: int) -> "History":
-        """The history of a run that has not begun."""
+        """Return the history of a run before its first step."""
         zeros = jnp.zeros(window, jnp.float32)
         return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 

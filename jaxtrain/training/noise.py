@@ -108,7 +108,7 @@ def signal_and_noise(
 
 
 def with_noise(every: int, program: Program | ExchangeProgram) -> Program | ExchangeProgram:
-    """The program that measures its noise every so many steps; 0: the same."""
+    """Return a program that measures its noise every `every` steps; 0: the same program."""
     if every == 0:
         return program
     assert isinstance(program, Program), "what takes gradients in another way is rejected"

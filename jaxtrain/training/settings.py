@@ -274,8 +274,8 @@ class Train:
       eval_batches: held-out batches in one evaluation; None takes them all.
       save_every: how often a checkpoint is written; the end always is. 'auto' chooses the interval
         from the measured cost of a save and `Checkpoint.mtbf`, anew at each save.
-      bad_records: how many examples may be unreadable; each is replaced by a row that weighs
-        nothing. 0 stops at the first.
+      bad_records: how many examples may be unreadable; each is replaced by a zero-weight row. 0
+        stops at the first.
       noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
         how many rows a batch may have before more are wasted: a microbatch more is gone through.
       start_from: what a run takes its first parameters and running statistics from, and nothing

@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError
 # FLOPs of the runs that the fits were made on (arXiv 2203.15556, figure 3).
 _FITTED = (6e18, 3e21)
 
-MOST_FLOPS = 1e28  # a hundred times the largest runs' that are told of
+MOST_FLOPS = 1e28  # a hundred times the largest published runs
 
 
 @dataclasses.dataclass(frozen=True)

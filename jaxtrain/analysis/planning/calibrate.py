@@ -56,7 +56,7 @@ def calibrated(config: Config, target: Target, seconds: float, source: str) -> T
 
 
 def by_measured(config: Config, target: Target, seconds: float) -> Target:
-    """Return the target, calibrated by a step of `config` itself that took so many seconds.
+    """Return the target, calibrated by a step of `config` that took `seconds`.
 
     Raises:
       UserError: as `calibrated`; or `seconds` is no finite number above 0.
@@ -141,5 +141,5 @@ def _machine(config: Config, target: Target, source: str) -> Target:
             return dataclasses.replace(target, shape=alike[0])
     raise UserError(
         f"{source}: the run's mesh has {count:,} devices, and there is no {target.chip.name} "
-        "machine of so many; pass --measured with its seconds and its own configuration instead"
+        "machine of that size; pass --measured with its seconds and its own configuration instead"
     )

@@ -44,7 +44,7 @@ SHOWN, COMPILED = 10, 3
 # Kinds of layouts, by the mesh axis that they split over; FSDP (and data parallelism) is the rest.
 AXIS_OF = {"tensor": "tensor", "expert": "expert", "context": "context", "pipeline": "pipe"}
 FSDP = "FSDP"
-# Of each kind the best is looked for up to so many times the fastest layout's time.
+# The best layout of each kind is searched up to this multiple of the fastest layout's time.
 FAR = 2.0
 # Predictions closer than this are one: the layouts of one model share most of their error.
 TIE = 0.01

@@ -298,7 +298,8 @@ class Plan:
         return captured.get()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Memory against capacity, time and traffic as a matplotlib figure; saved if told where."""
+        """Memory against capacity, time and traffic as a matplotlib figure; saved if `path` is
+        given."""
         figure = show.plan_figure(self)
         if path is not None:
             figure.savefig(path)

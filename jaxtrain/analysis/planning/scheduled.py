@@ -48,7 +48,7 @@ def scheduled(
       layout: its layout.
       target: the machine.
       text: of the compiled program.
-      attention: seconds of attention's kernels by the closed form: no program tells theirs.
+      attention: seconds of attention kernels by the closed form, which programs do not show.
       thorough: whether it was compiled as for a run.
     """
     sizes, shares, counts = dict(layout.mesh.shape), fitted(target), branch_counts(config, layout)

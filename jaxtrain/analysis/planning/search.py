@@ -209,7 +209,7 @@ def _refuse_hopeless(config: Config, target: Target, devices: int) -> None:
 
 
 def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") -> str:
-    """Why nothing fits, and the ways out: other settings, or so many devices."""
+    """Why nothing fits, and what would: other settings, or a number of devices."""
     size, room = smallest.memory.total, target.chip.hbm_bytes or 0
     bindings = bindings_of(essential(config, smallest.changes))
     ways = []
@@ -390,7 +390,7 @@ def _fastest_unfit(
     large: Sequence[tuple[_Layout, "_Sized | None"]],
     seconds: float,
 ) -> Candidate | None:
-    """The fastest of layouts that do not fit, where it takes less than so many seconds."""
+    """Return the fastest layout that does not fit, if it takes less than `seconds`."""
     best: Candidate | None = None
     for layout, sized in sorted(large, key=lambda one: one[0].least_seconds):
         if layout.least_seconds >= (seconds if best is None else best.price.seconds):

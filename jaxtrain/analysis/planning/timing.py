@@ -326,7 +326,7 @@ def pieces(
         # Attention moves activations over `context`, experts over `expert`: neither reduces them.
         gradients = one.kind == "all-reduce" and names <= {"context", "expert"}
         of_weights = "tensor" not in names and (names & _OF_WEIGHTS or gradients)
-        # Around a ring as without one: no run is published that tells how much less it waits.
+        # A ring is priced like the gather: no published run shows how much less it waits.
         sent = one.kind == "collective-permute" and "tensor" not in names
         if sent or of_weights:
             weights += runs * inside

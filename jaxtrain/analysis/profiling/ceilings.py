@@ -26,8 +26,8 @@ class Ceilings:
       flops: FLOP/s of matrix products in the compute dtype; None where it is not known.
       bandwidth: bytes/s of memory; None where it is not known.
       source: where both come from, for people.
-      cached: bytes/s of operations that move so many bytes, which caches then hold: sizes, rising,
-        and rates, falling; empty where only memory's is known.
+      cached: (size, bytes/s) of operations whose bytes fit into caches, by rising size and falling
+        rate; empty where only memory's is known.
     """
 
     flops: float | None
@@ -36,7 +36,7 @@ class Ceilings:
     cached: tuple[tuple[int, float], ...] = ()
 
     def rate(self, moved_bytes: float) -> float | None:
-        """Bytes/s at most of an operation that moves so many bytes in one run."""
+        """Return the most bytes/s of an operation that moves `moved_bytes` in one run."""
         held = [rate for size, rate in self.cached if size <= moved_bytes] or [
             rate for _, rate in self.cached[:1]
         ]
@@ -93,7 +93,7 @@ def _measure(device: jax.Device, dtype: str) -> Ceilings:
 
 
 def _copy_rate(device: jax.Device, count: int) -> float:
-    """Bytes/s of x + 1 on so many float32 in place, often enough that starting it is nothing."""
+    """Measure bytes/s of x + 1 on `count` float32 in place, repeated to hide the dispatch."""
     times = max(_COPIED[-1] // count // 8, 1)
     many = jnp.ones(count, np.float32, device=device)
 

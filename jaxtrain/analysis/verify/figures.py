@@ -142,8 +142,7 @@ def relative_norm(found: Arrays, expected: Arrays) -> float:
 def band(dtype: str, matmul: str, products: int) -> float:
     """How far a gradient may be from the float32 one's norm.
 
-    Errors of rounding after so many products on the way, which are independent of each other, add
-    up like a random walk.
+    Rounding errors of the matmuls along the path are independent and add up like a random walk.
 
     Args:
       dtype: what is computed in, or kept in; float32 rounds nothing.

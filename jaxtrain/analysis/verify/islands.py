@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
-# What tells an island from a cast or a copy, and what it is called.
+# Operations that distinguish an island from a cast or a copy, and their names.
 _KINDS = {
     "dot_general": "products", "ragged_dot_general": "products", "conv_general_dilated": "products",
     "reduce_sum": "sums", "exp": "exp", "log": "log", "rsqrt": "rsqrt", "logistic": "sigmoid",

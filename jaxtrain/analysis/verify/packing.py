@@ -61,7 +61,7 @@ class Shifted:
 
     @property
     def predicting(self) -> Any:
-        """The model's, where it tells further tokens."""
+        """The model's modules for multi-token prediction."""
         model: Any = self.model
         return model.predicting
 

@@ -180,7 +180,7 @@ class Bench:
         return self.with_accumulation(1, self.batch)
 
     def with_accumulation(self, count: int, batch: Batch) -> Step:
-        """A batch on one device in so many microbatches."""
+        """Run a batch on one device in `count` microbatches."""
         train = dataclasses.replace(self.small.config.train, accumulation=count)
         mesh = MeshRun(dataclasses.replace(self.small.config, train=train))
         return mesh.gradients(batch, self.one_device.created)

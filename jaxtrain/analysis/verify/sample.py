@@ -13,7 +13,7 @@ from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
 SEED = 20  # of all that is drawn here
-BATCHES = 5  # rows for so many, and a half, so that the last batches reach into the next epoch
+BATCHES = 5  # rows for this many and a half, so that the last batches reach into the next epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def dataset(config: Config) -> Dataset:
     if reads_tokens(model):
         length, different, vectors = batch.inputs.shape[1], model.vocab_size, None
         if isinstance(model, SequenceModel) and model.features is not None:
-            different = model.num_classes  # what is drawn is told too
+            different = model.num_classes  # the drawn class is the target too
             vectors = rng.normal(size=(different, model.features)).astype(np.float32)
         # At most half a row, so that every row holds two documents at least.
         documents = [

@@ -36,8 +36,8 @@ class ClassedText(ClassedRows, Generic[R]):
       begin: the id of a token that is put before each text, and no other around it; None: the
         special tokens that the tokenizer puts around a text, such as BERT's `[CLS]` and `[SEP]`.
       add_special_tokens: whether it puts them; None: as it does by default.
-      place: which token of a text, or of a word that has a class, tells it: the `'first'`, or the
-        `'last'`, as a recurrent model needs it that goes one way.
+      place: the token of a text, or of a word, at which its class is predicted: the `'first'`, or
+        the `'last'`, as unidirectional recurrent models need it.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
 

@@ -50,7 +50,7 @@ class PairData:
       end_of_text: the token that ends a target; None takes the tokenizer's own.
       add_special_tokens: whether the special tokens that the tokenizer puts around a text, such as
         T5's end, are put around sources; None: as it does by default.
-      begin: the id of the token that the decoder's first is told from (T5's is its padding's, 0).
+      begin: the id of the decoder's start token (T5's is its padding's, 0).
       heldout_fraction: share of the pairs that is held out, evenly spaced over their order.
       addition_digits: of the two numbers that `'addition'` adds; their sums have one more.
       addition_pairs: how many different sums there are.
@@ -280,7 +280,7 @@ class Pairs:
 
         Args:
           index: its number.
-          rng: draws which of its targets is told; None: the first, with the others as `answers`.
+          rng: draws which of its targets is used; None: the first, with the others as `answers`.
         """
         source, found = self.sources[index], [one[index] for one in self.targets]
         if rng is not None:
@@ -296,7 +296,7 @@ class Pairs:
 
 
 def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin: int) -> Batch:
-    """One pair: each of the target's tokens is told from those before it and from the source.
+    """Return one pair: each token of the target is predicted from those before it and the source.
 
     Args:
       source, target: their tokens; a target without any is none, of which nothing counts.

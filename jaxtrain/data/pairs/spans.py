@@ -25,8 +25,8 @@ SYNTHETIC_END = 0  # what ends rows of random tokens, which no tokenizer made
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanData:
-    """Rows of text that lose spans: a sentinel stands where each was, and the target tells behind
-    each sentinel what it stands for. Both end with the text's end.
+    """Span corruption: a sentinel replaces each removed span, and the target has each sentinel
+    followed by its span. Both end with the text's end.
 
     Attributes:
       text: `@TextData()`, whose rows they are; what a row has of several documents is one text.
@@ -35,7 +35,7 @@ class SpanData:
       sentinels: names of the tokenizer's own tokens for the first span, the second and so on, with
         `{}` for the number from 0, such as T5's `'<extra_id_{}>'`; None: tokens behind the
         tokenizer's vocabulary, the first span's the last.
-      begin: the id of the token that a target's first is told from (T5's is its padding's, 0).
+      begin: the id of the decoder's start token (T5's is its padding's, 0).
     """
 
     text: TextData

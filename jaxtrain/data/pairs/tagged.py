@@ -54,7 +54,8 @@ class TaggedText(ClassedText[Sentence]):
     def tokens_of(
         self, words: Sequence[str], tokenizer: Tokenizer
     ) -> tuple[list[int], list[int | None]]:
-        """The tokens of words with a space between them, and where each word's class is told."""
+        """Return the tokens of words with a space between them, and where each class is
+        predicted."""
         tokens, places = list[int](), list[int | None]()
         for word in words:
             space = " " if tokens else ""

@@ -21,7 +21,7 @@ from jaxtrain.data.text.packing import token_counts
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.data.tokenizer import Tokenizer
 
-# Tokens of a text, and which of them are told.
+# Tokens of a text, and which of them count in the loss.
 Encoded = tuple[np.ndarray, np.ndarray]
 
 
@@ -104,7 +104,7 @@ class Answers(WholeBatches):
 
     Attributes:
       rows: the tokens, packed.
-      told: 1 where a token is of an answer, 0 elsewhere, packed alike.
+      told: 1 for tokens of an answer, which count in the loss, 0 elsewhere; packed alike.
       cut: conversations that were longer than a row.
     """
 

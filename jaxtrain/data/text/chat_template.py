@@ -57,7 +57,7 @@ class TemplateError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A template, what it may be told, and its date.
+    """A chat template, the variables that it may use, and its date.
 
     Attributes:
       source: Jinja.

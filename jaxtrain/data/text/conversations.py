@@ -149,7 +149,7 @@ def _by_difference(
         if not (text.startswith(before) and text.startswith(after) and len(before) < len(after)):
             raise BadLineError(
                 f"the chat template writes messages[{number}] otherwise where others follow it, so "
-                "that its place cannot be told; mark it with {% generation %} in "
+                "that its position is unknown; mark it with {% generation %} in "
                 f"{template.named}, or end the conversation there"
             )
         found.append((len(before), len(after)))

@@ -19,7 +19,7 @@ from jaxtrain.data.tokenizer import Tokenizer, closing
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillInMiddle:
-    """Which documents of training rows are told in another order, and by which tokens.
+    """Which documents of training rows are reordered for fill-in-the-middle, and by which tokens.
 
     Attributes:
       rate: share of the documents, each time that they come round.

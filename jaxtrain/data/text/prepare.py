@@ -39,7 +39,7 @@ def source_characters(data: TextData) -> int | None:
 
 
 def identity(data: TextData) -> str:
-    """What tells a text on this machine's disks, as it is now, and its settings from others."""
+    """Return the identity of a text on this machine's disks, as it is now, and of its settings."""
     files = data.files()
     return _identity(data, [] if files is None else _paths(files))
 

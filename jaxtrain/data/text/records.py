@@ -25,8 +25,8 @@ class Records:
     Args:
       text_field: the field that holds the text.
       allowed: how many bad ones may be left out.
-      refused: the setting and its value that a rejection begins with; None: TextData.text_field.
-      ways: what besides mending them it offers.
+      refused: the setting and its value that an error begins with; None: TextData.text_field.
+      ways: what the message offers besides repairing them.
     """
 
     def __init__(

@@ -72,8 +72,8 @@ class TextData:
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
       lengths: of 'padded' rows that are shorter than sequence_length, such as (64, 256).
-      packing: 'stream' lays documents end to end and cuts them into rows, with no padding;
-        'best_fit' keeps those whole that fit a row (arXiv 2404.10830), and tells its padding;
+      packing: 'stream' concatenates documents and cuts them into rows, with no padding; 'best_fit'
+        keeps documents whole that fit into a row (arXiv 2404.10830), and reports its padding;
         'padded' gives each a row, padded to the least of `lengths` that holds it, and each batch
         one length.
       fill_in_middle: `@FillInMiddle()`, in some documents the middle comes last; None: in none.

@@ -147,7 +147,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     tokens = _map(path, 0, dtype)
     if len(tokens) != begins[-1] or not np.array_equal(pointers, begins[:-1] * dtype.itemsize):
         raise UserError(
-            f"TextData.source: {path} has {len(tokens):,} tokens, and {index.name} tells of "
+            f"TextData.source: {path} has {len(tokens):,} tokens, and {index.name} lists "
             f"{begins[-1]:,} concatenated; {again}"
         )
     return TokenFile(path, tokens, np.unique(begins[first[:-1]]), end_of_text_first=False)

@@ -60,7 +60,7 @@ class Texts:
       documents: of each split that the source names; of one that names none, all documents under
         "train".
       heldout_fraction: the share to hold out; None where the source names both splits.
-      identity: what tells this source and its settings from others.
+      identity: identifies this source and its settings.
       facts: gives `Store.facts`, once all documents were read.
     """
 
@@ -75,7 +75,7 @@ class Written:
     """How far a split's files are.
 
     Attributes:
-      texts: documents that were begun.
+      texts: documents that were started.
       documents: those that have ended, with tokens.
       tokens: of these, and of the one that has not ended.
       unended: of that one.
@@ -159,7 +159,7 @@ def _make(folder: Path) -> bool:
 def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Around the tokenizing: where its texts are rejected, a folder has in it what it had before.
 
-    They are fixed before the next start, which would find a store begun with other texts.
+    They are fixed before the next start, which would find a store started with other texts.
 
     Args:
       folder: of the store, locked: another process may have filled it until now.
@@ -206,7 +206,7 @@ def _leftovers(folder: Path) -> set[str]:
 
 
 def _refuse_others(folder: Path) -> None:
-    """Raises UserError for a folder that holds something, but no store that was begun."""
+    """Raise UserError for a folder that holds something other than an unfinished store."""
     others = sorted({path.name for path in folder.iterdir()} - {LOCK} - _leftovers(folder))
     if others and not (folder / _JOURNAL).exists():
         raise UserError(
@@ -227,7 +227,7 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     if said["identity"] != identity:
         changed = [name for name in identity if said["identity"].get(name) != identity[name]]
         what = "other texts or settings" if "texts" in changed else "another tokenizer"
-        raise UserError(f"--out {folder}: it was begun with {what}; {_ANEW}")
+        raise UserError(f"--out {folder}: it was started with {what}; {_ANEW}")
     parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
     return _Journal(parts, said["jobs"], said["characters"])
 

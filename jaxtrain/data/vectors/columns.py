@@ -1,6 +1,6 @@
 """In-memory tables: scikit-learn's small data sets, images as vectors, files.
 
-Letters: N examples, D features, K numbers that are told.
+Letters: N examples, D features, K regression targets.
 """
 
 import csv
@@ -17,7 +17,7 @@ from jaxtrain.data.npz import read_npz
 
 
 class Table(NamedTuple):
-    """Examples and what is told of them.
+    """Examples and their targets.
 
     Attributes:
       x: float64 [N, D].
@@ -64,7 +64,7 @@ def read(path: Place, columns: int) -> Table:
 
     Args:
       path: the file.
-      columns: the last so many of a .csv are what is told.
+      columns: the last `columns` of a .csv are the targets.
 
     Raises:
       UserError: it is neither, or holds something else than numbers.

@@ -16,11 +16,11 @@ from jaxtrain.data.npz import read_npz
 
 
 class Series(NamedTuple):
-    """Sequences, and what is told of them.
+    """Sequences and their labels.
 
     Attributes:
       x: each, float64 [T, F].
-      labels: of each, or of each of its places; empty where the file tells none.
+      labels: of each sequence, or of each of its positions; empty where the file has none.
       names: of the classes, by label.
     """
 
@@ -88,7 +88,7 @@ def _npz(path: Place, said: str, *, labelled: bool) -> Series:
     if y.shape not in (x.shape[:1], x.shape[:2]) or (y != np.floor(y)).any() or y.min() < least:
         raise UserError(
             f"{said} has y {list(y.shape)}; use labels 0, 1, ... of [examples], or of [examples, "
-            "places] with -1 where none is told"
+            "places] with -1 where there is none"
         )
     y, names = y.astype(np.int32), tuple(str(label) for label in range(int(y.max()) + 1))
     if y.ndim == 1:

@@ -31,7 +31,7 @@ class SequenceData(ClassedRows):
     Attributes:
       source: a `.npz` file of arrays x [examples, places, features] (or [examples, places], one
         number at each) and y, labels 0, 1, ... of [examples] or of [examples, places] (-1 where
-        none is told), with an array lengths [examples] where not all places are an example's; a
+        there is none), with an array lengths [examples] where not all places are an example's; a
         `.ts` file, as archives of time series have them; or `'synthetic'`, random numbers and
         labels.
       heldout_source: another such file, which is held out; None holds out a part of the source.

@@ -1,6 +1,6 @@
 """`VectorData`: a table of features, each row with a label or regression targets.
 
-Letters: N examples, D features, K numbers that are told.
+Letters: N examples, D features, K regression targets.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class VectorData:
     Attributes:
       source: `'digits'` (64 features, 10 classes), `'iris'` (4, 3), `'wine'` (13, 3),
         `'breast_cancer'` (30, 2), `'mnist5k'` (784, 10) or `'diabetes'` (10, one number), all from
-        jaxtrain[demo]; a `.npz` file of arrays x and y; or a `.csv` file whose last columns are
-        told, with or without a line of names.
+        jaxtrain[demo]; a `.npz` file of arrays x and y; or a `.csv` file whose last columns are the
+        targets, with or without a line of names.
       features: numbers of a vector.
-      num_classes: different labels, counted from 0; None where numbers are told.
-      num_targets: numbers that are told of a vector, where `num_classes` is None.
-      scaling: 'standard' takes the mean from each feature, and from each number that is told, and
-        divides by the standard deviation; 'unit' brings all features together to 0 to 1; 'none'
-        leaves them. Both are of the training part.
+      num_classes: different labels, counted from 0; None for regression.
+      num_targets: regression targets of a vector, if `num_classes` is None.
+      scaling: 'standard' subtracts the mean of each feature and regression target and divides by
+        the standard deviation; 'unit' scales all features together to 0 to 1; 'none' leaves them.
+        Both use statistics of the training part.
       heldout_fraction: share that is held out, evenly spaced over the order, of each class.
     """
 
@@ -119,7 +119,7 @@ class VectorData:
             wrong = (labels < 0) | (labels != np.floor(labels))
             if table.y.shape[1] > 1 or wrong.any():
                 raise UserError(
-                    f"{said}: what it tells are numbers, not labels 0, 1, ...; set "
+                    f"{said}: its targets are numbers, not labels 0, 1, ...; set "
                     "VectorData.num_classes = None"
                 )
             self._check("num_classes", int(labels.max()) + 1)
@@ -150,7 +150,7 @@ class VectorData:
         return (x * spread + shift).astype(np.float32)
 
     def numbers_again(self, y: np.ndarray) -> np.ndarray:
-        """Numbers [N, K] that are told, likewise."""
+        """Regression outputs [N, K] in the units of the data."""
         table = self._read()
         shift, spread = self._scale_of_numbers(table.y, ~self._hold_out(table))
         return (y * spread + shift).astype(np.float32)
@@ -193,7 +193,7 @@ def standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """Vectors and what is told of them, in memory; implements WholeBatches.
+    """Vectors and their targets, in memory; implements WholeBatches.
 
     Attributes:
       x: float32 [N, D].
@@ -207,7 +207,7 @@ class Vectors:
         return len(self.x)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Vector `index` [D], what is told of it and a mask of 1; the same for any `rng`."""
+        """Return vector `index` [D], its targets and a mask of 1; the same for any `rng`."""
         return Batch(self.x[index], self.y[index], np.ones((), np.float32))
 
     def examples(self, indices: np.ndarray) -> Batch:

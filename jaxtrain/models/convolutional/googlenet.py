@@ -117,7 +117,7 @@ class GoogLeNet(Unstacked):
         return tuple(found)
 
     def on_the_way(self, channels: int) -> Convolution:
-        """The convolution of a head on the way, which reads so many channels."""
+        """Return the convolution of an auxiliary head that reads `channels`."""
         return Convolution(channels, self.scaled(HEAD_CHANNELS), 1, padding=0)
 
     @property
@@ -185,7 +185,7 @@ class Module(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Classes told on the way: means over parts, a convolution and two layers."""
+    """Auxiliary classifier: means over parts, a convolution and two layers."""
 
     def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
         plan, (first, second, third) = sizes.on_the_way(channels), jax.random.split(key, 3)

@@ -33,9 +33,8 @@ class MLP(Unstacked):
     """Sizes of a multilayer perceptron.
 
     Attributes:
-      widths: numbers of an input, of every hidden layer, and of an output: classes, or the numbers
-        that are told. (64, 10) is logistic regression, (10, 1) trained to 'regression' linear
-        regression.
+      widths: sizes of the input, of every hidden layer, and of the output: classes, or regression
+        outputs. (64, 10) is logistic regression, (10, 1) trained to 'regression' linear regression.
       activation: between layers.
       dropout: share of each hidden layer that training leaves out.
       initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
@@ -64,7 +63,7 @@ class MLP(Unstacked):
 
     @property
     def outputs(self) -> int:
-        """Classes, or numbers that are told."""
+        """Number of classes, or of regression outputs."""
         return self.widths[-1]
 
     def build(self, key: jax.Array) -> "MLPModel":

@@ -54,9 +54,9 @@ class BERT:
       num_classes: classes that are distinguished; of 'token_classification' alone.
       features: numbers of the vector that is read at each place in place of a token; None: tokens
         are read. Of 'token_classification' alone.
-      pooling: how a text's embedding is made of its tokens' hidden states: their 'mean', the
-        'first' of them, or each number's 'max'. Such a model has no head: in training the
-        transposed embedding tells hidden tokens. None: a head, and no embeddings of texts.
+      pooling: how the tokens' hidden states become a text's embedding: their 'mean', the 'first' of
+        them, or their elementwise 'max'. Such a model has no head: in training the transposed
+        embedding predicts masked tokens. None: a head, and no text embeddings.
       normalized: whether these embeddings have length 1; of a model with `pooling` alone.
     """
 

@@ -60,7 +60,7 @@ class DecoderSizes(Protocol):
 
     @property
     def predicting(self) -> Sequence[PredictionModule]:
-        """Modules behind the layers, each of which tells one token more in training."""
+        """Modules after the layers, each of which predicts one more token in training."""
         return ()
 
     @property

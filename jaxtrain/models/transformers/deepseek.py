@@ -71,8 +71,9 @@ class DeepSeek(DecoderSizes):
       rope_score_factor: m of what scores are multiplied by, (0.1 m ln(rope_scaling) + 1)^2.
       norm_eps: epsilon of the RMS norms; that of the latents' is 1e-6.
       tie_embeddings: the token embedding is the output matrix too.
-      predicted_tokens: tokens told at each place in training: the next one, and each further one by
-        a module of one layer behind the last (arXiv 2412.19437, section 2.2); V3 has 2.
+      predicted_tokens: tokens predicted at each position in training: the next one, and each
+        further one by a module of one layer after the last (multi-token prediction, arXiv
+        2412.19437, section 2.2); V3 has 2.
       prediction_weight: what the mean of the further tokens' losses is multiplied by.
     """
 

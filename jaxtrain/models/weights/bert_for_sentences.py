@@ -1,6 +1,6 @@
 """BERT for sequence classification: Hugging Face names and settings.
 
-Theirs tells a text by its first token; ours tells every token, the first one among them.
+Theirs classifies a text at its first token; ours classifies every token, the first one included.
 """
 
 from collections.abc import Mapping

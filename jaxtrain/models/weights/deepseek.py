@@ -50,7 +50,7 @@ _EXPERTS: Lines = (
 _BIAS: Lines = (("mlp.gate.e_score_correction_bias", "experts/bias", "E->E"),)
 
 
-# What a module has around its layer that tells one token more.
+# Parameters of a multi-token prediction module around its layer.
 _PREDICTION: Lines = (
     ("enorm.weight", "token_norm_scale", "D->D"),
     ("hnorm.weight", "hidden_norm_scale", "D->D"),

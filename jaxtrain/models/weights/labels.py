@@ -12,6 +12,6 @@ def read_classes(asked: Asked) -> int:
 
 
 def write_classes(count: int) -> dict[str, Any]:
-    """The tables of so many classes, named by their numbers as transformers names them."""
+    """Return tables of `count` classes, named by number as in transformers."""
     names = {str(number): f"LABEL_{number}" for number in range(count)}
     return {"id2label": names, "label2id": {name: int(n) for n, name in names.items()}}

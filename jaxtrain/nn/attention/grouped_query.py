@@ -204,7 +204,7 @@ class GroupedQuery:
         radians = self.rotary.frequencies(width)
         if self.local is None:
             return False, radians
-        assert execution.layer is not None, "layers that differ are told their number"
+        assert execution.layer is not None, "layers that differ need their number"
         is_local = jnp.asarray(self.local.layers)[execution.layer]
         return is_local, jnp.where(is_local, self.local.rotary.frequencies(width), radians)
 

@@ -59,8 +59,8 @@ class LongformerPattern(Pattern):
     """A sliding window, and tokens that see all and that all see (arXiv 2004.05150, section 3.1).
 
     Attributes:
-      window: a query sees keys at less than so many places from it.
-      global_tokens: so many tokens at the beginning of each document are global ones.
+      window: a query attends to keys at a distance below this.
+      global_tokens: number of global tokens at the beginning of each document.
     """
 
     window: int = 512

@@ -241,7 +241,7 @@ def _fixed_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
         return parts
     at_BT = tokens.at_BT
     ends_BT = jnp.where(at_BT.place % stride == stride - 1, at_BT.row, -1)
-    # That of the last block but one may have begun in the block before.
+    # That of the last block but one may start in the block before.
     end_BC = _blocks(ends_BT, stride)[:, :-1].max(-1)
     index_B1k = (end_BC[..., None] - jnp.arange(rule.pattern.summary_tokens)).reshape(B, 1, -1)
     k, v, at_keys = _gather(tokens, index_B1k)
@@ -309,7 +309,7 @@ _PARTS: dict[type, Callable[[_Rule, _Tokens], list[_Part]]] = {
 
 
 def _step(pattern: Pattern, length: int) -> int:
-    """Rows are made a multiple of so many tokens."""
+    """Return the number of tokens of which rows are padded to a multiple."""
     if isinstance(pattern, LongformerPattern):
         return pattern.window
     if isinstance(pattern, StridedPattern | FixedPattern):
@@ -420,7 +420,7 @@ def _in_blocks(at_BT: _Places, block: int, which: slice) -> _Places:
 
 
 def _with_neighbors(x_BCb: jax.Array, before: int, after: int, *, value: int = 0) -> jax.Array:
-    """Each block with so many before it and after it: [B, C, (1 + before + after) b, ...]."""
+    """Return each block with its neighbors: [B, C, (1 + before + after) b, ...]."""
     C = x_BCb.shape[1]
     widths = [(0, 0), (before, after), *[(0, 0)] * (x_BCb.ndim - 2)]
     padded = jnp.pad(x_BCb, widths, constant_values=value)

@@ -35,7 +35,8 @@ class Grouped:
     def __call__(
         self, x: jax.Array, weight_EKM: jax.Array, sizes_E: jax.Array | None = None
     ) -> jax.Array:
-        """[N, M] of rows [N, K], so many an expert; without numbers [E, S, M] of [E, S, K]."""
+        """Multiply rows [N, K], `sizes_E` per expert, to [N, M]; without sizes [E, S, K] to [E, S,
+        M]."""
         if self.float8:
             return self._in_float8(x, weight_EKM, sizes_E)
         if self.kernel == "xla" or sizes_E is None:

@@ -25,7 +25,7 @@ from jaxtrain.parallel.sharding import on_each_device, parts_of, without
 LARGEST = 127  # -128 has no opposite
 # A smaller largest element counts as this, so that 1 / scale is a number.
 _SMALLEST = 2.0**-100
-# So many terms fit into int32, whatever they are.
+# The number of terms whose sum always fits into int32.
 _MOST_TERMS = (2**31 - 1) // LARGEST**2
 
 

@@ -119,7 +119,7 @@ def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.A
     """The codes of int4, and scale and zero of each group along `dim`."""
     least = jnp.minimum(groups.min(dim, keepdims=True), 0)
     largest = jnp.maximum(groups.max(dim, keepdims=True), 0)
-    # Rounded first: codes are told with the scale that is kept.
+    # Rounded first: codes are chosen with the scale that is stored.
     kept = jnp.maximum((largest - least) / 15, _LEAST_SCALE).astype(jnp.float16)
     scale = kept.astype(jnp.float32)
     zero = jnp.clip(jnp.round(-least / scale), 0, 15)

@@ -182,7 +182,7 @@ def _of_x(equation: str) -> str:
 
 
 def _permute(x: jax.Array, step: int) -> jax.Array:
-    """What the device so many places before this one has."""
+    """Return the part of the device `step` places before this one."""
     size = lax.axis_size(_AXIS)
     return lax.ppermute(x, _AXIS, [(i, (i + step) % size) for i in range(size)])
 

@@ -224,7 +224,7 @@ class _End:
         self._abort(f"process {process} (host {host}) failed: {reason}")
 
     def stalled(self, activity: Activity, deadline: float) -> None:
-        """This process does not get on."""
+        """This process makes no progress."""
         told = (
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
             f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
@@ -288,7 +288,7 @@ class _End:
             finish()
 
     def record(self, error: BaseException | None) -> str | None:
-        """Writes exit.json, and tells the others of a failure.
+        """Write exit.json, and report a failure to the other processes.
 
         Returns:
           The first cause in any process, where this one's error only follows from it.
@@ -306,7 +306,7 @@ class _End:
             reason = str(error) or type(error).__name__
             cause = self._peers.failed(reason)
             is_other = cause.process_id != self._peers.process_id
-            # Where the configuration was rejected nothing was begun, and nothing is written.
+            # Where the configuration was rejected nothing was started, and nothing is written.
             if self._attempt.has_begun:
                 # Where the folder is what failed, the error says so.
                 with contextlib.suppress(OSError):

@@ -296,7 +296,7 @@ class Goodput:
             self._points = [(step, min(p, productive)) for step, p in self._points]
 
     def _replay(self, attempt: int | None, most: float) -> float:
-        """Moves at most so many productive seconds of an attempt to replay; how many it moved."""
+        """Move at most `most` productive seconds of an attempt to replay; return how many."""
         seconds = self._attempt() if attempt is None else self._earlier[attempt]
         moved = min(most, seconds.get(PRODUCTIVE, 0))
         if attempt is None:

@@ -1,7 +1,7 @@
 """Parent-death detection between `supervise` and its child process.
 
-The two hold the ends of a socket. The command sends a byte a beat, and the end of the line tells
-either of them, even where the other was killed.
+The two hold the ends of a socket. The child sends a byte per heartbeat, and each sees the end of
+the connection when the other is gone, even if it was killed.
 """
 
 import contextlib
@@ -120,7 +120,7 @@ def _report(
 
 
 def _beat(line: socket.socket) -> None:
-    # A frozen supervisor does not read; of one that is gone the next look tells.
+    # A frozen supervisor does not read; one that is gone is seen at the next check.
     with contextlib.suppress(BlockingIOError, ConnectionError):
         line.send(b".")
 

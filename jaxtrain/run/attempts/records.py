@@ -143,8 +143,8 @@ class Claim:
       host: the machine's name.
       machine: what the process number counts in; it means something on this machine alone.
       pid: the process's number.
-      process_start: when the process started, as its system tells it apart from a later process
-        of the same number; "" where that is not to be seen.
+      process_start: when the process started, which distinguishes it from a later process with the
+        same number; "" if unknown.
       token: of this claim alone.
       beat_seconds: between two beats.
       started: wall time, seconds since 1970, for people to read.

@@ -209,7 +209,7 @@ def supervise(
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
             if stop and ending.attempt is None and ending.status == -stop[0]:
                 # What exit.json says of the attempt before is still so.
-                say(f"stopped by {_name(stop[0])} before anything was begun")
+                say(f"stopped by {_name(stop[0])} before anything was started")
                 return PREEMPTED
             if stop:
                 say(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")

@@ -74,7 +74,7 @@ class Watchdog:
         if self._stacks is not None and self._last_resort is not None:
             faulthandler.cancel_dump_traceback_later()
             self._stacks.close()
-            with contextlib.suppress(OSError):  # a folder that is away: why the run ends is told
+            with contextlib.suppress(OSError):  # the error is reported anyway
                 if self._last_resort.stat().st_size == 0:
                     self._last_resort.unlink()
 

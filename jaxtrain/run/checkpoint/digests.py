@@ -2,11 +2,11 @@
 
 New ones are CRC-32. What they guard against is accident, a failing disk or a copy cut short:
 whoever alters a file on purpose can seal it anew, whatever the digest. Of two contents of one size
-CRC-32 tells apart all that differ within four bytes in a row, all that differ in two bits less than
-512 MiB apart (its polynomial is primitive), and of the others all but one in 2**32 (W. W. Peterson
-and D. T. Brown, Cyclic codes for error detection, 1961). Arrays have their fingerprints besides,
-sums of another kind: a change of a parameter would have to escape both. It takes a fifth of the
-time of BLAKE2b (0.3 and 1.7 s a GB on one core).
+CRC-32 detects all differences within four bytes in a row, all of two bits less than 512 MiB apart
+(its polynomial is primitive), and of the others all but one in 2**32 (W. W. Peterson and D. T.
+Brown, Cyclic codes for error detection, 1961). Arrays have their fingerprints besides, sums of
+another kind: a change of a parameter would have to escape both. It takes a fifth of the time of
+BLAKE2b (0.3 and 1.7 s a GB on one core).
 """
 
 import hashlib

@@ -50,7 +50,7 @@ def dispatch(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
 
 
 def numbers(counted: Mapping[str, jax.Array | Future[int]]) -> dict[str, int]:
-    """The fingerprints that `dispatch` has begun."""
+    """Return the fingerprints that `dispatch` has started to compute."""
     here = {name: x.result() for name, x in counted.items() if isinstance(x, Future)}
     there = {name: x for name, x in counted.items() if name not in here}
     return here | {name: int(x) for name, x in jax.device_get(there).items()}

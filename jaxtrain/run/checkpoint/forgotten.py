@@ -45,7 +45,7 @@ def go_around() -> None:
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
         if caller is not None and caller.f_globals.get("__name__", "").startswith("orbax."):
-            return []  # the bytes written, of which it makes figures that nobody reads
+            return []  # the bytes written, for figures that are never read
         return collect(*args, **options)
 
     tensorstore.KvStore.Spec.to_json = read

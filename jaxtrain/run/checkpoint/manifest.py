@@ -209,7 +209,8 @@ def _of_system(folder: Place, step: int, name: str, error: OSError) -> Checkpoin
 
 
 def _envelope(content: dict[str, Any]) -> bytes:
-    """The file's bytes; later formats keep this form, to be told from broken ones."""
+    """Return the file's bytes; later formats keep this form, to be distinguished from broken
+    files."""
     text = json.dumps(content, sort_keys=True, indent=1)
     digest = hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
     return f'{{"blake2b": "{digest}",\n"manifest": {text}}}\n'.encode()

@@ -65,7 +65,7 @@ def pass_over_late_complaints() -> None:
     """Leaves out what is said of a failed save's other files after its first one.
 
     Orbax closes its event loop at the first: TensorStore then finds the loop closed, and asyncio
-    prints at the very end, after our own last line, what nobody asked for. A traceback for each.
+      prints a traceback for each at the very end, after our own last line.
     Python warns there too, of the parts of a file whose writing was cancelled before it began.
     """
     before = sys.unraisablehook
@@ -104,7 +104,7 @@ class Sealer:
           folder: holds a folder for each step.
           keep: number of newest checkpoints that stay.
           keep_every: multiples of this stay too.
-          max_failures: so many failed saves in a row raise.
+          max_failures: number of failed saves in a row that raise.
           barrier: among all processes, safe in any thread.
           report: takes a line about a failed save.
           may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
@@ -124,7 +124,8 @@ class Sealer:
         self._save, self._barriers_passed = -1, 0
 
     def begin(self) -> None:
-        """Before the writer begins with a save: its barriers are told from the last one's."""
+        """Prepare for the writer's next save: its barriers are distinct from those of the last
+        one."""
         self._save, self._barriers_passed = next(_serial), 0
 
     def barrier_of_writer(self, *, key: str, timeout_ms: int) -> None:

@@ -84,7 +84,7 @@ class Checkpoints:
           before_seal: then called, in that thread: brings into the run's folder what belongs with
             the checkpoint. Where it raises OSError the save has failed.
         """
-        # Orbax tells every phase of every save through absl's logger; failures come as exceptions.
+        # Orbax logs every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         go_around()
         root = place(workdir)

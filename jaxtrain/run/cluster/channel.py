@@ -49,7 +49,7 @@ def rendezvous(
       timeout_seconds: how long the others are waited for.
       report: takes a line on what is waited for, and later from the channel's own thread on
         unauthenticated clients at the port.
-      welcome: what process 0 tells all, an attempt number for example; the others' is not used.
+      welcome: what process 0 sends to all, an attempt number for example; the others' is not used.
       heartbeat_seconds: between two signs of life; process 0's counts.
       silence_seconds: after this long without one a process is lost; process 0's counts.
 
@@ -327,7 +327,7 @@ class Together(Peers):
             "num_processes": self.num_processes,
             "host": self.hosts.get(process, "none"),
         }
-        sentence = f"the run has begun with all its processes; {double_sentence(first, hello)}"
+        sentence = f"the run has started with all its processes; {double_sentence(first, hello)}"
         self._door.refuse(link, sentence)
 
     # -- sending ----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Cluster:
     """The processes of one run, as this process sees them.
 
     Attributes:
-      kind: what told us.
+      kind: the launcher that was detected.
       coordinator: HOST:PORT where process 0 listens; None where there is one process.
       num_processes: processes of the run.
       process_id: which of them this one is, from 0.

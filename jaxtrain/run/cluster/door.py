@@ -46,7 +46,7 @@ class Strangers:
         who = "an unauthenticated client" if many == 1 else f"{many} unauthenticated clients"
         self._report(
             f"{who} at this run's port turned away ({address} {why}); the run goes on, and others "
-            "are told of once in an hour"
+            "are reported once an hour"
         )
 
 
@@ -57,7 +57,7 @@ class Door:
       socket: the listening socket.
       waiting: connections that have not said hello yet, or that were rejected and may still read
         why; each has the time at which it is dropped.
-      strangers: who was turned away.
+      strangers: the unauthenticated clients that were turned away.
     """
 
     def __init__(
@@ -110,7 +110,8 @@ class Door:
         return None
 
     def refuse(self, link: Link, sentence: str) -> None:
-        """Tells a connection that was let in why it has to go; it is closed when it has read it."""
+        """Send an authenticated connection the reason for its rejection; it is closed after reading
+        it."""
         link.send({"kind": "refused", "sentence": sentence})
         with contextlib.suppress(OSError):
             link.socket.shutdown(socket.SHUT_WR)

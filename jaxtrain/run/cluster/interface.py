@@ -34,7 +34,7 @@ class Peers(abc.ABC):
       num_processes: all of them.
       hosts: their hosts.
       address: this machine's in the connections to the others; loopback if all run here.
-      welcome: what process 0 told all at the rendezvous.
+      welcome: what process 0 sent to all at the rendezvous.
       jax_coordinator: HOST:PORT for JAX's own coordinator; None for one process.
       silence_seconds: after this long without a word a process is lost.
       cause: the first thing that went wrong in any process; None while all is well.
@@ -51,7 +51,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def listen(self, listeners: Listeners) -> None:
-        """Sets what is called; what happened before is told at once."""
+        """Set the listeners; events that happened before are delivered at once."""
 
     @abc.abstractmethod
     def table(self) -> Table:
@@ -75,7 +75,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def failed(self, reason: str) -> Cause:
-        """Tells all that this process ends with an error; returns the FIRST cause in any process.
+        """Broadcast that this process ends with an error; return the FIRST cause in any process.
 
         That is another process's where this error only follows from it. Never blocks for long.
         """

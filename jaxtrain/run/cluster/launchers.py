@@ -134,7 +134,7 @@ def kubernetes(environment: Environment) -> Cluster | None:
     named = "JAX_COORDINATOR_ADDRESS" in environment or jobset is not None
     if "JAX_NUM_PROCESSES" not in environment:
         if not named:
-            # Pods of an indexed Job alone may be so many runs.
+            # Pods of an indexed Job alone may be independent runs.
             return None
         raise UserError(
             "Kubernetes: JOB_COMPLETION_INDEX is set but not the number of pods; set "
@@ -202,7 +202,7 @@ def open_mpi(environment: Environment) -> Cluster | None:
 
 
 def mpich(environment: Environment) -> Cluster | None:
-    """Processes of MPICH's or Intel's mpiexec, which also tells how many are on this machine.
+    """Detect MPICH's or Intel's mpiexec, which also sets the number of processes on this machine.
 
     Without MPI_LOCALNRANKS the variables are those of Slurm's own PMI: srun started them.
 

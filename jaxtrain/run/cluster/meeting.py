@@ -44,7 +44,7 @@ class Meeting:
       links: connections by process id: process 0 has one to each other, they have one to it.
       door: process 0's listening socket; None elsewhere.
       hosts: every process's host name, as it calls itself.
-      welcome: what process 0 told all.
+      welcome: what process 0 sent to all.
       jax_coordinator: HOST:PORT for JAX's own coordinator.
       heartbeat_seconds, silence_seconds: process 0's, for all.
     """
@@ -147,7 +147,7 @@ class _Host:
         self._links: dict[int, Link] = {}
 
     def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
-        """Waits for all; on any failure tells everybody there and raises."""
+        """Wait for all; on any failure send it to all that are there, and raise."""
         until = time.monotonic() + timeout_seconds
         said = ""
         next_report = time.monotonic()
@@ -246,7 +246,7 @@ class _Host:
         return sentence
 
     def _send_all_away(self, selector: selectors.BaseSelector, error: Exception) -> None:
-        """Tells those who are there and, for a moment, those who still come."""
+        """Send the error to those that are there and, for a moment, to those that still come."""
         kind = "refused" if isinstance(error, UserError) else "missing"
         told = {"kind": kind, "sentence": str(error)}
         expected = self._cluster.num_processes
@@ -312,7 +312,7 @@ def _refuse_second_coordinator(host: str, port: int, own: Message, secret: bytes
     """Asks whether another process 0 listens at the coordinator's address already.
 
     Raises:
-      UserError: one does; it is told too.
+      UserError: one does; it receives the error too.
     """
     if is_local(host) and is_free(host, port):
         return

@@ -245,7 +245,7 @@ def free_port(host: str, after: int) -> int:
 
 
 def is_local(host: str) -> bool:
-    """Whether one of the host's addresses belongs to this machine, as far as can be told."""
+    """Return whether one of the host's addresses belongs to this machine, as far as is known."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:

@@ -103,7 +103,7 @@ class Search:
     def take(self, candidates: Sequence[Candidate]) -> list[int]:
         """Goes on by one token with the best of these, which are in order; the beams they follow.
 
-        There must be so many candidates that `beams` of them do not end.
+        There must be enough candidates that `beams` of them do not end.
         """
         settings = self._settings
         going, ending = [], []
@@ -202,7 +202,7 @@ def grow(
       room: places of the cache.
       following: makes the next logits, as `next_logits` does.
       rows_of: (cache, rows_B, begun) -> the cache of these rows, any of them as often as it is
-        named; once the search has begun, each of them takes the place of a row of its own text.
+        named; once the search has started, each of them takes the place of a row of its own text.
     """
     (rows, V), W = logits_PV.shape, settings.beams
     every_B = np.repeat(np.arange(rows, dtype=np.int32), W)
@@ -213,7 +213,7 @@ def grow(
         for row, tokens in enumerate(seen):
             seen_BV[row * W : (row + 1) * W, tokens] = True
     searches = [Search(settings, limit, ends) for limit in limits]
-    # So many that W of them go on even if every end stands among the best of every beam.
+    # Enough that W of them continue even if every end is among the best of every beam.
     K = min(max(2, 1 + len(ends)) * W, W * V)
     while True:
         totals_PW = np.zeros((rows, W), np.float32)

@@ -254,7 +254,7 @@ def written(
     watch: Watch | None,
     following: Callable[..., Any] | None = None,
 ) -> tuple[list[Answer], Texts]:
-    """The answers of texts that are begun, and the texts with them.
+    """Return the answers of texts whose prompts are read, and the texts with them.
 
     Args:
       program, state, texts, drawing, keys_B, room, following: as of `advance`.

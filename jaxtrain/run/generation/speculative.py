@@ -81,7 +81,7 @@ class Lookup:
     Args:
       vocab_size: of the model.
       count: tokens that are guessed.
-      match: the most tokens that are looked for; fewer where so many are not found.
+      match: the most tokens that are matched; fewer if the longer match is not found.
     """
 
     def __init__(self, vocab_size: int, count: int, *, match: int = 3) -> None:
@@ -201,7 +201,7 @@ def speculate(
     limit = limit_of(len(text), max_new_tokens, sizes)
     refuse_seed(seed)
     K, V, key, drawing = guesser.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
-    new = limit + K + 1  # the last pass tells guesses that nobody wants
+    new = limit + K + 1  # the last pass may accept more than the limit
     guesser.begin(text, new=new, drawing=drawing)
     drawn: list[int] = []
     told: list[float] = []

@@ -67,7 +67,7 @@ def tell(
     show: Callable[[str], None] | None = None,
     ends: Sequence[int],
 ) -> list[Answer]:
-    """What a trained encoder-decoder tells of sources: texts, answered in text, or token ids.
+    """Return the targets of a trained encoder-decoder for sources: texts for texts, or token ids.
 
     Args:
       program: the program whose state it is.
@@ -86,7 +86,7 @@ def tell(
     if not isinstance(train.data, PairData | SpanData):
         raise UserError(
             f"generate: Train.data=@{type(train.data).__name__}() does not say what a target "
-            "begins and ends with; a model of pairs tells of sources where its data are "
+            "begins and ends with; a model of pairs generates targets if its data are "
             "@PairData() or @SpanData()"
         )
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -135,7 +135,7 @@ def targets(
       sizes: its model's settings.
       state: the trained state.
       sources: tokens, each at least one.
-      begin: the token that a target's first is told from.
+      begin: the decoder's start token.
       ends: tokens that end a target.
       max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
       sampling: how to draw them, or to search for the likeliest.

@@ -51,7 +51,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
 
 
 def first_use(model: Model, workdir: Place) -> str:
-    """The commands that ask an imported model for what it tells."""
+    """Return the commands that use an imported model."""
     if reads_images(model):
         return f"predict --workdir {workdir} IMAGE, or eval"
     if embeds(model):

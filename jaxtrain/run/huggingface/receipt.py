@@ -189,7 +189,7 @@ def compare(
         else:
             ours = logits_of(program, model, params, inputs)
             if theirs.ndim < ours.ndim:
-                ours = ours[:, 0]  # a text's class is told by its first token
+                ours = ours[:, 0]  # a text's class is predicted at its first token
             version = importlib.metadata.version("transformers")
             told = math.prod(next(iter(given.values())).shape[: 1 if reads_images(model) else 2])
             against = f"transformers {version}"

@@ -79,8 +79,8 @@ def plot(
 
 
 def open_runs(folders: Sequence[str]) -> list[Run]:
-    """The runs in these folders, and in folders of such, called by as much of their paths as tells
-    them apart."""
+    """Open the runs in these folders, and in folders of runs, named by the part of their paths that
+    distinguishes them."""
     found = []
     for folder, workdir in _workdirs(folders):
         with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):

@@ -108,7 +108,7 @@ def drawn(example: Batch) -> list[str]:
 def _numbers(example: Batch, dataset: Dataset) -> str:
     numbers, what = example.inputs, "pixels" if dataset.unit == "images" else "numbers"
     size, told = " x ".join(map(str, numbers.shape)), example.targets
-    if example.positions is not None:  # of a sequence: without padding, and where labels are told
+    if example.positions is not None:  # a sequence: without padding, and labels where they count
         numbers, told = numbers[example.segment_ids > 0], told[example.loss_mask > 0]
         size = " x ".join(map(str, numbers.shape))
     return (

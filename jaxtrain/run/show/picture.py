@@ -13,7 +13,7 @@ class Picture(Figure):
     """A figure that notebooks show by themselves.
 
     Not pyplot's: those are global state, and drawing may happen beside the training thread.
-    Without pyplot nobody tells IPython how to show a figure, so this one does it itself.
+    Without pyplot IPython does not know how to show a figure, so this class does it itself.
     """
 
     def __init__(self, width: float, height: float) -> None:

@@ -87,7 +87,8 @@ def quiet() -> Console:
 
 
 def terminal(output: Output | None = None) -> Console:
-    """A stream, standard output unless told; where it is no terminal, wide enough for tables."""
+    """Return a console on a stream, by default standard output; if that is no terminal, wide enough
+    for tables."""
     file: Any = output  # it has what rich asks of a file
     console = Console(file=file)
     return console if console.is_terminal else Console(file=file, width=160)

@@ -26,7 +26,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
     Args:
       trainer: of a trained language model of text, such as `Trainer(config, workdir,
         read_only=True)` has it.
-      batch_size: texts that are told at once.
+      batch_size: texts that are scored at once.
 
     Raises:
       UserError: the model is no language model, its data are no text, or lm-eval is not installed.
@@ -121,6 +121,6 @@ def _parse_settings(settings: Mapping[str, Any], *, length: int) -> tuple[int, l
 
 
 def _last(tokenizer: Tokenizer, text: str, most: int) -> str:
-    """The text, or the end of it that has so many tokens."""
+    """Return the text, or its last `most` tokens."""
     tokens = tokenizer.encode(text)
     return text if len(tokens) <= most else tokenizer.decode(tokens[-most:])

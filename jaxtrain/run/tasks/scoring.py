@@ -26,7 +26,7 @@ class Pair:
 
     Attributes:
       tokens: both, without the last token.
-      continuation: its tokens; the model tells them from the last of `tokens`.
+      continuation: its tokens; the model predicts them at the last positions of `tokens`.
       truncated: whether tokens at the context's beginning are left out.
     """
 
@@ -96,7 +96,7 @@ def scores(
       model: its model's settings.
       state: the trained state.
       pairs: contexts and continuations.
-      batch_size: pairs that are told at once.
+      batch_size: pairs that are scored at once.
 
     Raises:
       UserError: the model is no language model.

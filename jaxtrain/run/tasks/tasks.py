@@ -43,7 +43,7 @@ class Task:
     Attributes:
       name: of the file, without its ending.
       questions: its lines.
-      is_choice: whether choices are distinguished; False: a target is told exactly.
+      is_choice: whether a question has choices; False: a target that must match exactly.
     """
 
     name: str
@@ -101,7 +101,7 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
       length: the model's context length.
 
     Raises:
-      UserError: one cannot be told, by its line.
+      UserError: one cannot be scored; names its line.
     """
     found = []
     for question in task.questions:

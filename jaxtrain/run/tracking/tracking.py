@@ -1,7 +1,7 @@
 """Delivery of metrics to a tracker: each line that survives a resume, exactly once.
 
-A line survives once a checkpoint of its step or a later one is on disk: what a killed run has to do
-again was told to nobody. How far a service is stands in the run's folder.
+A line survives once a checkpoint of its step or a later one is on disk: steps that a killed run has
+to repeat were not sent. A file in the run's folder has how far a service is.
 """
 
 import contextlib

@@ -32,7 +32,7 @@ Arrays = list[jax.Array]
 
 
 class Codec(Protocol):
-    """How a device tells the others along `data` about its numbers.
+    """How a device sends its values to the others along `data`.
 
     Attributes:
       keeps_rest: whether what a message leaves out is kept for the next.
@@ -87,16 +87,18 @@ class Int8:
 
 @dataclasses.dataclass(frozen=True)
 class TopK:
-    """The entries with the largest magnitudes: to the owners of their parts, and back from them.
+    """Top-k: the entries with the largest magnitudes, sent to the owners of their parts and back.
 
-    Each replica owns a k-th part of every array. An owner adds what it is told of its part to its
-    own numbers, which it has whole, and tells all the largest of the sum; what that leaves out it
-    keeps, as every replica keeps what it told no owner: compressed on both ways, with a rest for
-    each (DoubleSqueeze, arXiv 1905.05957, its server shared out). A device sends 16 c (k-1)/k bytes
+    Each replica owns a k-th part of every array. An owner adds what it receives for its part to its
+    own values, which are complete, and sends the largest of the sum to all. It keeps the residual,
+    as every replica keeps what it sent to no owner: compressed in both directions, with a residual
+    for each (DoubleSqueeze, arXiv 1905.05957, its server shared out). A device sends 16 c (k-1)/k
+    bytes
     where c of n entries are kept: less than an all-reduce of float32 where `keep` is below a half.
 
     Attributes:
-      keep: the fraction of each part's entries that is told on either way, at least one entry.
+      keep: the fraction of each part's entries that is sent in either direction, at least one
+        entry.
     """
 
     keeps_rest: ClassVar[bool] = True
@@ -118,8 +120,8 @@ class TopK:
             return added, None
 
         # One replica after the other: the order of a sum into one place is then the same on every
-        # device that holds the array, and with it the parameters. What an owner told itself comes
-        # back to what is left of its own part.
+        # device that holds the array, and with it the parameters. What an owner sent to itself is
+        # added back to the residual of its own part.
         messages = [jnp.concatenate(x, -1) for x in (values_kC, places_kC)]
         arrived = tuple(jax.lax.all_to_all(x, "data", 0, 0) for x in messages)
         sums_P, _ = jax.lax.scan(add, [x[rank] for x in left_kP], arrived)
@@ -207,11 +209,11 @@ class GradientExchange(ExchangeProgram):
 
 @dataclasses.dataclass(frozen=True)
 class Compressed(GradientExchange):
-    """Gradients as a codec tells them: `exchange` holds what each replica has left to send, float32
-    [k, ...]; () where nothing is kept.
+    """Gradients compressed by a codec: `exchange` holds the residual of each replica, float32 [k,
+    ...]; () where nothing is kept.
 
     Attributes:
-      codec: how gradients are told.
+      codec: how gradients are compressed.
     """
 
     codec: Codec

@@ -45,20 +45,21 @@ class Exchange:
       method: 'synchronous' reduces every step's gradients; 'local_sgd' (arXiv 1805.09767) averages
         parameters and moments every `period` steps; 'diloco' (arXiv 2311.08105) gives the mean
         movement of that many steps to an outer Nesterov optimizer; 'int8' and 'top_k' compress the
-        gradients on both ways, with error feedback (arXiv 1905.05957); 'power_sgd' tells two narrow
-        matrices of `rank` columns of each, with it too (arXiv 1905.13727); 'sign_sgd' votes
-        on the sign of each element, 1, 0 or -1 (arXiv 1810.05291); 'gossip' averages
+        gradients on both ways, with error feedback (arXiv 1905.05957); 'power_sgd' sends two narrow
+        matrices of `rank` columns of each, also with error feedback (arXiv 1905.13727); 'sign_sgd'
+        votes on the sign of each element, 1, 0 or -1 (arXiv 1810.05291); 'gossip' averages
         parameters with the neighbours in a graph after every step (D-PSGD, arXiv 1705.09056);
         'asynchronous' takes gradients at the parameters of `staleness` steps ago, on any mesh.
       period: inner steps between two exchanges, for local_sgd and diloco.
       outer_learning_rate: diloco's; 1 with no momentum is plain averaging.
       outer_momentum: diloco's Nesterov decay rate.
-      fragments: of diloco's parameters, every so manyth layer: each is exchanged once a period, at
-        a step of its own (streaming DiLoCo, arXiv 2501.18512).
+      fragments: number of parts of diloco's parameters, each with every `fragments`-th layer: each
+        is exchanged once a period, at a step of its own (streaming DiLoCo, arXiv 2501.18512).
       delay: steps that a fragment of diloco is on its way, while training goes on.
       mixing: the part of its own parameters that a replica of diloco keeps when a fragment comes.
       keep: the fraction of each gradient's entries that top_k sends.
-      rank: columns of what power_sgd tells of a matrix; a matrix that is no larger is told whole.
+      rank: columns of the factors that power_sgd sends of a matrix; a matrix that is no larger is
+        sent whole.
       graph: who is whose neighbour in gossip: 'ring'; 'torus', a grid as square as Mesh.data
         allows; 'exponential', those 1, 2, 4, ... places on (arXiv 2110.13363).
       staleness: of asynchronous gradients, in steps; with 0 it is the synchronous step.

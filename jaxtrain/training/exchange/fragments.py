@@ -20,10 +20,10 @@ Arrays = list[jax.Array]
 class Fragments:
     """Every `count`-th layer, from the fragment's own on (strided, as arXiv 2501.18512 has it).
 
-    Where an array has no layers, or not a multiple of so many, its first dimension that a device
-    has a multiple of is dealt out in their place: rows of a table, features of a vector. Where
-    there is none its numbers are, in a row: fragments then differ by the mesh. Rules that take each
-    number for itself do not mind; that every fragment has the same size is what its sender wants.
+    If an array has no layers, or a number that `count` does not divide, its first dimension that
+    divides on a device is split instead: rows of a table, features of a vector. If there is none,
+    its flattened elements are: fragments then depend on the mesh. Elementwise update rules do not
+    mind, and every fragment has the same size.
 
     Attributes:
       count: of fragments.

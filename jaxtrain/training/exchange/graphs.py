@@ -35,6 +35,6 @@ def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
 
 
 def sides(replicas: int) -> tuple[int, int]:
-    """Rows and columns of the grid of so many that is nearest to a square."""
+    """Return rows and columns of the grid of `replicas` that is nearest to a square."""
     rows = max(n for n in range(1, math.isqrt(replicas) + 1) if replicas % n == 0)
     return rows, replicas // rows

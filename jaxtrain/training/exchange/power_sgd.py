@@ -28,7 +28,7 @@ from jaxtrain.training.step import TrainState
 
 
 class Narrow(NamedTuple):
-    """How a matrix [rows, columns] is told by two, of as many rows and as many columns.
+    """How a matrix [rows, columns] is sent as two factors, of as many rows and as many columns.
 
     Attributes:
       stack, rows, columns: its dimensions, as of `matrices.Sides`.
@@ -42,7 +42,7 @@ class Narrow(NamedTuple):
 
 
 def narrow(shape: tuple[int, ...], axes: tuple[str, ...], rank: int) -> Narrow | None:
-    """How a parameter of this shape is told; None: whole, being a vector or no larger so.
+    """Return how a parameter of this shape is sent; None: whole, as a vector or a small matrix.
 
     Args:
       shape: of the parameter.

@@ -92,7 +92,7 @@ class Replicas(ExchangeProgram):
         return after, {**metrics, "replica_spread": after.exchange["spread"]}
 
     def alone(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One step of every replica on its rows, and its metrics; nobody is told anything."""
+        """Take one step of every replica on its rows; return its metrics. Nothing is sent."""
         dims: dict[str, Any] = {
             "step": None, "params": 0, "opt_state": 0, "statistics": 0, "loss_scale": 0,
         }  # fmt: skip

@@ -1,9 +1,8 @@
 """Streaming DiLoCo (arXiv 2501.18512): fragments synchronized in turn, overlapped with steps.
 
-DiLoCo sends all parameters at once, and everybody waits. Here each fragment has its turn once a
-period, at a step of its own; its mean is told while the next steps are computed, and what the outer
-step makes of it is mixed into what the replicas have by the time it comes. Letters: k replicas,
-P fragments.
+DiLoCo sends all parameters at once, and all replicas wait. Here each fragment has its turn once a
+period, at a step of its own. Its mean is computed during the next steps, and the result of the
+outer step is mixed into the replicas' parameters when it arrives. Letters: k replicas, P fragments.
 """
 
 import dataclasses
@@ -65,7 +64,7 @@ class Streaming(ExchangeProgram):
         return self._replicas.state_shardings(state)
 
     def turn(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which fragment is sent after so many steps, and whether one is.
+        """Return which fragment is sent after `step` steps, and whether one is.
 
         Fragment p's turn is where steps and floor(p period / P) leave the same rest over periods.
         """

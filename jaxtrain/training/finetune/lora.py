@@ -178,7 +178,7 @@ class _Adapter:
 
 
 def number_of(name: str) -> int:
-    """By which the draws of a weight's adapter are told from others'."""
+    """Return the number that separates the draws of a weight's adapter from others."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 

@@ -22,7 +22,7 @@ from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
 class Classification(AnswerObjective, TellsLogits[Predictor]):
-    """Cross entropy of an example's label, and the part of labels that are told right."""
+    """Cross entropy of an example's label, and accuracy."""
 
     name: ClassVar[str] = "classification"
 
@@ -30,7 +30,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         """The same.
 
         Raises:
-          UserError: the data have more classes than the model tells apart.
+          UserError: the data have more classes than the model.
         """
         (name, classes), found = classes_of(model), int(dataset.facts.get("classes", 0))
         if found > classes:
@@ -67,8 +67,8 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             name = type(model).__name__
             yield (
-                f"{name}.objective={self.name!r} tells labels, but the data's targets are numbers; "
-                f"use data with labels, or an objective of numbers"
+                f"{name}.objective={self.name!r} predicts labels, but the data's targets are "
+                f"numbers; use data with labels, or an objective of numbers"
             )
 
     def reading(self, inputs: Any) -> Batch:
@@ -123,7 +123,7 @@ def label_loss(answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bo
 
 
 def classes_of(model: Model) -> tuple[str, int]:
-    """How many classes a model tells apart, and what it calls that."""
+    """Return the name of a model's number of classes, and the number."""
     if reads_images(model):
         return "num_classes", model.num_classes
     return "outputs", vector_model(model).outputs

@@ -47,12 +47,13 @@ def _before(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def confusion(told: jax.Array, targets: jax.Array, mask: jax.Array, classes: int) -> jax.Array:
-    """How often each label, a row, was told as each class, a column: int32 [C, C], on every device.
+    """Count how often each label (row) was predicted as each class (column): int32 [C, C], on every
+    device.
 
     A label that counts is counted once, by how much it counts.
 
     Args:
-      told: int32 [...], the class that a model tells.
+      told: int32 [...], the predicted class.
       targets: int32 [...], the labels.
       mask: float32 [...]; where it is 0 nothing is counted.
       classes: C.
@@ -87,8 +88,8 @@ def metrics_of(counts: np.ndarray) -> dict[str, Any]:
 def macro_f1(counts: np.ndarray) -> float:
     """The mean over classes of F1, the harmonic mean of precision and recall.
 
-    Of a class it is 2 right / (labels + told). A class that is no label and was never told is left
-    out.
+    Of a class it is 2 right / (labels + predictions). A class that is no label and was never
+    predicted is left out.
     """
     either = counts.sum(0) + counts.sum(1)
     return float(np.mean(2 * np.diagonal(counts)[either > 0] / either[either > 0]))

@@ -112,7 +112,7 @@ class Distillation(TokenObjective):
         theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
             yield (
-                f"{said} tells {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
+                f"{said} has {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
                 f"{model.vocab_size}; both have one tokenizer, and as many logits"
             )
         if theirs.context_length < length:

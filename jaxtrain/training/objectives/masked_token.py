@@ -17,7 +17,7 @@ from jaxtrain.nn.transformer import Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
 
-CHOSEN = 0.15  # of the tokens are to be told
+CHOSEN = 0.15  # of the tokens are targets
 HIDDEN, RANDOM = 0.8, 0.1  # of those: replaced by the mask's token, by any other; the rest stay
 EVALUATION_SEED = 0  # held-out examples are masked alike in every evaluation of every run
 

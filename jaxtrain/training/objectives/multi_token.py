@@ -29,7 +29,7 @@ class MultiToken(NextToken):
     over fewer, since no module looks beyond a document's end.
 
     Attributes:
-      further_tokens: modules, the k-th of which tells the token after the next k.
+      further_tokens: modules, the k-th of which predicts the token after the next k.
       further_weight: what their mean loss is multiplied by.
     """
 
@@ -42,7 +42,7 @@ class MultiToken(NextToken):
     tells_further: ClassVar[bool] = True
 
     def of(self, model: Model) -> "MultiToken":
-        """As many tokens as the model tells, with its weight."""
+        """Return the objective with the model's number of tokens and weight."""
         assert isinstance(model, MultiTokenModel), f"{type(model).__name__} names this objective"
         return dataclasses.replace(
             self,
@@ -85,7 +85,7 @@ class MultiToken(NextToken):
 
 
 def further_on(batch: Batch, places: int) -> Batch:
-    """The rows of a batch so many places further on, in the order of their text.
+    """Return the rows of a batch shifted by `places` positions, in the order of their text.
 
     Where a place has no such token in its document, no target counts and the place is padding.
     """

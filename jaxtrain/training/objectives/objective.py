@@ -41,7 +41,7 @@ class Objective(abc.ABC, Generic[M]):
       minimized: the sums whose means, added up, the gradient is of; those that a model gives.
       draws: whether its models may draw random numbers in training, for which rows are counted.
       refers: whether its batches have a reference model's log-probabilities.
-      evaluated: the counts, means over which are told of held-out examples.
+      evaluated: the counts whose means are reported for held-out examples.
     """
 
     name: ClassVar[str]
@@ -166,12 +166,12 @@ class Objective(abc.ABC, Generic[M]):
             )
 
     def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
-        """Why targets of this shape and dtype, which the data give, cannot be told."""
+        """Yield why targets of this shape and dtype, which the data give, cannot be predicted."""
         del targets, model
         yield from ()
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """What of held-out examples is told beside the means over `evaluated`, given by name."""
+        """Return further evaluation metrics, computed from the means over `evaluated` by name."""
         del means
         return {}
 

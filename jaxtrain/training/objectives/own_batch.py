@@ -55,8 +55,8 @@ def refuse_values(
       name: the field.
       least, most: the bounds; None is none, but numbers are finite.
       why: where the bound comes from, such as ' (GPT.vocab_size=256)'.
-      counted: whether numbers may be anything where the loss mask is 0; where it lies on a device,
-        nobody knows where that is.
+      counted: whether values may be anything where the loss mask is 0; a mask on a device is not
+        read, so nothing is checked then.
     """
     x = getattr(batch, name)
     if not isinstance(x, np.ndarray) or (counted and not isinstance(batch.loss_mask, np.ndarray)):

@@ -22,7 +22,7 @@ class Regression(AnswerObjective):
     inputs: ClassVar[tuple[Inputs, ...]] = ("vectors",)
 
     def told(self, batch: Batch) -> jax.Array:
-        """The numbers [B, K] that are to be told."""
+        """Return the regression targets [B, K]."""
         return batch.targets
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
@@ -52,17 +52,17 @@ class Regression(AnswerObjective):
         name, outputs = type(model).__name__, vector_model(model).outputs
         if jnp.issubdtype(targets.dtype, jnp.integer):
             yield (
-                f"{name}.objective={self.name!r} tells numbers, but the data's targets are labels; "
-                "use data with numbers, or an objective of labels"
+                f"{name}.objective={self.name!r} predicts numbers, but the data's targets are "
+                "labels; use data with numbers, or an objective of labels"
             )
         elif targets.shape[-1] != outputs:
             yield (
-                f"{name} tells {outputs} numbers, but the data have {targets.shape[-1]} to be told;"
+                f"{name} predicts {outputs} numbers, but the data have {targets.shape[-1]} targets;"
                 f" set the last of {name}.widths to {targets.shape[-1]}"
             )
 
     def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
-        """Numbers [B, K], as many as the model tells."""
+        """Yield why targets are not [B, K] with the model's number of outputs."""
         yield from refuse_form(batch, "targets", "float32", (rows, vector_model(model).outputs))
 
     def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:

@@ -65,7 +65,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         train: bool,
     ) -> tuple[Sums, Any]:
         """As in Objective: those of the hidden states. A held-out row with several answers is an
-        exact match where any of them is told whole: greedy decoding then tells that one."""
+        exact match if any of them is predicted whole: greedy decoding then writes that one."""
         memory = _read(model, batch, execution)
         h_BTD = _generate(model, batch, memory, execution)
         found = self.of_hidden(model, h_BTD, batch, settings, train=train)
@@ -83,7 +83,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         self, model: PairModule, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
         """`loss`; `accuracy`, the targets that have the highest logit; `exact_match`, the rows all
-        of whose targets do, which are those that greedy decoding tells as they are."""
+        of whose targets do, which greedy decoding reproduces."""
         mask_BT = batch.loss_mask
         with jax.named_scope("loss"):
             # A hidden state that is not finite, where nothing counts, would reach the output
@@ -192,7 +192,7 @@ def refuse_answers(layout: Layout) -> Iterator[str]:
     """Why several answers cannot be distinguished on a mesh."""
     if layout.mesh.shape["pipe"] > 1:
         yield (
-            f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline tells each source's first answer "
+            f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline uses each source's first answer "
             "alone, and there are sources with several; use Mesh.pipe=1, or give each one answer"
         )
 

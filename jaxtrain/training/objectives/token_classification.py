@@ -19,7 +19,7 @@ from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
 class TokenClassification(TokenObjective):
-    """Cross entropy of labels, and the part of them that are told right.
+    """Cross entropy of labels, and accuracy.
 
     A text's class is the label of one token, at whose place alone the loss mask is 1; where each
     token has a class, as in tagging, all of them count.

@@ -105,7 +105,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         return {**self.of_hidden(model, h_BTD, batch, settings, train=train), **more}
 
     def in_order(self, batch: Batch) -> Batch:
-        """A batch in the order of its text, with what can be told in that order alone."""
+        """Return a batch in the order of its text, with what can be computed in that order
+        alone."""
         return batch
 
     @final
@@ -119,7 +120,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
             if told > 1:
                 yield (
                     f"{name}.predicted_tokens={told}, but the objective {self.name!r} trains no "
-                    f"module that tells further tokens; use {name}.predicted_tokens=1"
+                    f"module that predicts further tokens; use {name}.predicted_tokens=1"
                 )
         if model.attention is not None and model.attention.causal != self.causal:
             yield (

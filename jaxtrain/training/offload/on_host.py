@@ -76,8 +76,8 @@ class OnHost(Program):
         return super().gradients(self._fetch(state), batch, counts)
 
     def with_respect_to(self, trained: nnx.State) -> nnx.State:
-        """As of `Program`; of layers' matrices numbers in host memory, which nobody reads, where
-        their gradients go there."""
+        """As of `Program`; for matrices of layers placeholders in host memory, which are never
+        read, if their gradients go there."""
         if self.offload.gradients == "none":
             return super().with_respect_to(trained)
 

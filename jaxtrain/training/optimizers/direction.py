@@ -66,5 +66,5 @@ class AdamRule(DirectionRule):
 
 
 def zeros_like(params: Any, count: int) -> list[Any]:
-    """So many trees of zeros in the form of the parameters: the arrays of a first state."""
+    """Return `count` trees of zeros in the form of the parameters: the arrays of a first state."""
     return [jax.tree.map(jnp.zeros_like, params) for _ in range(count)]

@@ -21,7 +21,7 @@ BLOCK = 256
 _DECADES = 7
 # Never a side of a block: a pipeline deals layers out, and experts are matrices of their own.
 _STACKED = ("layers", "experts", "replica")
-# A split dimension is left so many parts at least: as many devices may split it.
+# A sharded dimension keeps at least this many parts: as many devices may shard it.
 _TENSOR_PARTS, _FSDP_PARTS = 16, 32
 
 

@@ -78,7 +78,7 @@ def hashed(path: Any, variable: Any, count: jax.Array, number: int, layers: Laye
 
 
 def place_in_array(x: jax.Array, count: jax.Array, number: int, layers: Layers = None) -> jax.Array:
-    """The same of an array without a name; `number` tells it from others."""
+    """Return the same for an array without a name; `number` distinguishes it from others."""
     key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(number))
     return _mix(_index(x, layers) ^ key)
 

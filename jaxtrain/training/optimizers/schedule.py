@@ -26,8 +26,8 @@ class Schedule:
     """The learning rate over time, as a fraction of Optimizer.learning_rate, its peak.
 
     Steps count from 1. The warm-up's step s has s / warmup_steps of the peak, so that its first
-    step is not lost and its last has the peak; without a warm-up step 1 has it. A decay goes on
-    from there, and its last step has final_fraction of the peak: in the run's last step, unless
+    step is not lost and its last has the peak; without a warm-up step 1 has it. A decay starts from
+    there, and its last step has final_fraction of the peak: in the run's last step, unless
     decay_steps says otherwise.
 
     Attributes:
@@ -47,8 +47,8 @@ class Schedule:
       factors: of piecewise: after step -> what the learning rate is then multiplied by, such as
         {60: 0.1, 80: 0.1}; earlier factors stay.
       plateau_patience: on top of any schedule: once the mean loss of `plateau_window` steps has not
-        fallen by 1e-4 of the lowest for so many windows in a row, learning rates are multiplied by
-        `plateau_factor`, and so on; 0 never. The loss is that of training, known in the step.
+        fallen by 1e-4 of the lowest for this many windows in a row, learning rates are multiplied
+        by `plateau_factor`, and so on; 0 never. The loss is that of training, known in the step.
       plateau_factor: what they are multiplied by.
       plateau_window: steps whose mean loss is compared.
     """
@@ -123,14 +123,15 @@ class Schedule:
         return max(self.warmup_steps, 1)
 
     def decay_of(self, steps: int) -> tuple[int, int]:
-        """The last step before the decay of a run of so many steps, and the decay's length."""
+        """Return the last step before the decay of a run of `steps` steps, and the decay's
+        length."""
         if self.name in _TO_THE_END:
             start = max(self.top, steps - self.decay_steps)
             return start, max(steps - start, 0)
         return self.top, self.decay_steps or max(steps - self.top, 0)
 
     def with_same_decay(self, steps: int) -> "Schedule":
-        """The schedule with which a longer run has the rates that a run of so many steps has."""
+        """Return the schedule that gives a longer run the rates of a run of `steps` steps."""
         if self.name not in _OF_ANY_LENGTH:
             return self
         return dataclasses.replace(self, decay_steps=self.decay_of(steps)[1])
@@ -159,7 +160,7 @@ def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule
 
 
 def notes(settings: Schedule, steps: int) -> Iterator[str]:
-    """What someone should know of a schedule in a run of so many steps."""
+    """Yield notes on a schedule in a run of `steps` steps."""
     warmup, decay = settings.warmup_steps, settings.decay_steps
     if warmup > steps:
         yield (

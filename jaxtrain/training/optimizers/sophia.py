@@ -77,8 +77,8 @@ class SophiaH(SophiaRule):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SophiaG(SophiaRule):
     """Sophia-G (arXiv 2305.14342): the curvature is Gauss-Newton-Bartlett's, n g^2 with the
-    gradient g of n targets drawn from what the model tells; of the step's first microbatch, whose
-    logits are all alive then, every few steps."""
+    gradient g of n targets drawn from the model's distribution; of the step's first microbatch,
+    whose logits are all live then, every few steps."""
 
     name: ClassVar[str] = "sophia_g"
     curvature: ClassVar[Literal["hutchinson", "gauss_newton_bartlett"]] = "gauss_newton_bartlett"

@@ -16,7 +16,7 @@ def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def buffer(shape: jax.ShapeDtypeStruct, slots: int) -> jax.Array:
-    """Places for so many arrays of this shape, at least one."""
+    """Return slots for `slots` arrays of this shape, at least one."""
     return _zeros(shape, (max(slots, 1),))
 
 

@@ -125,7 +125,8 @@ class Rank:
         return jax.tree.unflatten(tree, carry["layers"]), outer, carry["sums"]
 
     def _of_pass(self, number: int) -> "_Pass":
-        """What is known of a pass before its first tick; the first tells what goes on."""
+        """Return what is known of a pass before its first tick; pass 0 sets the activation's
+        shape."""
         row: Any = {"chunk": 0, "microbatch": 0}
         params, context = self._arguments(row, number)
         if number == 0:
@@ -350,8 +351,8 @@ class Rank:
     def _entering(
         self, of: "_Pass", outer: Any, gradient: Stream, before: Stream, context: Any
     ) -> tuple[Any, Stream]:
-        """Totals with the gradient of what goes into a pass added, and what the pass before is
-        told of what it gave."""
+        """Return totals with the gradient of a pass's inputs added, and the gradient for the pass
+        before."""
         _, transpose = jax.vjp(
             lambda outer, before: self._enter(of.number, outer, before, context),
             self._of_outer,

@@ -25,8 +25,8 @@ from jaxtrain.training.pipeline.table import (
 Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Name)
 
-# Microbatches, and virtual stages: a table of so many on 4 ranks is laid out in 10 seconds, and of
-# four times as many in minutes.
+# Microbatches times virtual stages: this many on 4 ranks are scheduled in 10 seconds, four times as
+# many in minutes.
 MOST_TURNS = 4096
 
 
@@ -63,7 +63,8 @@ class Pipeline:
         return self.schedule == "dualpipe_v"
 
     def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> Timetable:
-        """The table of these settings on so many ranks, or that of evaluation; `make_schedule`."""
+        """Return the table of these settings on `ranks` ranks, or that of evaluation;
+        `make_schedule`."""
         if not train:
             chunks = self.virtual_stages * passes
             return forward_only(ranks, self.microbatches, chunks, folded=self.folded)

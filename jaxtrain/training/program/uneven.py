@@ -43,7 +43,7 @@ def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
     """
     sizes = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
     if not config.train.fill_batch or len(sizes) != 1 or sizes <= {(), (0,)}:
-        return batch  # what is wrong with it is told as of any other
+        return batch  # its errors are reported like those of any other
     ((rows,),) = sizes
     train = dataclasses.replace(config.train, global_batch_size=rows)
     held = rows_held(dataclasses.replace(config, train=train), layout)

@@ -163,7 +163,7 @@ class _Matching:
         self.open, self.sizes = open_, sizes
         self.rows: list[Row] = []
         self.complete: set[tuple[str, str, int]] = set()  # kinds, axes and sizes, see `count`
-        self.shifts: list[_Open] = []  # of less than so many bytes
+        self.shifts: list[_Open] = []  # of less than this many bytes
 
     def count(self, left: list[_Left]) -> None:
         """Note the kinds, axes and sizes of which as many arrays were found as are expected.

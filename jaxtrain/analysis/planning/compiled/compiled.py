@@ -35,7 +35,7 @@ from jaxtrain.training.program.program import make_program
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 
-# What libtpu is told beside a run's own options (docs/design/planning_model.md has the figures).
+# Options for libtpu in addition to a run's own (figures: docs/design/planning_model.md).
 _QUICK = {"exec_time_optimization_effort": -1.0}
 # XLA's own kernels of some products, mostly small ones, are found by trying them alone.
 # What XLA says of a product that its own kernels find no tiles for: jaxlib 0.10, and 0.11.
@@ -62,10 +62,10 @@ class Compiled:
         TPU's compiler reserves more where there is room, for overlap.
       unaliased_bytes: outputs that take no argument's place.
       host_bytes: in the host's memory.
-      refusal: the compiler's words where it gave up because memory does not suffice.
+      refusal: the compiler's message if the program does not fit into memory.
       text: the scheduled program; "" where it did not fit.
-      warnings: sentences of the partitioner that tell of wasted work, and arrays of the state that
-        lie elsewhere than the layout says.
+      warnings: warnings of the partitioner about wasted work, and arrays of the state whose
+        sharding is not the layout's.
       seconds: of compiling.
       cached: whether an earlier plan compiled it.
     """
@@ -211,7 +211,7 @@ def _facts(
 
 
 def partitioner_warnings(said: str) -> tuple[str, ...]:
-    """The lines in which XLA tells that it moved whole arrays for want of a better way."""
+    """Return the lines in which XLA reports an involuntary full rematerialization."""
     lines = [line for line in said.splitlines() if "nvoluntary full remat" in line]
     return tuple(re.sub(r"^.*?\] ", "", line) for line in lines)
 

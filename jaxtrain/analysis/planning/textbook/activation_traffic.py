@@ -359,7 +359,7 @@ class _Activations:
         k, ranks = experts.per_token, facts.size("expert")
         one_scale = facts.config.precision.matmul == "float8"
         if experts.capacity_factor is None:
-            own = facts.B * facts.T  # tokens, each of which has so many rows of what is sent:
+            own = facts.B * facts.T  # tokens; the rows that each of them sends:
             rows, formula = ranks * k, "4 R B T k D"
             parts = parts_of_exchange(ranks, ranks * own * k // experts.count, one_scale=one_scale)
         else:

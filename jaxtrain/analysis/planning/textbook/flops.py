@@ -98,7 +98,7 @@ def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = Non
       says of itself (as `ragged_dot_general`), a `shard_map`, whose shapes are one
       device's, once for each device along its manual axes.
     - What recomputes (`jax.checkpoint`) is in the jaxpr twice and so counted twice; what XLA may
-      merge again later, or drop because nobody reads it, is not looked at.
+      merge later, or drop as dead code, is not considered.
 
     Args:
       program: the traced function.

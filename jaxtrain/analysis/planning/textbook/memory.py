@@ -467,7 +467,7 @@ def kept_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=4096)
 def kept(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """Bytes on a device and on its host that the backward pass of so many rows waits with."""
+    """Return the bytes that `rows` keep for the backward pass, on a device and on its host."""
     program: Any = make_program(config, layout).plain
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():

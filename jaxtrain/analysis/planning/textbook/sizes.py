@@ -97,7 +97,7 @@ def deepseek_parameters(
 
 
 def prediction_module_parameters(*, D: int, layer: int) -> int:
-    """Of a module that tells one token more (arXiv 2412.19437, section 2.2): its layer, the
+    """Of a module that predicts one more token (arXiv 2412.19437, section 2.2): its layer, the
     projection of 2 D to D, three norms. The embedding and the output matrix are the model's.
 
     Args:
