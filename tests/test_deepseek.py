@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.balancing import biases, rebalanced, refuse, speed_of
+from jaxtrain.training.balancing import biases, rebalanced, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
 
@@ -296,13 +296,6 @@ def test_biases_move_against_the_load_error_and_nothing_else_does():
     np.testing.assert_allclose(moved, [[0, 0, 0, 0], [-0.5, 0.5, 0, 0]], atol=1e-6)
     np.testing.assert_array_equal(found["last"].get_value(), [0, 0, 0.5, -0.5])
     assert rebalanced(frozen, None, 0.5, None) is frozen
-
-
-def test_replicas_that_agree_otherwise_are_refused():
-    [said] = refuse(SMALL, exchange="power_sgd", name="DeepSeek")
-    assert "use Exchange.method='synchronous'" in said
-    v2 = dataclasses.replace(SMALL, router="softmax", bias_speed=0.0)
-    assert not list(refuse(v2, exchange="power_sgd", name="DeepSeek"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 Evaluation drops nothing.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from test_lora import MODELS, Begun
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.dropout import Draws, dropout
-from jaxtrain.training.finetune.finetune import Finetune, refuse, tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import number_of
 from jaxtrain.training.optimizers.adamw import AdamW
 
@@ -121,11 +120,3 @@ def test_what_cannot_drop_is_refused():
     ):
         with pytest.raises(UserError, match=reason):
             Finetune(**settings)
-    shapes = jax.eval_shape(lambda: program_on(make_layout()).whole.init(jax.random.key(0))).params
-    told = refuse(
-        Finetune(lora_rank=4, lora_dropout=0.1),
-        lambda: shapes,
-        exchange="synchronous",
-        layout=make_layout(pipe=2),
-    )
-    assert any("with Mesh.pipe=2" in one for one in told)

@@ -13,7 +13,7 @@ from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.microbatches import split_microbatches
-from jaxtrain.training.noise import refuse, signal_and_noise, with_noise
+from jaxtrain.training.noise import signal_and_noise, with_noise
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.sophia import SophiaH
@@ -106,23 +106,3 @@ def test_a_rule_that_is_given_the_curvature_is_given_it_here_too():
         found.append(jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert any(np.any(h) for h in jax.tree.leaves(found[0][1].nu))
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"accumulation": 1}, "Train.accumulation=1"),
-        ({"sizes": {"pipe": 2}}, "Mesh.pipe=2"),
-        ({"exchange": "int8"}, "Exchange.method='int8'"),
-        ({"radius": 0.1}, "Optimizer.sharpness_radius=0.1"),
-    ],
-)
-def test_what_it_does_not_go_with(changed, says):
-    given: dict[str, Any] = {
-        "sizes": {"pipe": 1}, "accumulation": 2, "exchange": "synchronous", "radius": 0.0,
-    }  # fmt: skip
-    given |= changed
-    sizes = given.pop("sizes")
-    (sentence,) = refuse(10, sizes, **given)
-    assert sentence.startswith(f"Train.noise_scale_every=10 with {says}")
-    assert not list(refuse(0, sizes, **given))

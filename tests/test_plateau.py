@@ -15,7 +15,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.plateau import on_plateau, rate_taken, refuse
+from jaxtrain.training.optimizers.plateau import on_plateau, rate_taken
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.settings import Checkpoint
@@ -85,6 +85,3 @@ def test_what_makes_no_sense_is_refused():
         Schedule(plateau_patience=2, plateau_factor=1.5)
     with pytest.raises(UserError, match="plateau_window=7 does nothing with Schedule.plateau_pati"):
         Schedule(plateau_window=7)
-    (sentence,) = refuse(Schedule(plateau_patience=2), exchange="gossip")
-    assert sentence.startswith("Schedule.plateau_patience=2 with Exchange.method='gossip'")
-    assert not list(refuse(Schedule(plateau_patience=2), exchange="int8"))

@@ -16,7 +16,7 @@ from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import OnHost
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
-from jaxtrain.training.sharpness import refuse, with_sharpness
+from jaxtrain.training.sharpness import with_sharpness
 
 WIDTHS, RADIUS, RATE, STEPS = (8, 16, 4), 0.2, 0.1, 10
 MODEL = MLP(widths=WIDTHS, activation="tanh")
@@ -124,17 +124,3 @@ def test_it_is_pytorchs_on_every_mesh(sizes, offload):
 def test_without_a_radius_there_is_one_pass():
     program = program_on(0.0, fsdp=1)
     assert program is program.plain
-
-
-@pytest.mark.parametrize(
-    ("sizes", "exchange", "curvature", "says"),
-    [
-        ({"pipe": 2}, "synchronous", None, "Mesh.pipe=2"),
-        ({"pipe": 1}, "gossip", None, "Exchange.method='gossip'"),
-        ({"pipe": 1}, "synchronous", "sophia_g", "Optimizer.name='sophia_g'"),
-    ],
-)
-def test_what_it_does_not_go_with(sizes, exchange, curvature, says):
-    (sentence,) = refuse(0.05, sizes, exchange=exchange, curvature=curvature)
-    assert sentence.startswith(f"Optimizer.sharpness_radius=0.05 with {says}")
-    assert not list(refuse(0.0, sizes, exchange=exchange, curvature=curvature))

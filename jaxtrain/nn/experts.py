@@ -141,8 +141,11 @@ class Experts:
             run = functools.partial(_dropless, self.gated, execution.grouped)
             routes = (experts_BTk, gates_BTk)
         else:
-            for sentence in refuse(self.capacity_factor, context=split()):
-                raise UserError(sentence)
+            if split() > 1:
+                raise UserError(
+                    f"capacity_factor={self.capacity_factor} over {split()} parts of a row: an "
+                    "expert's slots are counted along whole rows; use capacity_factor=None"
+                )
             k, E = self.experts_per_token, self.num_experts
             C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
             slots_BTk = _slots(experts_BTk, E)
@@ -258,22 +261,6 @@ def refuse_settings(model: Any, *weights: str) -> Iterator[str]:
     for weight in weights:
         if not getattr(model, weight) >= 0:
             yield f"{name}.{weight}={getattr(model, weight)}; use 0 (none) or more"
-
-
-def refuse(capacity_factor: float | None, *, context: int, model: str = "Model") -> Iterator[str]:
-    """A sentence where experts with this capacity cannot run.
-
-    Args:
-      capacity_factor: None is dropless, which is always possible.
-      context: over how many devices a row is split.
-      model: what the capacity belongs to, for the message.
-    """
-    if capacity_factor is not None and context > 1:
-        yield (
-            f"{model}.capacity_factor={capacity_factor} with Mesh.context={context}: an expert's "
-            "slots are counted along whole rows, which context splits; set Mesh.context=1 or "
-            f"{model}.capacity_factor=None (dropless)"
-        )
 
 
 def _slots(experts_BTk: jax.Array, num_experts: int) -> jax.Array:

@@ -32,7 +32,7 @@ nnx.use_eager_sharding(False)
 
 
 # Why no other stage has whole weights next to masters that are split.
-_MASTERS_ELSEWHERE = {
+MASTERS_ELSEWHERE = {
     0: "stage 0 splits nothing, and updates whole parameters",
     2: "stage 2 takes gradients in shards of whole parameters",
     3: "stage 3 splits the parameters already, and gathers one layer at a time "
@@ -75,42 +75,10 @@ class Sharding:
     masters: Masters = "whole"
 
 
-def refuse(settings: Sharding, sizes: Mapping[str, int], *, experts: bool) -> Iterator[str]:
-    """A sentence for each reason why a mesh of these sizes cannot shard so.
-
-    Args:
-      settings: what is sharded.
-      sizes: of every axis in Mesh.
-      experts: whether the model is a mixture of experts.
-    """
-    if settings.accumulate == "local" and (settings.zero < 2 or sizes["fsdp"] == 1):
-        yield (
-            f"Sharding.accumulate='local' with Sharding.zero={settings.zero} and "
-            f"Mesh.fsdp={sizes['fsdp']}: gradients of microbatches are whole there anyway; set "
-            "Sharding.zero=3 and Mesh.fsdp above 1 or Sharding.accumulate='shard'"
-        )
-    if settings.masters == "sharded" and settings.zero != 1:
-        yield (
-            f"Sharding.masters='sharded' with Sharding.zero={settings.zero}: "
-            f"{_MASTERS_ELSEWHERE[settings.zero]}; use Sharding.zero=1 or Sharding.masters='whole'"
-        )
-    if sizes["tensor"] == 1 and settings.sequence_parallel:
-        yield (
-            "Sharding.sequence_parallel=True with Mesh.tensor=1: it splits the sequence over "
-            "tensor; set Mesh.tensor above 1 or Sharding.sequence_parallel=False"
-        )
-    if settings.collective_matmul and not settings.sequence_parallel:
-        yield (
-            "Sharding.collective_matmul=True with Sharding.sequence_parallel=False: it sends parts "
-            "of a split sequence around; set Sharding.sequence_parallel=True or "
-            "Sharding.collective_matmul=False"
-        )
+def refuse(settings: Sharding, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields an error message for each reason why a mesh of these sizes cannot shard so."""
     yield from refuse_tensor_layout(
-        settings.tensor_layout,
-        depth=settings.tensor_depth,
-        sizes=sizes,
-        sequence_parallel=settings.sequence_parallel,
-        experts=experts,
+        settings.tensor_layout, depth=settings.tensor_depth, tensor=sizes["tensor"]
     )
 
 

@@ -1,7 +1,7 @@
 """Axis rules: logical axis to mesh axes, for parameters, weights and activations."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from jaxtrain.config.errors import UserError
@@ -146,49 +146,22 @@ _FORMS: dict[str, tuple[str, int | None, int]] = {
 }
 
 
-def refuse(
-    layout: TensorLayout,
-    *,
-    depth: int,
-    sizes: Mapping[str, int],
-    sequence_parallel: bool,
-    experts: bool,
-) -> Iterator[str]:
-    """A sentence for each reason why `Mesh.tensor` cannot be laid out so.
+def refuse(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
+    """Yields an error message for each reason why `Mesh.tensor` cannot be laid out so.
 
     Args:
       layout: a name in TABLES.
       depth: grids of the 2.5d layout.
-      sizes: of every axis in Mesh.
-      sequence_parallel: as in Sharding.
-      experts: whether the model is a mixture of experts.
+      tensor: the size of that axis.
     """
-    setting = f"Sharding.tensor_layout={layout!r}"
     if layout != "2.5d" and depth != 1:
         yield (
-            f"Sharding.tensor_depth={depth} does nothing with {setting}; leave it at 1 or set "
-            "Sharding.tensor_layout='2.5d'"
+            f"Sharding.tensor_depth={depth} does nothing with Sharding.tensor_layout={layout!r}; "
+            "leave it at 1 or set Sharding.tensor_layout='2.5d'"
         )
-    if layout == "1d":
+    if layout == "1d" or tensor == 1:
         return
-    if sizes["tensor"] == 1:
-        yield f"{setting} does nothing with Mesh.tensor=1; set Mesh.tensor above 1 or use '1d'"
-    else:
-        try:
-            factor_tensor(layout, sizes["tensor"], depth)
-        except UserError as error:
-            yield str(error)
-    if sequence_parallel and sizes["tensor"] > 1:
-        yield (
-            f"Sharding.sequence_parallel=True with {setting}, which splits the residual stream "
-            "along embed already; set Sharding.sequence_parallel=False or "
-            "Sharding.tensor_layout='1d'"
-        )
-    for axis in ("pipe", "expert", "context"):
-        if sizes[axis] > 1:
-            yield (
-                f"Mesh.{axis}={sizes[axis]} with {setting}: only '1d' goes together with "
-                f"{axis}; set Mesh.{axis}=1 or Sharding.tensor_layout='1d'"
-            )
-    if experts:
-        yield (f"{setting} has no table for a mixture of experts; set Sharding.tensor_layout='1d'")
+    try:
+        factor_tensor(layout, tensor, depth)
+    except UserError as error:
+        yield str(error)

@@ -4,7 +4,7 @@ They are held among the parameters that are not trained, so that no optimizer, n
 norm of gradients sees them, and are moved by the load after each step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -61,18 +61,3 @@ def rebalanced(
         load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
         found[path] = found[path].replace(balanced(bias, load.astype(jnp.float32), speed))
     return nnx.from_flat_state(found)
-
-
-def refuse(model: Model, *, exchange: str, name: str) -> Iterator[str]:
-    """A sentence where replicas would not agree on the biases.
-
-    Args:
-      model: the model's settings.
-      exchange: the method by which replicas agree.
-      name: the model's, for the message.
-    """
-    if speed_of(model) is not None and exchange != "synchronous":
-        yield (
-            f"{name}.router has biases that the load of all replicas moves together, but with "
-            f"Exchange.method={exchange!r} each knows its own; use Exchange.method='synchronous'"
-        )

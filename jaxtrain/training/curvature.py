@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Model
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.training.microbatches import numbered, split_microbatches
-from jaxtrain.training.objectives.objective import Objective, TellsLogits, at_least_one
+from jaxtrain.training.objectives.objective import at_least_one
 from jaxtrain.training.optimizers.rounding import hashed, place_in_array
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.sophia import SophiaRule
@@ -28,50 +27,6 @@ def estimate_of(rule: Rule) -> Callable[[Program, TrainState, Batch], Any] | Non
     if not isinstance(rule, SophiaRule):
         return None
     return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)
-
-
-def of_rule(rule: Rule) -> str | None:
-    """The rule's name where it is given an estimate."""
-    return rule.name if isinstance(rule, SophiaRule) else None
-
-
-def refuse(
-    rule: Rule, objective: Objective, sizes: Mapping[str, int], *, exchange: str, model: Model
-) -> Iterator[str]:
-    """A sentence for each reason why no curvature can be estimated.
-
-    Args:
-      rule: the update rule.
-      objective: what is minimized.
-      sizes: of every axis in Mesh.
-      exchange: the method of exchange over `data`.
-      model: the model's settings.
-    """
-    if not isinstance(rule, SophiaRule):
-        return
-    said = f"Optimizer.name={rule.name!r}"
-    for axis in ("pipe", "context"):
-        if sizes[axis] > 1:
-            yield (
-                f"{said} with Mesh.{axis}={sizes[axis]}: its curvature is estimated where layers "
-                f"and sequences are whole; set Mesh.{axis}=1"
-            )
-    if exchange != "synchronous":
-        yield (
-            f"{said} with Exchange.method={exchange!r}: replicas would estimate a curvature each; "
-            "use Exchange.method='synchronous'"
-        )
-    experts = model.experts
-    if rule.curvature == "hutchinson" and experts is not None and experts.capacity_factor is None:
-        yield (
-            f"{said} with the dropless experts of {type(model).__name__}: JAX has no second "
-            "derivative of their grouped products; use 'sophia_g'"
-        )
-    if rule.curvature == "gauss_newton_bartlett" and not isinstance(objective, TellsLogits):
-        yield (
-            f"{said} with the objective {objective.name!r}, which has no logits to draw targets "
-            "from; use 'sophia_h'"
-        )
 
 
 def _when_due(

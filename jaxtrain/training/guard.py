@@ -8,7 +8,7 @@ one mechanism keeps the old state, whatever the reason.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -96,18 +96,6 @@ class Guard:
     def batches_to_skip(self, bad_step: int, restored_step: int) -> int:
         """Batches that 'rewind' skips from the restored step on; the bad one always is."""
         return max(self.skip_batches, bad_step - restored_step)
-
-
-def refuse(settings: Guard, *, exchange: str) -> Iterator[str]:
-    """A sentence where these settings cannot be used with this method of exchange over `data`."""
-    if settings.in_step and exchange != "synchronous":
-        name = "spike_sigma" if settings.policy == "stop" else "policy"
-        default = "None" if settings.policy == "stop" else "'stop'"
-        yield (
-            f"Guard.{name}={getattr(settings, name)!r} with Exchange.method={exchange!r}: between "
-            "exchanges no replica knows of another's bad step, and error feedback would carry it "
-            f"on; set Guard.{name}={default} or Exchange.method='synchronous'"
-        )
 
 
 # -- inside the compiled step ---------------------------------------------------------------------

@@ -7,7 +7,6 @@ different sizes give both.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -113,40 +112,3 @@ def with_noise(every: int, program: Program | ExchangeProgram) -> Program | Exch
         return program
     assert isinstance(program, Program), "what takes gradients in another way is rejected"
     return NoiseMeasured(program, every)
-
-
-def refuse(
-    every: int, sizes: Mapping[str, int], *, accumulation: int, exchange: str, radius: float
-) -> Iterator[str]:
-    """A sentence for each reason why a run's noise cannot be measured.
-
-    Args:
-      every: `Train.noise_scale_every`.
-      sizes: of every axis in Mesh.
-      accumulation: microbatches of a step.
-      exchange: the method of exchange over `data`.
-      radius: `Optimizer.sharpness_radius`.
-    """
-    if every == 0:
-        return
-    said, instead = f"Train.noise_scale_every={every}", "or Train.noise_scale_every=0"
-    if accumulation == 1:
-        yield (
-            f"{said} with Train.accumulation=1: the norm of a microbatch's gradient is compared "
-            f"with the batch's; use Train.accumulation=2 {instead}"
-        )
-    if sizes["pipe"] > 1:
-        yield (
-            f"{said} with Mesh.pipe={sizes['pipe']}: a pipeline goes through its schedule once a "
-            f"step; set Mesh.pipe=1 {instead}"
-        )
-    if exchange != "synchronous":
-        yield (
-            f"{said} with Exchange.method={exchange!r}: it is measured on gradients of all "
-            f"replicas' rows; use Exchange.method='synchronous' {instead}"
-        )
-    if radius:
-        yield (
-            f"{said} with Optimizer.sharpness_radius={radius}: that is another gradient than the "
-            f"one whose noise is meant; use Optimizer.sharpness_radius=0 {instead}"
-        )

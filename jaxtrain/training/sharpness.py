@@ -4,7 +4,6 @@ Source: Foret et al. 2020 (arXiv 2010.01412), algorithm 1 with p = 2.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -79,34 +78,3 @@ def with_sharpness(radius: float, program: Program | ExchangeProgram) -> Program
         return program
     assert isinstance(program, Program), "replicas that agree in another way are rejected"
     return SharpnessAware(program, radius)
-
-
-def refuse(
-    radius: float, sizes: Mapping[str, int], *, exchange: str, curvature: str | None
-) -> Iterator[str]:
-    """A sentence for each reason why gradients cannot be taken uphill.
-
-    Args:
-      radius: `Optimizer.sharpness_radius`.
-      sizes: of every axis in Mesh.
-      exchange: the method of exchange over `data`.
-      curvature: the name of an update rule that is given one, if this is one.
-    """
-    if radius == 0:
-        return
-    said = f"Optimizer.sharpness_radius={radius}"
-    if sizes["pipe"] > 1:
-        yield (
-            f"{said} with Mesh.pipe={sizes['pipe']}: a pipeline goes through its schedule once a "
-            "step; set Mesh.pipe=1 or Optimizer.sharpness_radius=0"
-        )
-    if exchange != "synchronous":
-        yield (
-            f"{said} with Exchange.method={exchange!r}: both passes are of all replicas' rows; use "
-            "Exchange.method='synchronous' or Optimizer.sharpness_radius=0"
-        )
-    if curvature is not None:
-        yield (
-            f"{said} with Optimizer.name={curvature!r}, whose curvature is estimated at the "
-            "parameters themselves; use another rule or Optimizer.sharpness_radius=0"
-        )

@@ -26,20 +26,6 @@ from jaxtrain.parallel.sharding import on_each_device, without
 _AXIS = "tensor"
 
 
-def refuse(asked: bool, *, matmul: str) -> Iterator[str]:
-    """A sentence where products cannot go around a ring.
-
-    Args:
-      asked: Sharding.collective_matmul.
-      matmul: Precision.matmul.
-    """
-    if asked and matmul != "compute":
-        yield (
-            f"Sharding.collective_matmul=True with Precision.matmul={matmul!r}: products of 8 bits "
-            "have no ring; use Precision.matmul='compute' or Sharding.collective_matmul=False"
-        )
-
-
 def gathered(
     equations: Sequence[str], x: jax.Array, weights: Sequence[jax.Array], specs: Sequence[P]
 ) -> list[jax.Array]:

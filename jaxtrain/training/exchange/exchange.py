@@ -116,16 +116,17 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
         )
     if method == "diloco":
         yield from _refuse_turns(settings)
-    if method == "synchronous" or layout is None:
-        return
-    mesh = layout.mesh.shape
-    if mesh["pipe"] > 1:
+    if settings.graph == "torus" and layout is not None:
+        yield from _refuse_torus(layout.mesh.shape["data"])
+
+
+def _refuse_torus(replicas: int) -> Iterator[str]:
+    """Where replicas are no grid."""
+    if replicas > 1 and 1 in sides(replicas):
         yield (
-            f"Exchange.method={method!r} with Mesh.pipe={mesh['pipe']}: pipelines reduce their "
-            "gradients synchronously; set Mesh.pipe=1 or Exchange.method='synchronous'"
+            f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
+            "above 1; use Exchange.graph='ring', or a number such as 4, 6, 8 or 9"
         )
-    if method != "asynchronous":
-        yield from _refuse_replicas(settings, layout)
 
 
 def _refuse_turns(settings: Exchange) -> Iterator[str]:
@@ -140,31 +141,4 @@ def _refuse_turns(settings: Exchange) -> Iterator[str]:
         yield (
             f"Exchange.delay={settings.delay} with Exchange.period={period}: a fragment would be "
             f"sent again before it has come; use Exchange.delay={period - 1} or a longer period"
-        )
-
-
-def _refuse_replicas(settings: Exchange, layout: Layout) -> Iterator[str]:
-    """Where replicas take their gradients alone: what splits a step otherwise than over `data`."""
-    method, replicas = settings.method, layout.mesh.shape["data"]
-    if layout.accumulate != "shard":
-        yield (
-            f"Exchange.method={method!r} with Sharding.accumulate={layout.accumulate!r}: replicas "
-            "that agree in another way sum along fsdp for every microbatch; set "
-            "Sharding.accumulate='shard' or Exchange.method='synchronous'"
-        )
-    if layout.masters != "whole":
-        yield (
-            f"Exchange.method={method!r} with Sharding.masters={layout.masters!r}: replicas that "
-            "agree in another way each gather their own parameters along fsdp; set "
-            "Sharding.masters='whole' or Exchange.method='synchronous'"
-        )
-    if replicas == 1:
-        yield (
-            f"Exchange.method={method!r} with Mesh.data=1: there are no replicas to exchange with; "
-            "set Mesh.data above 1 or Exchange.method='synchronous'"
-        )
-    if settings.graph == "torus" and 1 in sides(replicas):
-        yield (
-            f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
-            "above 1; use Exchange.graph='ring', or a number such as 4, 6, 8 or 9"
         )

@@ -108,7 +108,6 @@ def refuse(
     settings: Finetune,
     shapes: Callable[[], nnx.State],
     *,
-    exchange: str,
     layout: Layout | None = None,
     starts_from: str | None = None,
     trains: bool = False,
@@ -118,7 +117,6 @@ def refuse(
     Args:
       settings: what is trained.
       shapes: of the model's parameters; only asked for where something is not trained.
-      exchange: the method by which replicas agree.
       layout: where parameters go; None: that is not known.
       starts_from: `Train.start_from`.
       trains: whether anything is to be trained.
@@ -143,16 +141,10 @@ def refuse(
             f"Finetune.freeze={settings.freeze!r} with Finetune.few_bits={settings.few_bits!r}: "
             "beside quantized weights only adapters are trained; use Finetune.freeze=()"
         )
-    if exchange != "synchronous":
-        setting = "freeze" if settings.freeze else "few_bits" if holds_few else "lora_rank"
-        yield (
-            f"Finetune.{setting}={vars(settings)[setting]!r} with Exchange.method={exchange!r}: "
-            "such replicas train all parameters; use Exchange.method='synchronous'"
-        )
     if settings.lora_rank is not None or holds_few:
         yield from _refuse_layers(settings, shapes(), layout)
     if settings.lora_rank is not None:
-        yield from _refuse_adapters(settings, shapes(), layout)
+        yield from _refuse_adapters(settings, shapes())
     if not settings.freeze:
         return
     known = list(by_name(shapes()))
@@ -180,11 +172,6 @@ def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None)
     wanted = f"lora_rank={settings.lora_rank}"
     if settings.lora_rank is None:
         wanted = f"few_bits={settings.few_bits!r}"
-    if layout is not None and layout.tensor_layout != "1d":
-        yield (
-            f"Finetune.{wanted} with Sharding.tensor_layout={layout.tensor_layout!r}: adapters and "
-            "codes are laid out for '1d'; use Sharding.tensor_layout='1d'"
-        )
     if not any(map(can_adapt, by_name(shapes).values())):
         yield (
             f"Finetune.{wanted}: the model has no layers of a transformer, whose weights adapters "
@@ -199,15 +186,7 @@ def _group_of(settings: Finetune) -> int:
     return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
 
 
-def _refuse_adapters(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
-    if layout is not None and settings.lora_dropout:
-        for axis in ("pipe", "context"):
-            if layout.mesh.shape[axis] > 1:
-                yield (
-                    f"Finetune.lora_dropout={settings.lora_dropout} with Mesh.{axis}="
-                    f"{layout.mesh.shape[axis]}: what is dropped depends on rows and places that "
-                    f"these devices do not know; use Mesh.{axis}=1, or Finetune.lora_dropout=0.0"
-                )
+def _refuse_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
     able = [name for name, variable in by_name(shapes).items() if can_adapt(variable)]
     if not able:
         return
@@ -242,7 +221,7 @@ def tuning_of(
         return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
-    found = list(refuse(own, lambda: shapes, exchange="synchronous"))
+    found = list(refuse(own, lambda: shapes))
     if found:
         raise UserError("\n".join(found))
     names, rank = by_name(shapes), settings.lora_rank

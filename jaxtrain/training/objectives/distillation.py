@@ -107,7 +107,7 @@ class Distillation(TokenObjective):
         """What is of a cross entropy alone."""
         yield from refuse_unread(settings, "Train.objective=@Distillation()")
 
-    def refuse_run(self, model: Model, *, length: int, pipe: int, exchange: str) -> Iterator[str]:
+    def refuse_run(self, model: Model, *, length: int) -> Iterator[str]:
         """Another vocabulary, and what does not hold a teacher."""
         theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
@@ -122,15 +122,6 @@ class Distillation(TokenObjective):
             )
         if theirs.attention is not None and not theirs.attention.causal:
             yield f"{said} sees the tokens that it is to tell; name a model that looks back"
-        if pipe > 1:
-            yield (
-                f"{said} with Mesh.pipe={pipe}: a pipeline's stages hold one model; use Mesh.pipe=1"
-            )
-        if exchange != "synchronous":
-            yield (
-                f"{said} with Exchange.method={exchange!r}: such replicas train all parameters; "
-                "use Exchange.method='synchronous'"
-            )
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
         """The loss is a mixture of its two parts; the cross entropy is compared with the text's."""

@@ -82,16 +82,14 @@ class Objective(abc.ABC, Generic[M]):
         """What is trained of it, where `tuning` is what is trained of the model."""
         return tuning
 
-    def refuse_run(self, model: Model, *, length: int, pipe: int, exchange: str) -> Iterator[str]:
+    def refuse_run(self, model: Model, *, length: int) -> Iterator[str]:
         """Why a run cannot train to it.
 
         Args:
           model: the model's settings.
           length: of a row.
-          pipe: stages of the pipeline.
-          exchange: the method by which replicas agree.
         """
-        del model, length, pipe, exchange
+        del model, length
         yield from ()
 
     @abc.abstractmethod

@@ -14,7 +14,7 @@ from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.average import keep_average
 from jaxtrain.training.optimizers.clipping import clip_adaptively, clip_each
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
-from jaxtrain.training.optimizers.moments import ROUNDED, Moments
+from jaxtrain.training.optimizers.moments import Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 
@@ -127,20 +127,6 @@ def refuse_groups(settings: Optimizer, params: Any) -> Iterator[str]:
     """A sentence for each group that none of these parameters is in."""
     yield from groups.refuse("Optimizer.learning_rates", settings.learning_rates, params)
     yield from groups.refuse("Optimizer.weight_decays", settings.weight_decays, params)
-
-
-def refuse(settings: Optimizer, *, exchange: str) -> Iterator[str]:
-    """A sentence where what is kept does not go with this method of exchange."""
-    said, instead = f"Optimizer.name={settings.name!r}", "another rule"
-    reason = settings.rule.no_mean
-    if settings.moments != "float32":
-        said, instead = f"Optimizer.moments={settings.moments!r}", "Optimizer.moments='float32'"
-        reason = ROUNDED
-    if reason is not None and exchange == "local_sgd":
-        yield (
-            f"{said} with Exchange.method='local_sgd': {reason}; use {instead}, or "
-            "Exchange.method='diloco', which averages none"
-        )
 
 
 Parts = list[optax.GradientTransformation]

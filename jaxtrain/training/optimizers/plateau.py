@@ -1,7 +1,5 @@
 """Reduce the learning rate on plateau."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -50,13 +48,3 @@ def rate_taken(
         if is_plateau(part):
             rate = rate * part.scale
     return rate
-
-
-def refuse(settings: Schedule, *, exchange: str) -> Iterator[str]:
-    """A sentence where the replicas of this method of exchange would each see a loss of its own."""
-    if settings.plateau_patience and exchange in ("local_sgd", "diloco", "gossip"):
-        yield (
-            f"Schedule.plateau_patience={settings.plateau_patience} with Exchange.method="
-            f"{exchange!r}: each replica has a loss of its own, and their learning rates would "
-            "part; use Schedule.plateau_patience=0 or Exchange.method='synchronous'"
-        )

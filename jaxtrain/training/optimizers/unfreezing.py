@@ -18,7 +18,6 @@ from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.training.offload.streaming import joined, over_states, part
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.groups import LAYERS, Part, by_layer, each_named, factors_of
-from jaxtrain.training.optimizers.rule import Rule
 
 _NONE = frozenset[str]()
 
@@ -186,32 +185,18 @@ def _of_schedule(x: Any) -> bool:
     return isinstance(x, optax.ScaleByScheduleState)
 
 
-def refuse(
-    steps: Mapping[str, int], params: Any, *, rule: Rule, exchange: str, last: int, trains: bool
-) -> Iterator[str]:
+def refuse(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) -> Iterator[str]:
     """A sentence for each reason why a run cannot wait so.
 
     Args:
       steps: `Finetune.unfreeze`.
       params: those that are trained, of which no array need be there.
-      rule: the update rule.
-      exchange: the method by which replicas agree.
       last: the run's last step.
       trains: whether anything is to be trained.
     """
     if not steps:
         return
     yield from groups.refuse("Finetune.unfreeze", steps, params)
-    if exchange != "synchronous":
-        yield (
-            f"Finetune.unfreeze={dict(steps)!r} with Exchange.method={exchange!r}: such replicas "
-            "train all parameters; use Exchange.method='synchronous'"
-        )
-    if rule.averages:
-        yield (
-            f"Finetune.unfreeze={dict(steps)!r} with Optimizer.name={rule.name!r}, whose average "
-            "is over the iterates of all steps; use another rule, such as 'adamw'"
-        )
     for pattern, start in steps.items():
         if trains and start >= last:
             yield (

@@ -82,8 +82,6 @@ def refuse(
     written: str = "num_layers",
     passes: int = 1,
     scan: Scan,
-    context_parallel: str | None,
-    collective_matmul: bool,
 ) -> Iterator[str]:
     """A sentence for each reason why a model's layers cannot be stages that take turns so.
 
@@ -94,8 +92,6 @@ def refuse(
       written: the setting that holds their number, for messages.
       passes: as of `make_schedule`.
       scan: the loop over a stage's layers.
-      context_parallel: how sequences that are split are put together; None: they are whole.
-      collective_matmul: as in `Sharding`.
     """
     if ranks == 1:
         for field in dataclasses.fields(settings):
@@ -106,25 +102,6 @@ def refuse(
                     f"above 1 or leave it at {default!r}"
                 )
         return
-    rings = {
-        "Attention.context_parallel='ring'": (
-            context_parallel == "ring", "Attention.context_parallel='ulysses'"
-        ),
-        "Sharding.collective_matmul=True": (collective_matmul, "Sharding.collective_matmul=False"),
-    }  # fmt: skip
-    for ring, (has_ring, way_out) in rings.items():
-        if has_ring and settings.schedule in SPLIT:
-            yield (
-                f"Pipeline.schedule={settings.schedule!r} with {ring}: ranks that make weights' "
-                "gradients in another's tick would have to go around its ring too, which costs "
-                f"what this schedule saves; use Pipeline.schedule='1f1b', or {way_out}"
-            )
-    if collective_matmul and passes > 1:
-        yield (
-            f"Sharding.collective_matmul=True with Mesh.pipe={ranks}: ranks in an encoder's layers "
-            "and in a decoder's have rings of their own at once, and all must take part in "
-            "each; use Sharding.collective_matmul=False or Mesh.pipe=1"
-        )
     try:
         settings.table(ranks, passes=passes)
     except UserError as error:

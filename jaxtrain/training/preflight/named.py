@@ -20,22 +20,10 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 
 
-def refuse(config: Config, *, ranks: int) -> Iterator[str]:
-    """A sentence for each reason why activations cannot be kept by these names.
-
-    Args:
-      config: the configuration.
-      ranks: of the pipeline; 1 is none.
-    """
+def refuse(config: Config) -> Iterator[str]:
+    """Yields an error message for each reason why activations cannot be kept by these names."""
     settings = config.remat
     yield from refuse_names(settings)
-    if ranks > 1 and settings.offloads and config.pipeline.backward == "residuals":
-        said = "Remat.policy='offload'"
-        said = f"Remat.offload={settings.offload}" if settings.offload else said
-        yield (
-            f"{said} with Mesh.pipe={ranks} and Pipeline.backward='residuals': what a stage keeps "
-            "waits in the memory of the devices; use Pipeline.backward='recompute'"
-        )
     if config.train.model.layers is None or not any(settings.named.values()):
         return
     given = given_names(config)

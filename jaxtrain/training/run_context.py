@@ -1,4 +1,4 @@
-"""`Outlook`: facts of a run that preflight checks read."""
+"""`RunContext`: facts of a run that preflight checks read."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from jaxtrain.training.settings import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class Outlook:
+class RunContext:
     """A configuration and the devices that it is for.
 
     What is not known raises NotRead where it is requested, what cannot be the UserError that says

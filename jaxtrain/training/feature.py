@@ -1,0 +1,78 @@
+"""A feature of a run: what it needs of a step, what it takes away, and which features conflict."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.partial import NotRead
+from jaxtrain.training.run_context import RunContext
+
+Text = str | Callable[[RunContext], str]
+
+
+class Feature(NamedTuple):
+    """A feature of a run, and what it has to do with others.
+
+    Attributes:
+      name: for the documentation.
+      written: the setting that turns it on, as the user writes it, such as "Mesh.pipe=2"; None
+        where it is off.
+      off: the setting that turns it off.
+      needs: property of the step -> why it is needed, "" where the taker's reason says it; or (why,
+        another way out than `off`).
+      takes: property of the step -> why other features do not have it, "" where the other's reason
+        says it.
+    """
+
+    name: str
+    written: Callable[[RunContext], str | None]
+    off: Text
+    needs: Mapping[str, str | tuple[str, str]] = {}
+    takes: Mapping[str, Text] = {}
+
+
+class Conflict(NamedTuple):
+    """Two features that do not go together.
+
+    Attributes:
+      needing: the feature that lacks a property.
+      taking: the feature that takes it.
+      property: its name.
+    """
+
+    needing: Feature
+    taking: Feature
+    property: str
+
+    def message(self, context: RunContext) -> str:
+        """What is written, why it cannot be, and both ways out."""
+        need = self.needing.needs[self.property]
+        why, way_out = (
+            need if isinstance(need, tuple) else (need, text_of(self.needing.off, context))
+        )
+        why = why or text_of(self.taking.takes[self.property], context)
+        ways = dict.fromkeys((text_of(self.taking.off, context), way_out))
+        said, other = self.needing.written(context), self.taking.written(context)
+        return f"{said} with {other}: {why}; use {' or '.join(ways)}"
+
+
+def conflicts(features: list[Feature]) -> Iterator[Conflict]:
+    """Yields each pair of these features that do not go together once, with one of its reasons."""
+    for feature in features:
+        for other in features:
+            lacking = [name for name in feature.needs if name in other.takes]
+            if lacking and other is not feature:
+                yield Conflict(feature, other, lacking[0])
+
+
+def is_on(feature: Feature, context: RunContext) -> bool:
+    """Whether a run has the feature, as far as its configuration could be read."""
+    try:
+        return feature.written(context) is not None
+    except (NotRead, UserError):  # what spoils it is reported where it is read
+        return False
+
+
+def text_of(text: Text, context: RunContext) -> str:
+    """A text that may depend on the run."""
+    return text(context) if callable(text) else text
