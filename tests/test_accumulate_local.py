@@ -133,7 +133,7 @@ def test_plan_says_what_both_cost_and_which_fits():
 
 def test_where_it_does_nothing_it_is_refused():
     one = configured("local", accumulation=2, zero=1)
-    with pytest.raises(UserError, match=r"accumulate='local' with Sharding.zero=1 and .*zero=3"):
+    with pytest.raises(UserError, match=r"accumulate='local' with Sharding.zero=1: .*zero=3"):
         check(one, device_count=K, platform="cpu")
     replicas = dataclasses.replace(
         configured("local", accumulation=2, exchange=Exchange(method="local_sgd")),

@@ -359,11 +359,11 @@ def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, t
          "Exchange.keep=0.1 does nothing for Exchange.method='int8'; leave it at 0.01 or set "
          "Exchange.method to 'top_k'"),
         (["Exchange.method = 'gossip'", "Mesh.data = 1", "Mesh.fsdp = 4"],
-         "Exchange.method='gossip' with Mesh.data=1: there are no replicas to exchange with; set "
-         "Mesh.data above 1 or Exchange.method='synchronous'"),
+         "Exchange.method='gossip' with Mesh.data=1: there are no replicas to exchange with; use "
+         "Mesh.data=2 or Exchange.method='synchronous'"),
         (["Exchange.method = 'diloco'", "Mesh.pipe = 2", "Mesh.tensor = 1"],
          "Exchange.method='diloco' with Mesh.pipe=2: pipelines reduce their gradients "
-         "synchronously; set Mesh.pipe=1 or Exchange.method='synchronous'"),
+         "synchronously; use Mesh.pipe=1 or Exchange.method='synchronous'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exchanged_is_refused(bindings, sentence, tiny_config):

@@ -350,7 +350,6 @@ def test_mixing_is_by_its_matrix(graph):
     ("method", "sizes", "says"),
     [
         (Exchange(method="gossip", graph="torus"), {"data": 2}, "Exchange.graph='torus'"),
-        (Exchange(method="asynchronous"), {"pipe": 2}, "with Mesh.pipe=2"),
         (Exchange(staleness=3), {"data": 2}, "Exchange.staleness=3 does nothing"),
         (Exchange(method="int8", graph="torus"), {"data": 4}, "Exchange.graph='torus' does noth"),
     ],

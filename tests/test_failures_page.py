@@ -124,6 +124,7 @@ def _sizes(folder: Path) -> list[str]:
         *refused("TextData.sequence_length = 512"),
         *refused("GPT.vocab_size = 200"),
         *refused("Attention.kernel = 'cudnn'")[:1],
+        *refused("Finetune.unfreeze = {'layers/*': 5}", "Optimizer.name = 'schedule_free'"),
     ]
 
 

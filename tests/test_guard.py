@@ -194,15 +194,6 @@ def test_refusals(changes, sentence):
     assert str(refusal.value) == sentence
 
 
-def test_replicas_with_steps_of_their_own_are_refused():
-    assert list(guarding.refuse(Guard(), exchange="diloco")) == []
-    assert list(guarding.refuse(Guard(policy="skip"), exchange="synchronous")) == []
-    (sentence,) = guarding.refuse(Guard(policy="rewind"), exchange="int8")
-    assert sentence.startswith("Guard.policy='rewind' with Exchange.method='int8': ")
-    (sentence,) = guarding.refuse(Guard(spike_sigma=6.0), exchange="gossip")
-    assert "set Guard.spike_sigma=None or Exchange.method='synchronous'" in sentence
-
-
 def test_rewinds_from_one_step_end_and_a_later_step_counts_anew():
     rewinds = Rewinds(Guard(policy="rewind", rewind_steps=5, max_bad_steps=2))
     first, later = Rewind(20, "loss is NaN"), Rewind(21, "loss is NaN")

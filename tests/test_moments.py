@@ -354,7 +354,7 @@ def test_a_mean_of_rounded_moments_is_refused():
     with pytest.raises(UserError) as refusal:
         preflight.check(config, device_count=8, platform="cpu", reads_data=False)
     assert (
-        "Optimizer.moments='bfloat16' with Exchange.method='local_sgd': the mean of replicas' "
+        "Exchange.method='local_sgd' with Optimizer.moments='bfloat16': the mean of replicas' "
         "moments would be rounded to the nearest number, which a slow moment never leaves; "
-        "use Optimizer.moments='float32', or Exchange.method='diloco', which averages none"
+        "use Optimizer.moments='float32' or Exchange.method='diloco', which averages no moments"
     ) in str(refusal.value).splitlines()

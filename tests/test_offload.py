@@ -270,7 +270,6 @@ def test_a_run_goes_on_with_and_without(tiny_config, tmp_path):
     [
         ({"Mesh.pipe": 2, "Mesh.tensor": 1}, "with Mesh.pipe=2"),
         ({"Exchange.method": "gossip"}, "with Exchange.method='gossip'"),
-        ({"Corruption.replay_every": 2}, "with Corruption.replay_every=2"),
     ],
 )
 def test_what_it_does_not_go_together_with(tiny_config, bindings, says):
@@ -279,11 +278,17 @@ def test_what_it_does_not_go_together_with(tiny_config, bindings, says):
         preflight.check(config, device_count=8, platform="cpu")
 
 
+def test_bits_in_host_memory_are_not_compared(tiny_config):
+    config = config_of(tiny_config, 2, STATE, **{"Corruption.replay_every": 2})
+    with pytest.raises(UserError, match="Corruption.replay_every=2 with Offload.optimizer_state="):
+        preflight.check(config, device_count=8, platform="cpu")
+
+
 @pytest.mark.parametrize(
     ("bindings", "says"),
     [
         ({"Mesh.data": 2}, "with Mesh.data=2: gradients cross that axis once"),
-        ({"Sharding.zero": 2}, "with Sharding.zero=2: gradients lie as the parameters do"),
+        ({"Sharding.zero": 2}, "with Sharding.zero=2: gradients are placed as the parameters"),
         ({"Sharding.accumulate": "local"}, "with Sharding.accumulate='local': whole gradients"),
         ({"Scan.layers_per_iteration": 0}, "with Scan.layers_per_iteration=0: they go one layer"),
     ],

@@ -308,8 +308,9 @@ def test_an_objective_refuses_settings_of_the_loss_that_it_does_not_read(name, b
                 "Remat.policy = 'offload'", "Pipeline.backward = 'residuals'", "Mesh.pipe = 2",
                 "Mesh.fsdp = 2", "Pipeline.microbatches = 2",
             ),
-            "Remat.policy='offload' with Mesh.pipe=2 and Pipeline.backward='residuals': what a "
-            "stage keeps waits in the memory of the devices; use Pipeline.backward='recompute'",
+            "Pipeline.backward='residuals' with Remat.policy='offload': what a stage keeps waits "
+            "in the memory of the devices; use Remat.policy='full' or "
+            "Pipeline.backward='recompute'",
         ),
     ],
 )  # fmt: skip
@@ -321,7 +322,8 @@ def test_a_second_derivative_that_experts_have_not_is_refused():
     dropless = "Mixtral.capacity_factor = None"
     assert refused("Optimizer.name = 'sophia_h'", dropless, name="mixtral_tiny") == (
         "Optimizer.name='sophia_h' with the dropless experts of Mixtral: JAX has no second "
-        "derivative of their grouped products; use 'sophia_g'"
+        "derivative of their grouped products; use "
+        "Mixtral.capacity_factor=1.25 or Optimizer.name='sophia_g'"
     )
 
 
