@@ -93,6 +93,8 @@ docs: $(VENV)/installed
 	mv docs/schedules.svg.new docs/schedules.svg
 	$(BIN)/python -m jaxtrain.analysis.bindings > docs/bindings.md.new
 	mv docs/bindings.md.new docs/bindings.md
+	$(BIN)/python -m jaxtrain.analysis.feature_matrix > docs/feature_matrix.md.new
+	mv docs/feature_matrix.md.new docs/feature_matrix.md
 
 # The documentation site, into site/: a broken link, a missing anchor or an unlisted page fails.
 site: $(VENV)/installed-site

@@ -4,6 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from feature_examples import (
     rejected,
 )
 
+from jaxtrain.analysis import feature_matrix
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.compatibility import FEATURES, check_compatibility
 from jaxtrain.training.compiled_step import CompiledStep
@@ -67,6 +69,11 @@ def test_every_row_is_on_in_an_example():
     # logits (test_optimizer_sophia.py).
     others = {"distillation", "objective without logits"}
     assert {feature.name for feature in FEATURES} - seen == others
+
+
+def test_the_page_is_what_the_table_says():
+    page = Path(__file__).parent.parent / "docs" / "feature_matrix.md"
+    assert feature_matrix.page() == page.read_text(), "run: make docs"
 
 
 # -- pairs -----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Search space of layouts: meshes, ZeRO stages, remat policies, schedules, microbatches."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,12 +8,12 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.variants import changed
 from jaxtrain.data.batch import kind_of
-from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training.pipeline.schedules import SPLIT
+from jaxtrain.training.compatibility import check_compatibility
 from jaxtrain.training.preflight.named import given_names
 from jaxtrain.training.program.program import resolved
+from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
 
 # What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has
@@ -48,25 +49,30 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and not in_ring:
             mesh["Attention.context_parallel"] = "ulysses"
-        has_rings = mesh.get("Sharding.sequence_parallel", False)
-        has_rings = has_rings and config.precision.matmul == "compute"
         # One way around a torus of more has half of the links that a gather has.
-        has_rings = has_rings and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
+        fast_rings = sizes["tensor"] > 1 and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
         if sizes["pipe"] == 1:
-            yield {**mesh, **_rings(config, has_rings)}
+            yield _with_rings(config, mesh, devices, fast=fast_rings)
             continue
         for name, chunks in _schedules(config, sizes["pipe"]):
             taken = {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
-            alike = name not in SPLIT and passes_of(config.train.model) == 1
-            yield {**mesh, **taken, **_rings(config, has_rings and alike)}
+            yield _with_rings(config, {**mesh, **taken}, devices, fast=fast_rings)
 
 
-def _rings(config: Config, has_rings: bool) -> dict[str, Any]:
-    """The bindings with which products along `tensor` go around rings: the same bytes, beside the
-    products."""
-    if not has_rings and not config.sharding.collective_matmul:
-        return {}
-    return {"Sharding.collective_matmul": has_rings}
+def _with_rings(
+    config: Config, layout: dict[str, Any], devices: int, *, fast: bool
+) -> dict[str, Any]:
+    """The layout, its products along `tensor` around rings (the same bytes, beside the products)
+    where these are fast and go together with the rest."""
+    setting = "Sharding.collective_matmul"
+    rings, gathers = {**layout, setting: True}, {**layout, setting: False}
+    if fast and _conflicts(config, rings, devices) <= _conflicts(config, gathers, devices):
+        return rings
+    return gathers if config.sharding.collective_matmul else layout
+
+
+def _conflicts(config: Config, layout: Mapping[str, Any], devices: int) -> set[str]:
+    return set(check_compatibility(RunContext(changed(config, layout), devices)))
 
 
 def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
@@ -97,8 +103,16 @@ def stages_and_policies(
             yield chosen
             continue
         yield {**chosen, "Pipeline.backward": "recompute"}
-        if not chosen.get("Remat.offload"):  # what a stage keeps waits on the devices
+        if _goes_with_residuals(config, tuple(remat.items())):
             yield {**chosen, "Pipeline.backward": "residuals"}
+
+
+@functools.lru_cache(maxsize=64)
+def _goes_with_residuals(config: Config, remat: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether the stages of a pipeline can keep their residuals with this remat policy."""
+    pipeline = {"Mesh.pipe": 2, "Mesh.fsdp": 1, **dict(remat)}
+    residuals = {**pipeline, "Pipeline.backward": "residuals"}
+    return _conflicts(config, residuals, 2) <= _conflicts(config, pipeline, 2)
 
 
 def _masters(config: Config) -> str:

@@ -1,0 +1,65 @@
+"""Generator of docs/feature_matrix.md: which features go together, from the compatibility table."""
+
+import sys
+from collections.abc import Iterator
+
+from jaxtrain.training.compatibility import FEATURES
+from jaxtrain.training.feature import Conflict, Feature, conflicts
+
+_HEAD = """\
+# Which features go together
+
+`make docs` makes this page out of the compatibility table in
+`jaxtrain/training/compatibility.py`. Two features conflict where one needs a property of the step
+that the other takes away. `jaxtrain train`, `plan` and `verify` reject both together before
+anything is compiled, with the reason and both ways out. What is not listed goes together; whether
+sizes divide, and what a model or a device cannot do, is checked besides.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join((_HEAD, *_matrix(), "", *_reasons(), ""))
+
+
+def conflicting() -> list[Feature]:
+    """The features that conflict with any other, in the order of the table."""
+    names = {one.name for pair in conflicts(list(FEATURES)) for one in pair[:2]}
+    return [feature for feature in FEATURES if feature.name in names]
+
+
+def _matrix() -> Iterator[str]:
+    features = conflicting()
+    against = {frozenset((c.needing.name, c.taking.name)) for c in conflicts(features)}
+    numbers = range(1, len(features) + 1)
+    yield "## The matrix"
+    yield ""
+    yield "x: not together. Columns have the numbers of the rows."
+    yield ""
+    yield f"| | feature | {' | '.join(map(str, numbers))} |"
+    yield "|---" * (len(features) + 2) + "|"
+    for number, feature in zip(numbers, features, strict=True):
+        marks = ["x" if {feature.name, o.name} in against else "" for o in features]
+        yield f"| {number} | {feature.name} | {' | '.join(marks)} |"
+
+
+def _reasons() -> Iterator[str]:
+    yield "## The reasons"
+    yield ""
+    yield "| feature | not with | because |"
+    yield "|---|---|---|"
+    for conflict in conflicts(list(FEATURES)):
+        needing, taking = conflict.needing.name, conflict.taking.name
+        yield f"| {needing} | {taking} | {_reason(conflict)} |"
+
+
+def _reason(conflict: Conflict) -> str:
+    need, take = conflict.needing.needs[conflict.property], conflict.taking.takes[conflict.property]
+    why = need[0] if isinstance(need, tuple) else need
+    if why:
+        return why
+    return take if isinstance(take, str) else "the message has the reason, which depends on it"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
