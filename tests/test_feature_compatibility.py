@@ -176,7 +176,7 @@ _NAMES = [name for name in EXAMPLES if name not in _LEFT_OUT]
 _LAYOUT = {"Mesh", "Sharding", "Pipeline", "Offload", "Remat", "Scan", "Attention"}
 # Numbers of fewer bits round otherwise where sums are split otherwise.
 _ROUNDED = {"Precision.compute", "Precision.matmul", "Precision.gradients", "Finetune.few_bits"}
-COMBINATIONS = 90
+COMBINATIONS = 45
 
 
 def covering_array() -> list[tuple[str, ...]]:
@@ -243,26 +243,29 @@ def combinations() -> list[tuple[str, ...]]:
     return covering_array()
 
 
-@functools.cache
-def expected(bindings: tuple[tuple[str, str], ...]) -> np.ndarray:
-    plain, devices = on_one_device(dict(bindings))
-    return losses(config_of(plain), devices)
+def assert_equals_one_device(*names: str) -> None:
+    own = merge(*names)
+    assert own is not None
+    bindings = {"Precision.compute": "'float32'", **own}
+    plain, devices = on_one_device(bindings)
+    found, expected = losses(config_of(bindings), DEVICES), losses(config_of(plain), devices)
+    rounded = any(key in own for key in _ROUNDED)
+    np.testing.assert_allclose(found, expected, rtol=5e-3 if rounded else 2e-5)
+    assert abs(expected[0] - expected[2]) > 1e-4
 
 
 def test_combinations_are_few():
-    assert 0 < len(combinations()) <= COMBINATIONS
+    assert COMBINATIONS - 5 < len(combinations()) <= COMBINATIONS
 
 
-@pytest.mark.slow  # two compiles each
+@pytest.mark.parametrize("names", [("noise", "sophia_g", "params_host")], ids=str)
+def test_features_that_once_failed_together_equal_one_device(names):
+    assert not errors(merge(*names) or {})
+    assert_equals_one_device(*names)
+
+
+@pytest.mark.slow  # two programs of many features are compiled for each
 @pytest.mark.parametrize("number", range(COMBINATIONS))
-def test_a_combination_of_features_is_one_device(number):
-    if number >= len(combinations()):
-        return
-    bindings = merge(*combinations()[number])
-    assert bindings is not None
-    found = losses(config_of(bindings), DEVICES)
-    rounded = any(key in bindings for key in _ROUNDED)
-    np.testing.assert_allclose(
-        found, expected(tuple(bindings.items())), rtol=2e-2 if rounded else 1e-4
-    )
-    assert abs(found[0] - found[2]) > 1e-4
+def test_a_combination_of_features_equals_one_device(number):
+    if number < len(combinations()):
+        assert_equals_one_device(*combinations()[number])

@@ -63,8 +63,7 @@ class NoiseMeasured(ExchangeProgram):
             return {"means": _DECAY * kept["means"] + (1 - _DECAY) * found, "weight": weight}
 
         kept = jax.lax.cond(state.step % self.every == 0, estimate, lambda: kept)
-        of_rule = self.plain.curvature
-        curvature = None if of_rule is None else of_rule(self.plain, at, batch)
+        curvature = self.plain.estimate_curvature(at, batch)
         after, metrics = self.plain.update(at, grads, metrics, statistics, curvature)
         signal, noise = kept["means"]
         metrics["noise_scale"] = noise / jnp.where(signal == 0, 1.0, signal)

@@ -295,8 +295,12 @@ class Program:
           (before clipping), `learning_rate` and the objective's own; all stay on the device.
         """
         grads, metrics, statistics = self.gradients(state, batch)
-        curvature = None if self.curvature is None else self.curvature(self, state, batch)
+        curvature = self.estimate_curvature(state, batch)
         return self.update(state, grads, metrics, statistics, curvature)
+
+    def estimate_curvature(self, state: TrainState, batch: Batch) -> Any:
+        """What the optimizer's update is given of the Hessian's diagonal; None: nothing."""
+        return None if self.curvature is None else self.curvature(self, state, batch)
 
     @jax.named_scope("optimizer")
     def update(

@@ -66,8 +66,12 @@ class OnHost(Program):
         """As of `Program`."""
         held = self._fetch(state)
         grads, metrics, statistics = super().gradients(held, batch)
-        curvature = None if self.curvature is None else self.curvature(self, held, batch)
+        curvature = super().estimate_curvature(held, batch)
         return self.update(state, grads, metrics, statistics, curvature)
+
+    def estimate_curvature(self, state: TrainState, batch: Batch) -> Any:
+        """As of `Program`."""
+        return super().estimate_curvature(self._fetch(state), batch)
 
     def gradients(
         self, state: TrainState, batch: Batch, counts: Sums | None = None
