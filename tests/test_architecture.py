@@ -107,6 +107,32 @@ INTERFACES = {
 }  # fmt: skip
 
 
+# Settings of features that others would like to ask for, and who may: what goes with what is the
+# compatibility table's to say.
+FEATURES = {
+    "training.exchange.exchange": {"training.settings"},
+    "training.offload.offload": {
+        "training.settings", "training.program.layouts", "training.program.program",
+    },
+    "training.pipeline.schedules": {
+        "training.settings", "training.compatibility", "training.step",
+        # leaves it out of what is traced for names
+        "training.preflight.named",
+    },
+    "training.finetune.finetune": {
+        "training.settings", "training.run_context", "training.program.program",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_feature_asks_for_the_settings_of_another(feature):
+    inside = feature.rpartition(".")[0]
+    importers = {name_of(path) for path in MODULES if feature in imports(path)}
+    outside = {name for name in importers if name.startswith("training.")}
+    assert {name for name in outside if not name.startswith(f"{inside}.")} == FEATURES[feature]
+
+
 def test_no_two_architectures_know_each_other():
     for path in (PACKAGE / "models").rglob("*.py"):
         name = name_of(path)
