@@ -22,14 +22,14 @@ def page() -> str:
     return "\n".join((_HEAD, *_matrix(), "", *_reasons(), ""))
 
 
-def conflicting() -> list[Feature]:
+def features_with_conflicts() -> list[Feature]:
     """The features that conflict with any other, in the order of the table."""
     names = {one.name for pair in conflicts(list(FEATURES)) for one in pair[:2]}
     return [feature for feature in FEATURES if feature.name in names]
 
 
 def _matrix() -> Iterator[str]:
-    features = conflicting()
+    features = features_with_conflicts()
     against = {frozenset((c.needing.name, c.taking.name)) for c in conflicts(features)}
     numbers = range(1, len(features) + 1)
     yield "## The matrix"

@@ -47,11 +47,11 @@ def _value(context: RunContext, path: str) -> Any:
 def _unless(off: Any, *paths: str) -> Callable[[RunContext], str | None]:
     """The first of these settings that is not `off`."""
 
-    def written(context: RunContext) -> str | None:
+    def find(context: RunContext) -> str | None:
         values = {path: _value(context, path) for path in paths}
         return next((f"{path}={v!r}" for path, v in values.items() if v != off), None)
 
-    return written
+    return find
 
 
 def _where(
@@ -96,7 +96,7 @@ def _default(*settings: tuple[str, Any]) -> Callable[[RunContext], str]:
     )
 
 
-def _untrained(context: RunContext) -> str | None:
+def _what_is_not_trained(context: RunContext) -> str | None:
     finetune = context.config.finetune
     if finetune.freeze:
         return f"Finetune.freeze={finetune.freeze!r}"
@@ -459,7 +459,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "freezing, LoRA and quantized weights",
-        _where(lambda c: _untrained(c) is not None, lambda c: str(_untrained(c))),
+        _where(lambda c: _what_is_not_trained(c) is not None, lambda c: str(_what_is_not_trained(c))),
         _default(("Finetune.freeze", ()), *_ADAPTERS),
         takes={"all parameters trained": _REPLICAS_TRAIN_ALL},
     ),
