@@ -133,7 +133,7 @@ def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
     try:
         tuning = tuning_of(finetune, model.build, biases(model))
     except UserError as error:
-        raise NotRead from error  # `finetune.refuse` says it, with the mesh in mind
+        raise NotRead from error  # preflight reports it, with the mesh in mind
 
     def begin(shapes: nnx.State) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
