@@ -96,7 +96,7 @@ def _default(*settings: tuple[str, Any]) -> Callable[[RunContext], str]:
     )
 
 
-def _what_is_not_trained(context: RunContext) -> str | None:
+def _partial_training(context: RunContext) -> str | None:
     finetune = context.config.finetune
     if finetune.freeze:
         return f"Finetune.freeze={finetune.freeze!r}"
@@ -459,7 +459,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "freezing, LoRA and quantized weights",
-        _where(lambda c: _what_is_not_trained(c) is not None, lambda c: str(_what_is_not_trained(c))),
+        _where(lambda c: _partial_training(c) is not None, lambda c: str(_partial_training(c))),
         _default(("Finetune.freeze", ()), *_ADAPTERS),
         takes={"all parameters trained": _REPLICAS_TRAIN_ALL},
     ),
