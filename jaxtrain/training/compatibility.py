@@ -554,7 +554,10 @@ FEATURES: tuple[Feature, ...] = (
             else "Remat.policy='offload'",
         ),
         lambda c: "Remat.offload=()" if c.config.remat.offload else "Remat.policy='full'",
-        takes={"residuals in device memory": ""},
+        takes={
+            "residuals in device memory": "",
+            "second derivatives": "JAX has no second derivative of what waits in host memory",
+        },
     ),
     Feature(
         "8-bit products",

@@ -66,12 +66,18 @@ class OnHost(Program):
         """As of `Program`."""
         held = self._fetch(state)
         grads, metrics, statistics = super().gradients(held, batch)
-        curvature = super().estimate_curvature(held, batch)
+        curvature = self._estimate_on_devices(held, batch)
         return self.update(state, grads, metrics, statistics, curvature)
 
     def estimate_curvature(self, state: TrainState, batch: Batch) -> Any:
         """As of `Program`."""
-        return super().estimate_curvature(self._fetch(state), batch)
+        return self._estimate_on_devices(self._fetch(state), batch)
+
+    def _estimate_on_devices(self, held: TrainState, batch: Batch) -> Any:
+        # Its result is on the devices too; JAX transposes no second derivative between memories.
+        offload = dataclasses.replace(self.offload, parameters="none", gradients="none")
+        plain = dataclasses.replace(self, offload=offload)
+        return super(OnHost, plain).estimate_curvature(held, batch)
 
     def gradients(
         self, state: TrainState, batch: Batch, counts: Sums | None = None
