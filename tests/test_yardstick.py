@@ -7,7 +7,7 @@ import pytest
 
 import jaxtrain.training.objectives
 from jaxtrain.cli import main
-from jaxtrain.config.registry import named_subclasses
+from jaxtrain.config.registry import Named
 from jaxtrain.models import BERT, GPT, MLP, LeNet
 from jaxtrain.run.metrics_file import lines_of
 from jaxtrain.run.show.compare import Run, figure
@@ -68,7 +68,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(named_subclasses(Objective, jaxtrain.training.objectives)))
+@pytest.mark.parametrize("name", sorted(Named(Objective, jaxtrain.training.objectives)))
 def test_every_objective_draws_metrics_that_it_has(name):
     objective = objective_named(name)
     yardstick = objective.yardstick(MODELS.get(name, GPT()), TEXT)

@@ -22,7 +22,7 @@ from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import refused_path
 from jaxtrain.config.imports import import_trusted
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
-from jaxtrain.config.registry import CONFIGURABLES
+from jaxtrain.config.registry import CONFIGURABLES, is_configurable
 from jaxtrain.config.registry import configurable as configurable
 from jaxtrain.config.synonyms import CHOSEN, meant, section_meant
 from jaxtrain.config.values import (
@@ -233,7 +233,7 @@ class _Bindings:
             return None
         field, binding = settings_of(cls)[setting], self.fields.get((section, setting))
         if binding is None:
-            return type(field.default) if type(field.default) in CONFIGURABLES.values() else None
+            return type(field.default) if is_configurable(type(field.default)) else None
         if isinstance(binding.value, Reference):
             return CONFIGURABLES.get(binding.value.name)
         mark = by_name(hints(cls)[field.name])
@@ -321,8 +321,9 @@ class _Bindings:
         if binding is None:
             return self.build(type(field.default))
         self.used_fields.add((section, mark.binding))
-        named = isinstance(binding.value, str) and binding.value in mark.choices()
-        if self.lacks_modules and not named:
+        if isinstance(binding.value, str) and binding.value in mark.choices():
+            return self.build(mark.choices()[binding.value])
+        if self.lacks_modules:
             self.lacks_bindings = True
             raise NotRead  # a module that was not imported may have it
         try:

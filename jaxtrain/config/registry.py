@@ -1,18 +1,87 @@
 """Registry of settings classes by gin name, and of implementations by `name`."""
 
 import dataclasses
+import functools
 import importlib
 import inspect
-import pkgutil
 import re
 import types
 import typing
-from collections.abc import Iterator
-
-CONFIGURABLES: dict[str, type] = {}
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 T = typing.TypeVar("T", bound=type)
 C = typing.TypeVar("C")
+
+
+def scan_sources(package: types.ModuleType, pattern: str) -> dict[str, str]:
+    """The modules of a package by what this pattern finds in their source, none of them imported.
+
+    Args:
+      package: where to look, packages inside it too.
+      pattern: a regular expression, whose group is the name.
+    """
+    found: dict[str, str] = {}
+    for folder in map(Path, package.__path__):
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            module = ".".join((package.__name__, *parts)).removesuffix(".__init__")
+            for name in re.findall(pattern, file.read_text(), re.MULTILINE):
+                found[name] = module
+    return found
+
+
+class _Configurables(dict[str, type]):
+    """Settings classes by their gin names. Those of added packages are imported once named: a run
+    uses a few of some hundred modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._packages: list[types.ModuleType] = []
+
+    def add_package(self, package: types.ModuleType) -> None:
+        """Makes the settings classes of a package known without importing them."""
+        if package not in self._packages:
+            self._packages.append(package)
+            vars(self).pop("_modules", None)
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, str]:
+        pattern = r"^@configurable\n(?:@.*\n)*class (\w+)"
+        scanned = [scan_sources(package, pattern) for package in self._packages]
+        return {name: module for names in scanned for name, module in names.items()}
+
+    def register(self, cls: type) -> None:
+        """Adds a class; one that an import outside the packages has named already stays."""
+        known = super().get(cls.__name__)
+        late = cls.__module__ == self._modules.get(cls.__name__) if self._packages else False
+        if known is None or not late or known.__module__ == cls.__module__:
+            self[cls.__name__] = cls
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._modules
+
+    def __missing__(self, name: str) -> type:
+        importlib.import_module(self._modules[name])
+        return dict.__getitem__(self, name)
+
+    def get(self, name: str, default: typing.Any = None) -> typing.Any:
+        """As of a dict."""
+        return self[name] if name in self else default  # noqa: SIM401 - `get` of itself
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(super().__iter__()), **self._modules})
+
+    def values(self) -> typing.Any:
+        """As of a dict: all are imported."""
+        return [self[name] for name in self]
+
+    def items(self) -> typing.Any:
+        """As of a dict: all are imported."""
+        return [(name, self[name]) for name in self]
+
+
+CONFIGURABLES = _Configurables()
 
 
 def configurable(cls: T) -> T:
@@ -21,7 +90,7 @@ def configurable(cls: T) -> T:
     if any(re.search(r"\bdict\b", str(field.type)) for field in dataclasses.fields(cls)):
         # Figures of a plan are cached by configuration, and a dict has no hash of its own.
         setattr(cls, "__hash__", _hash_settings)  # noqa: B010
-    CONFIGURABLES[cls.__name__] = cls
+    CONFIGURABLES.register(cls)
     return cls
 
 
@@ -39,7 +108,7 @@ def _hashable(value: typing.Any) -> typing.Any:
 
 def is_configurable(cls: type) -> bool:
     """Whether gin bindings can set a class's fields."""
-    return CONFIGURABLES.get(cls.__name__) is cls
+    return cls.__name__ in CONFIGURABLES and CONFIGURABLES[cls.__name__] is cls
 
 
 def is_known(name: str) -> bool:
@@ -47,20 +116,42 @@ def is_known(name: str) -> bool:
     return name in CONFIGURABLES
 
 
-def named_subclasses(base: type[C], package: types.ModuleType) -> dict[str, type[C]]:
-    """The classes under `base` by their `name`: those of a package, and of every module that is
-    imported so far.
+class Named(Mapping[str, type[C]]):
+    """The classes under a base by their `name`: those of a package, each imported once it is asked
+    for, and of every module that is imported so far.
 
     Abstract ones and those that only inherit a name have none. Of two that are called alike the
     later counts: a notebook's cell was run again.
     """
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
-    return {
-        vars(cls)["name"]: cls
-        for cls in _below(base)
-        if "name" in vars(cls) and not inspect.isabstract(cls)
-    }
+
+    def __init__(self, base: type[C], package: types.ModuleType) -> None:
+        """Args: base: what the classes are below. package: where they are."""
+        self._base, self._package = base, package
+
+    @functools.cached_property
+    def _modules(self) -> dict[str, str]:
+        pattern = r"^    name(?:: ClassVar\[str\])? = \"(\w+)\"$"
+        return scan_sources(self._package, pattern)
+
+    def _imported(self) -> dict[str, type[C]]:
+        return {
+            vars(cls)["name"]: cls
+            for cls in _below(self._base)
+            if "name" in vars(cls) and not inspect.isabstract(cls)
+        }
+
+    def __getitem__(self, name: str) -> type[C]:
+        if name not in self._imported() and name in self._modules:
+            importlib.import_module(self._modules[name])
+        return self._imported()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        for module in set(self._modules.values()):
+            importlib.import_module(module)
+        return iter(sorted(self._imported()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _below(cls: type[C]) -> Iterator[type[C]]:

@@ -15,9 +15,9 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
+from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
@@ -33,25 +33,13 @@ from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.functions import Functions
-from jaxtrain.run.generation.answer import Answer
-from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.generate import BATCH_SIZE
-from jaxtrain.run.generation.respond import respond
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.huggingface.adapters import write_adapter
-from jaxtrain.run.huggingface.exporting import Dtype, export_run
-from jaxtrain.run.huggingface.receipt import Receipt
-from jaxtrain.run.logits import embeddings, logits, numbers
+from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
-from jaxtrain.run.predict import Inputs, Says, Skip, Told, predict
 from jaxtrain.run.recorder import Recorder, RecorderKind
-from jaxtrain.run.reference import first_reference, stored_reference
-from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
-from jaxtrain.run.show import notebook, report
-from jaxtrain.run.show.plot import loss_figure
+from jaxtrain.run.show import report
 from jaxtrain.run.show.progress import quiet, say
 from jaxtrain.run.tracking.services import Track
 from jaxtrain.run.tracking.tracking import Tracking, trackings
@@ -62,12 +50,18 @@ from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program, resolve_kernel
-from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.step import TrainState
 from jaxtrain.training.stepper import Stepper
 
+# What a training loop does not need is imported by the methods that need it: a run starts sooner.
 if TYPE_CHECKING:
+    from jaxtrain.run.generation.answer import Answer
+    from jaxtrain.run.generation.beams import BeamSearch
+    from jaxtrain.run.generation.sampling import Sampling
+    from jaxtrain.run.huggingface.exporting import Dtype
+    from jaxtrain.run.huggingface.receipt import Receipt
+    from jaxtrain.run.predict import Inputs, Skip, Told
     from jaxtrain.run.show.picture import Picture
 
 Prompt = TypeVar("Prompt", str, list[int])
@@ -204,9 +198,9 @@ class Trainer:
         Raises:
           UserError: the folder is none, or its model asks for what is not done here.
         """
-        return cls(load_config(f"{SCHEME}{path}", bindings), workdir, console=console)
+        return cls(load_config(f"{HUGGING_FACE}{path}", bindings), workdir, console=console)
 
-    def export_huggingface(self, path: str | Path, *, dtype: Dtype = "float32") -> Receipt:
+    def export_huggingface(self, path: str | Path, *, dtype: "Dtype" = "float32") -> "Receipt":
         """Writes the model that evaluation and generation use as a Hugging Face folder.
 
         Args:
@@ -219,6 +213,8 @@ class Trainer:
         Raises:
           UserError: the model is known nowhere else, or the folder cannot be made.
         """
+        from jaxtrain.run.huggingface.exporting import export_run
+
         state = self.program.consensus(self.state)
         return export_run(
             str(path), self.config,
@@ -236,6 +232,8 @@ class Trainer:
         Raises:
           UserError: the run trains no adapters, or its model is known nowhere else.
         """
+        from jaxtrain.run.huggingface.adapters import write_adapter
+
         state = self.program.consensus(self.state)
         write_adapter(str(path), self.config, self.program.plain, state, say=self.say)
 
@@ -245,6 +243,8 @@ class Trainer:
         opened = self._opened
         if not self.program.plain.objective.refers:
             return opened
+        from jaxtrain.run.reference import first_reference, stored_reference
+
         if self.steps_done:
             return stored_reference(opened, self.workdir)
         state = self.program.consensus(self.state)
@@ -253,6 +253,8 @@ class Trainer:
 
     @functools.cached_property
     def _opened(self) -> Dataset:
+        from jaxtrain.data.kept import with_stores
+
         train = self.config.train
         opened = with_stores(train.data, self.say).open(seed=train.seed)
         return self.program.plain.objective.dataset(opened, train.model)
@@ -339,11 +341,15 @@ class Trainer:
         Raises:
           UserError: the model cannot read them, or gives no logits.
         """
+        from jaxtrain.run.logits import logits
+
         plain = self.program.plain
         state = self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
 
-    def predict(self, inputs: Inputs, *, top: int | None = None, skip: Skip = None) -> list[Told]:
+    def predict(
+        self, inputs: "Inputs", *, top: int | None = None, skip: "Skip" = None
+    ) -> "list[Told]":
         """Predict classes, numbers or text for images, texts or vectors; see `run.predict`.
 
         Args:
@@ -354,6 +360,10 @@ class Trainer:
         Raises:
           UserError: a file is missing or none of what the model reads.
         """
+        from jaxtrain.run.generation.sampling import Sampling
+        from jaxtrain.run.logits import embeddings, numbers
+        from jaxtrain.run.predict import Says, predict
+
         model, data = self.config.train.model, self.config.train.data
         program, state = self.program.plain, self.program.consensus(self.state)
 
@@ -454,6 +464,8 @@ class Trainer:
 
     def other_data(self) -> str | None:
         """What makes the data others than the restored checkpoint's; None: they are the same."""
+        from jaxtrain.run.resume import other_data
+
         extra = self._saved.extra
         return None if extra is None else other_data(extra, self.config, self.dataset)
 
@@ -479,6 +491,8 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or the prompt does not fit into its context.
         """
+        from jaxtrain.run.generation.sampling import Sampling
+
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         prompts: Any = [prompt]
         answer: Any = self.answers(
@@ -491,12 +505,12 @@ class Trainer:
         prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         max_new_tokens: int | None = None,
-        sampling: Sampling | BeamSearch | None = None,
+        sampling: "Sampling | BeamSearch | None" = None,
         stop: Sequence[str] = (),
         seed: int = 0,
         batch_size: int = BATCH_SIZE,
         show: Callable[[str], None] | None = None,
-    ) -> list[Answer]:
+    ) -> "list[Answer]":
         """What a trained language model writes after each of several prompts, an encoder-decoder
         of each, and why it ended.
 
@@ -512,6 +526,9 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
+        from jaxtrain.run.generation.respond import respond
+        from jaxtrain.run.generation.sampling import Sampling
+
         return respond(
             self.program.plain, self.config, self.program.consensus(self.state), prompts,
             max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), stop=stop, seed=seed,
@@ -542,6 +559,8 @@ class Trainer:
 
     def plot(self) -> "Picture":
         """The loss and the objective's other metrics so far, with what a model must beat."""
+        from jaxtrain.run.show.plot import loss_figure
+
         train = self.config.train
         return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))
 
@@ -551,6 +570,8 @@ class Trainer:
         Raises:
           UserError: there is no parameter of this name.
         """
+        from jaxtrain.run.show import notebook
+
         return notebook.parameter_picture(self.state, name)
 
     def __repr__(self) -> str:
@@ -558,6 +579,8 @@ class Trainer:
         return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
 
     def _repr_html_(self) -> str:
+        from jaxtrain.run.show import notebook
+
         configuration = notebook.folded("Configuration", self.config.to_gin())
         return notebook.printed(self._show_pieces) + configuration
 

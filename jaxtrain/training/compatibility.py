@@ -16,11 +16,9 @@ from jaxtrain.parallel.sharding import MASTERS_ELSEWHERE
 from jaxtrain.training.balancing import speed_of
 from jaxtrain.training.corruption import Corruption, switched_on
 from jaxtrain.training.feature import Feature, Text, conflicts, is_on, text_of
-from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.optimizers.moments import ROUNDED
 from jaxtrain.training.optimizers.rule import Rule
-from jaxtrain.training.optimizers.sophia import SophiaRule
 from jaxtrain.training.pipeline.schedules import SPLIT
 from jaxtrain.training.run_context import RunContext
 
@@ -330,7 +328,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "Sophia",
-        _rule(lambda rule: isinstance(rule, SophiaRule)),
+        _rule(lambda rule: hasattr(rule, "curvature")),
         _another_rule,
         needs={
             "whole layers": _WHOLE_FOR_CURVATURE,
@@ -363,7 +361,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "distillation",
         _where(
-            lambda c: isinstance(c.config.train.task, Distillation),
+            lambda c: c.config.train.task.name == "distillation",
             lambda c: f"Distillation.teacher={getattr(c.config.train.task, 'teacher', None)!r}",
         ),
         "another objective",

@@ -6,8 +6,6 @@ from typing import Any
 
 from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.values import settings_of
-from jaxtrain.data.images.class_folders import look_into
-from jaxtrain.data.images.source import ImageData
 
 
 def implied(config: Any, bound: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Any]:
@@ -25,7 +23,9 @@ def implied(config: Any, bound: Collection[tuple[str, str]]) -> Mapping[tuple[st
       UserError: the folder is one level too high.
     """
     data, model = config.train.data, config.train.model
-    if not isinstance(data, ImageData) or "://" in data.source or "tfds:" in data.source:
+    if data is None or "ImageData" not in (base.__name__ for base in type(data).__mro__):
+        return {}
+    if "://" in data.source or "tfds:" in data.source:
         return {}
     wanted = {
         (type(one).__name__, name)
@@ -36,6 +36,8 @@ def implied(config: Any, bound: Collection[tuple[str, str]]) -> Mapping[tuple[st
     root = place(data.source)
     if not wanted or isinstance(root, BucketPath) or not _is_folder(root):
         return {}
+    from jaxtrain.data.images.class_folders import look_into
+
     found = look_into(root)
     if found is None or len(found.class_names) < 2:
         return {}

@@ -25,7 +25,6 @@ from jaxtrain.models.weights.preprocessor import image_settings
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
-SCHEME = HUGGING_FACE
 _USUAL_SIDE = 224  # of ImageNet's, where nothing is said
 
 
@@ -35,7 +34,7 @@ def config_text(name: str) -> str:
     Raises:
       UserError: there is no such folder, or its config.json asks for what is not done here.
     """
-    source = published(name.removeprefix(SCHEME), named=SCHEME)
+    source = published(name.removeprefix(HUGGING_FACE), named=HUGGING_FACE)
     return "\n".join(_lines(source)) + "\n"
 
 

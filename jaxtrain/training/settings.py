@@ -2,9 +2,7 @@
 
 import dataclasses
 import html
-import importlib
 import math
-import pkgutil
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +20,8 @@ from jaxtrain.config.errors import (
     refuse_below,
 )
 from jaxtrain.config.reader import configurable
-from jaxtrain.config.shipped import configs_folder, find_config
+from jaxtrain.config.registry import CONFIGURABLES
+from jaxtrain.config.shipped import HUGGING_FACE, configs_folder, find_config
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
@@ -46,8 +45,12 @@ from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.published import SCHEME, config_text
 from jaxtrain.training.tracker import Tracker
+
+for _package in (
+    jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers, jaxtrain.training.objectives
+):  # fmt: skip
+    CONFIGURABLES.add_package(_package)
 
 
 @configurable
@@ -397,15 +400,12 @@ def load_config(
       UserError: a file that is not there, an unknown name, a wrong type, an unused binding, an
         object that is no section.
     """
-    for package in (
-        jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers, jaxtrain.training.objectives
-    ):  # fmt: skip
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            importlib.import_module(module.name)
     imports: Sequence[str] = ()
     if isinstance(source, str) and "\n" in source:
         file = gin_files.Text(source, "text")
-    elif isinstance(source, str) and source.startswith(SCHEME):
+    elif isinstance(source, str) and source.startswith(HUGGING_FACE):
+        from jaxtrain.training.published import config_text
+
         file = gin_files.Text(config_text(source), source)
     elif isinstance(source, str | Path):
         file = find_config(str(source))

@@ -33,8 +33,6 @@ from jaxtrain.training.optimizers.average import averaged, begun
 from jaxtrain.training.optimizers.plateau import rate_taken
 from jaxtrain.training.optimizers.rounding import apply_updates
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
-from jaxtrain.training.pipeline.cutting import parts_of
-from jaxtrain.training.pipeline.engine import Engine
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages, deal
 from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
@@ -501,6 +499,9 @@ class Program:
     ) -> tuple[nnx.State, Sums]:
         """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
         evaluated where no number of steps is given."""
+        from jaxtrain.training.pipeline.cutting import parts_of
+        from jaxtrain.training.pipeline.engine import Engine
+
         assert self.stages is not None, "no pipeline"
         parts = parts_of(
             nnx.eval_shape(lambda: self.build(jax.random.key(0))), self.objective, self.execution,

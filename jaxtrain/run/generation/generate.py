@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError, counted
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
+from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
 from jaxtrain.run.generation.beams import BeamSearch, search
 from jaxtrain.run.generation.decoding import (
@@ -29,8 +30,6 @@ from jaxtrain.run.generation.prefix_cache import Beginning, Memory
 from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.step import Program, TrainState
-
-BATCH_SIZE = 8  # prompts that are answered at once, where nothing else is said
 
 
 class Watch(Protocol):

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
+from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.generate import BATCH_SIZE, generate, writes
+from jaxtrain.run.generation.generate import generate, writes
 from jaxtrain.run.generation.prefix_cache import Memory
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping

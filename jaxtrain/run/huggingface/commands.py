@@ -4,6 +4,7 @@ import argparse
 import functools
 
 from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenizer import no_end_of_text
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
@@ -14,7 +15,6 @@ from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, import_run
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED
-from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import load_config
 
 
@@ -24,7 +24,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     console, bindings = terminal(), list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
-    name = SCHEME + arguments.source.removeprefix(SCHEME)
+    name = HUGGING_FACE + arguments.source.removeprefix(HUGGING_FACE)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     say(console, *config.notes)
     workdir = place(arguments.workdir)

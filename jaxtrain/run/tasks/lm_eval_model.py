@@ -10,7 +10,7 @@ from typing import Any
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.models.model import token_model
-from jaxtrain.run.generation.generate import BATCH_SIZE
+from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import tokenizer_of
 from jaxtrain.run.tasks.scoring import Pair, Score, paired, scores

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError, refuse_not_positive
 from jaxtrain.config.reader import configurable
+from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
@@ -25,7 +26,6 @@ from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, perplexity, refuse_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
-from jaxtrain.training.published import SCHEME
 from jaxtrain.training.settings import load_config
 
 
@@ -76,7 +76,7 @@ class Distillation(TokenObjective):
                 "Face"
             )
         file = place(self.teacher) / "config.gin"
-        source = str(file) if file.is_file() else f"{SCHEME}{self.teacher}"
+        source = str(file) if file.is_file() else f"{HUGGING_FACE}{self.teacher}"
         model = load_config(source).train.model
         if not reads_tokens(model):
             raise UserError(

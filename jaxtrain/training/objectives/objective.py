@@ -13,7 +13,7 @@ from flax import nnx
 import jaxtrain.training.objectives
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.partial import is_required
-from jaxtrain.config.registry import named_subclasses
+from jaxtrain.config.registry import Named
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model
@@ -255,7 +255,7 @@ def objective_named(name: str) -> Objective:
     Raises:
       UserError: none has this name, or it cannot be had without settings.
     """
-    found = named_subclasses(Objective, jaxtrain.training.objectives)
+    found = Named(Objective, jaxtrain.training.objectives)
     if name not in found:
         close = nearest(name, found)
         hint = f" (did you mean {close!r}?)" if close else ""

@@ -10,7 +10,7 @@ import optax
 
 import jaxtrain.training.optimizers
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.registry import named_subclasses
+from jaxtrain.config.registry import Named
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.optimizers.groups import Decay
 from jaxtrain.training.optimizers.moments import Moments
@@ -81,7 +81,7 @@ class Rule(abc.ABC):
 
 def rules() -> Mapping[str, type[Rule]]:
     """Every rule by its name: those of this package, and those of modules imported so far."""
-    return dict(sorted(named_subclasses(Rule, jaxtrain.training.optimizers).items()))
+    return Named(Rule, jaxtrain.training.optimizers)
 
 
 def refuse_rate(rule: Rule, *fields: str) -> None:

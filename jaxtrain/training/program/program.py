@@ -19,23 +19,17 @@ from jaxtrain.nn.products.grouped import Grouped, kernel_on
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
-from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.noise import with_noise
 from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.on_disk import OnDisk
-from jaxtrain.training.offload.on_host import OnHost
-from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
 from jaxtrain.training.optimizers.plateau import on_plateau
+from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.settings import Config
-from jaxtrain.training.sharpness import with_sharpness
 from jaxtrain.training.step import Program, parameter_shapes
 
 
@@ -114,19 +108,25 @@ def make_program(
         config.optimizer, schedule, lambda first, rest: (first, rest), on_plateau(config.schedule),
         waits,
     )  # fmt: skip
-    where = config.offload.optimizer_state
-    made = Program
-    if where == "disk":
+    optimizer, made = chained(first, rest), Program
+    if config.offload.optimizer_state == "disk":
+        from jaxtrain.training.offload.on_disk import OnDisk
+
         kept = {"first": tuple(first), "rule": optax.chain(*rest)}
         made = functools.partial(
             OnDisk, offload=config.offload, scratch=scratch or Scratch(None), **kept
         )
     elif config.offload != Offload():
+        from jaxtrain.training.offload.on_host import OnHost
+        from jaxtrain.training.offload.streaming import streamed
+
+        if config.offload.optimizer_state == "host":
+            optimizer = streamed(first, rest)
         made = functools.partial(OnHost, offload=config.offload)
     program = made(
         build=config.train.task.built(config.train.model),
         objective=config.train.task,
-        optimizer=(streamed if where == "host" else chained)(first, rest),
+        optimizer=optimizer,
         schedule=schedule,
         layout=layout,
         precision=config.precision,
@@ -142,7 +142,7 @@ def make_program(
         accumulation=config.train.accumulation,
         pipeline=config.pipeline,
         guard=config.guard,
-        curvature=estimate_of(config.optimizer.rule),
+        curvature=_curvature_of(config.optimizer.rule),
         seed=config.train.seed,
         tuning=config.train.task.tuned(
             tuning_of(config.finetune, config.train.model.build, biases(config.train.model))
@@ -150,9 +150,33 @@ def make_program(
         bias_speed=speed_of(config.train.model),
         unfreezing=waits,
     )
-    exchanged = with_exchange(config.exchange, program)
-    measured = with_noise(config.train.noise_scale_every, exchanged)
-    return with_sharpness(config.optimizer.sharpness_radius, measured)
+    return _with_other_gradients(config, program)
+
+
+def _curvature_of(rule: Rule) -> Any:
+    """What `Program.curvature` is for a rule: only Sophia's are given an estimate."""
+    if not hasattr(rule, "curvature"):
+        return None
+    from jaxtrain.training.curvature import estimate_of
+
+    return estimate_of(rule)
+
+
+def _with_other_gradients(config: Config, program: Program) -> Program | ExchangeProgram:
+    """The program whose replicas agree, or whose gradients are taken or measured, otherwise."""
+    if config.exchange.method != "synchronous":
+        from jaxtrain.training.exchange.methods import with_exchange
+
+        return with_exchange(config.exchange, program)
+    if config.train.noise_scale_every:
+        from jaxtrain.training.noise import with_noise
+
+        return with_noise(config.train.noise_scale_every, program)
+    if config.optimizer.sharpness_radius:
+        from jaxtrain.training.sharpness import with_sharpness
+
+        return with_sharpness(config.optimizer.sharpness_radius, program)
+    return program
 
 
 def _grouped_kernel_of(config: Config, layout: Layout) -> Grouped:
