@@ -1,6 +1,8 @@
 """Imports flow one way, files stay short, and every module says what it is for."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,24 @@ def test_at_most_sixteen_runtime_dependencies():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert len(project["dependencies"]) <= 16
+
+
+# Of the quickstart's modules; it may only shrink, to 150.
+MOST_IMPORTED = 240
+
+
+def test_a_run_imports_what_it_uses():
+    script = """
+import sys
+from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.settings import load_config
+load_config("gpt_quickstart")
+print(*(name for name in sys.modules if name.split(".")[0] == "jaxtrain"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    imported = done.stdout.split()
+    assert "jaxtrain.models.transformers.gpt" in imported
+    assert "jaxtrain.models.transformers.llama" not in imported
+    assert len(imported) <= MOST_IMPORTED

@@ -15,11 +15,10 @@ import jax
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.models.weights.folder import CONFIG, INDEX
 from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.digests import CRC32, digest
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface.receipt import FILE as RECEIPT
+from jaxtrain.run.huggingface import RECEIPT
 
 Ancestor = dict[str, Any]
 
@@ -43,6 +42,8 @@ def of_published(path: Path) -> list[Ancestor]:
 
     Process 0 alone reads the files for the digest, which is null in the others.
     """
+    from jaxtrain.models.weights.folder import CONFIG, INDEX
+
     files = [path]
     if path.is_dir():
         files = sorted([*path.glob("*.safetensors"), path / CONFIG, path / INDEX])

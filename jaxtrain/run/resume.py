@@ -27,7 +27,6 @@ from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.offload.on_disk import OnDisk
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
@@ -288,8 +287,9 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     def read(part: Callable[[TrainState], Any]) -> Any:
         return _restore(checkpoints, step, program, part)
 
-    plain = program.plain
-    if not isinstance(plain, OnDisk):
+    plain: Any = program.plain
+    offload = getattr(plain, "offload", None)
+    if offload is None or offload.optimizer_state != "disk":
         return read(lambda state: state)
     checkpoints.refuse_left_over(step, program.abstract_state())
     return plain.restored(read(plain.in_memory), read)

@@ -25,15 +25,7 @@ from jaxtrain.run.checkpoint.save_schedule import (
     SaveSchedule,
 )
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.metrics_file import METRICS_FILE
-from jaxtrain.run.start import (
-    ancestors_of,
-    first_parameters,
-    newest_step,
-    restored_parameters,
-    with_teacher,
-)
 from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.run.weights import with_trained
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
@@ -210,6 +202,8 @@ class SavedRun:
     def _fresh(self) -> TrainState:
         train, params = self._config.train, None
         if train.start_from is not None:
+            from jaxtrain.run.start import ancestors_of, first_parameters, newest_step
+
             step = newest_step(train.start_from)
             params = first_parameters(
                 train.start_from, self._config, self._program.plain, step=step
@@ -219,10 +213,15 @@ class SavedRun:
         return self._create(params)
 
     def _create(self, params: nnx.State | None) -> TrainState:
-        params = with_teacher(params, self._config, self._program.plain)
+        if self._config.train.task.name == "distillation":
+            from jaxtrain.run.start import with_teacher
+
+            params = with_teacher(params, self._config, self._program.plain)
         state = self._program.create(self._config.train.seed, params)
         finetune = self._config.finetune
         if finetune.adapter is not None:
+            from jaxtrain.run.huggingface.adapters import read_adapter
+
             adapter = read_adapter(finetune.adapter, self._config, self._program.plain)
             self._report(f"Adapters from {finetune.adapter}")
             state = with_trained(self._program, state, adapter)
@@ -233,6 +232,8 @@ class SavedRun:
         extra = self._checkpoints.extra(step)
         self.ancestors = extra.get("ancestors", [])  # none of a checkpoint from before they stood
         if extra.get("only_parameters"):
+            from jaxtrain.run.start import restored_parameters
+
             params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
             self.extra = extra
             return self._create(params), 0

@@ -31,7 +31,7 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.products.quantized import Quantized, unpacked
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.ancestry import Ancestor
-from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
 from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
@@ -107,7 +107,7 @@ def export_awq(
         found = _compare(beside, family.architecture, made, program, model, state, called=folder)
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         written = json.dumps(found.to_json(), indent=1).encode()
-        write_atomically(beside / receipt.FILE, written)
+        write_atomically(beside / RECEIPT, written)
     found.show(console)
     return found
 

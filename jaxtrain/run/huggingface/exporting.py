@@ -23,7 +23,7 @@ from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WE
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.generation.published_defaults import published_folder
-from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
@@ -92,7 +92,7 @@ def export_run(
         )
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         content = json.dumps(found.to_json(), indent=1).encode()
-        write_atomically(beside / receipt.FILE, content)
+        write_atomically(beside / RECEIPT, content)
     found.show(console)
     return found
 

@@ -25,7 +25,7 @@ from jaxtrain.run import resume
 from jaxtrain.run.ancestry import of_published
 from jaxtrain.run.checkpoint.retention import FOLDER, refuse_others
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface import receipt
+from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training.balancing import biases_of
@@ -102,7 +102,7 @@ def _write(
     differences = training_differences(model, source.content)
     found = dataclasses.replace(found, training_differences=differences)
     content = json.dumps(found.to_json(), indent=1).encode()
-    write_atomically(carried / receipt.FILE, content)
+    write_atomically(carried / RECEIPT, content)
     found.show(console)
     return found
 

@@ -34,7 +34,6 @@ from jaxtrain.run.show.progress import say
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.step import Program, TrainState
 
-FILE = "parity.json"
 TOLERANCE = 1e-4  # of the largest logit, at least of 1: float32 in another order of summation
 # Both models are in memory at once, theirs in float32: 8 GB.
 MOST_PARAMETERS = 2_000_000_000

@@ -6,10 +6,8 @@ from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.classed_rows import ClassedRows
-from jaxtrain.data.mixture import Mixture, text_of
-from jaxtrain.data.pairs.spans import SpanData
+from jaxtrain.data.mixture import text_of
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.models.model import (
     ClassModel,
     ImageModel,
@@ -59,13 +57,13 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     yield from config.train.task.refuse_loss(config.loss)
     if model.inputs != kind_of(batch):
         gives = _KINDS[kind_of(batch)][0]
-        if isinstance(data, SequenceData):
+        if _is_a(data, "SequenceData"):
             gives = "sequences of vectors"
         yield (
             f"Train.model=@{name}() learns from {wants}, but Train.data=@{type(data).__name__}() "
             f"gives {gives}; use @{source}()"
         )
-    elif features_of(model) is not None or isinstance(data, SequenceData):
+    elif features_of(model) is not None or _is_a(data, "SequenceData"):
         yield from _sequences(config, model, batch)
     elif reads_tokens(model):
         yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
@@ -87,9 +85,14 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
             yield from _vectors(model, data, batch)
 
 
+def _is_a(data: Any, *names: str) -> bool:
+    """Whether data are of a class of one of these names: of others no module is imported."""
+    return any(base.__name__ in names for base in type(data).__mro__)
+
+
 def _section(data: Any) -> str:
     """Whose settings are said of text; a mixture and text with spans have TextData's."""
-    return "TextData" if isinstance(data, Mixture | SpanData) else type(data).__name__
+    return "TextData" if _is_a(data, "Mixture", "SpanData") else type(data).__name__
 
 
 def _lacks(data: Any, size: str) -> Iterator[str]:
@@ -170,7 +173,7 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
         ("source_length", "target_length"), example_shape(batch), strict=True
     ):
         if length > model.context_length:
-            more = " by a smaller TextData.sequence_length" * isinstance(data, SpanData)
+            more = " by a smaller TextData.sequence_length" * _is_a(data, "SpanData")
             yield (
                 f"{type(data).__name__}.{setting}={length} is longer than {name}.context_length="
                 f"{model.context_length}; use at most {model.context_length}{more}"
@@ -184,7 +187,7 @@ def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
         return
     name, vocab_size = type(model).__name__, data.vocab_size
     if vocab_size > model.vocab_size:
-        more = " and sentinels" * isinstance(data, SpanData)
+        more = " and sentinels" * _is_a(data, "SpanData")
         whose = f"{type(data).__name__}'s {vocab_size} tokens"
         if "tokenizer" in dir(data):  # data of your own may have none
             said = f"{_section(data)}.tokenizer={data.tokenizer!r}"
@@ -213,8 +216,9 @@ def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
 
 def _sequences(config: Config, model: Model, batch: Batch) -> Iterator[str]:
     """A model that reads vectors in place of tokens, or data that give such."""
-    name, data, features = type(model).__name__, config.train.data, features_of(model)
-    if not isinstance(data, SequenceData):
+    data: Any = config.train.data
+    name, features = type(model).__name__, features_of(model)
+    if not _is_a(data, "SequenceData"):
         yield (
             f"{name}.features={features} reads vectors, but Train.data=@{type(data).__name__}() "
             f"gives tokens; use @SequenceData(), or {name}.features=None"
