@@ -1,10 +1,11 @@
 """Batch inference on images, texts, tokens and feature vectors (`jaxtrain predict`)."""
 
 import dataclasses
+import functools
 import io
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -34,7 +35,9 @@ from jaxtrain.models.model import (
     reads_vectors,
 )
 from jaxtrain.run.embedding import Embedding, embedded
+from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.hidden_tokens import hidden_tokens, token_names
+from jaxtrain.run.logits import embeddings, numbers
 from jaxtrain.run.numbers import Numbers, numbers_of
 from jaxtrain.run.texts import AT_ONCE, Written, texts_of
 from jaxtrain.run.vectors import vectors_of
@@ -42,6 +45,9 @@ from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.reconstruction import Reconstruction
 from jaxtrain.training.objectives.regression import Regression
 from jaxtrain.training.objectives.token_classification import TokenClassification
+
+if TYPE_CHECKING:
+    from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import TextSource
 
 Given = str | Path | Image.Image | np.ndarray
@@ -111,6 +117,23 @@ class _Asked:
     names: Callable[[], list[str]]
     classes: int
     broken: Collection[int] = ()
+
+
+def predict_with(
+    trainer: "Trainer", inputs: Inputs, *, top: int | None = None, skip: Skip = None
+) -> list[Told]:
+    """What a trainer's model predicts; arguments as of `Trainer.predict`."""
+    model, data = trainer.config.train.model, trainer.config.train.data
+    program, state = trainer.program.plain, trainer.program.consensus(trainer.state)
+
+    def write(texts: list[str]) -> list[str]:
+        found = trainer.answers(texts, sampling=Sampling(temperature=0.0))
+        return [answer.text or "" for answer in found]
+
+    vectors = functools.partial(embeddings, program, model, state)
+    says = Says(trainer.logits, vectors, functools.partial(numbers, program, state), write)
+    ask = functools.partial(predict, inputs, model, data, says, objective=program.objective)
+    return list(ask(top=top, say=trainer.say, skip=skip))
 
 
 def predict(

@@ -38,8 +38,10 @@ from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics import MetricsLog, open_log
 from jaxtrain.run.metrics_file import lines_of
 from jaxtrain.run.recorder import Recorder, RecorderKind
+from jaxtrain.run.resume import other_data
 from jaxtrain.run.saved import SavedRun, own_folder
 from jaxtrain.run.show import report
+from jaxtrain.run.show.plot import loss_figure
 from jaxtrain.run.show.progress import quiet, say
 from jaxtrain.run.tracking.services import Track
 from jaxtrain.run.tracking.tracking import Tracking, trackings
@@ -360,21 +362,9 @@ class Trainer:
         Raises:
           UserError: a file is missing or none of what the model reads.
         """
-        from jaxtrain.run.generation.sampling import Sampling
-        from jaxtrain.run.logits import embeddings, numbers
-        from jaxtrain.run.predict import Says, predict
+        from jaxtrain.run.predict import predict_with
 
-        model, data = self.config.train.model, self.config.train.data
-        program, state = self.program.plain, self.program.consensus(self.state)
-
-        def write(texts: list[str]) -> list[str]:
-            found = self.answers(texts, sampling=Sampling(temperature=0.0))
-            return [answer.text or "" for answer in found]
-
-        vectors = functools.partial(embeddings, program, model, state)
-        says = Says(self.logits, vectors, functools.partial(numbers, program, state), write)
-        ask = functools.partial(predict, inputs, model, data, says, objective=program.objective)
-        return list(ask(top=top, say=self.say, skip=skip))
+        return predict_with(self, inputs, top=top, skip=skip)
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
         """Gradients of the mean loss over a global batch, float32, by the names of `weights`.
@@ -464,8 +454,6 @@ class Trainer:
 
     def other_data(self) -> str | None:
         """What makes the data others than the restored checkpoint's; None: they are the same."""
-        from jaxtrain.run.resume import other_data
-
         extra = self._saved.extra
         return None if extra is None else other_data(extra, self.config, self.dataset)
 
@@ -527,11 +515,10 @@ class Trainer:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
         from jaxtrain.run.generation.respond import respond
-        from jaxtrain.run.generation.sampling import Sampling
 
         return respond(
             self.program.plain, self.config, self.program.consensus(self.state), prompts,
-            max_new_tokens=max_new_tokens, sampling=sampling or Sampling(), stop=stop, seed=seed,
+            max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed,
             batch_size=batch_size, show=show, workdir=self.workdir,
         )  # fmt: skip
 
@@ -559,8 +546,6 @@ class Trainer:
 
     def plot(self) -> "Picture":
         """The loss and the objective's other metrics so far, with what a model must beat."""
-        from jaxtrain.run.show.plot import loss_figure
-
         train = self.config.train
         return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))
 

@@ -24,7 +24,7 @@ def respond(
     prompts: Sequence[str] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int | None,
-    sampling: Sampling | BeamSearch,
+    sampling: Sampling | BeamSearch | None,
     stop: Sequence[str],
     seed: int,
     batch_size: int,
@@ -40,7 +40,7 @@ def respond(
       prompts: texts, or lists of token ids.
       workdir: the run's folder, which holds the files of the published model that it started from.
     """
-    train = config.train
+    train, sampling = config.train, sampling or Sampling()
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) != len(prompts) and (texts or stop or show):
         raise UserError(
