@@ -16,8 +16,9 @@ from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.shipped import HUGGING_FACE
-from jaxtrain.data.bad_records import BadRecord, BadRecords
+from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
+from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
@@ -56,7 +57,6 @@ from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.step import TrainState
 from jaxtrain.training.stepper import Stepper
 
-# What a training loop does not need is imported by the methods that need it: a run starts sooner.
 if TYPE_CHECKING:
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
@@ -144,7 +144,10 @@ class Trainer:
         self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
         self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
         self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
-        self.bad_records = BadRecords(config.train.bad_records, self._say_bad)
+        self.bad_records = BadRecords(
+            config.train.bad_records,  # every process reports its own rows
+            lambda bad: self.console.print(f"{bad}: left out", soft_wrap=True, markup=False),
+        )
         self._feed = Feed(config, self.layout, self.program, self.bad_records)
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
@@ -157,7 +160,13 @@ class Trainer:
         self._has_shapes = False  # all lengths of rows compiled
         self._own_log: MetricsLog | None = None  # of `step`
         self.functions = Functions(self.program, self._step, self._evaluation, self._feed)
-        self._tracking = () if read_only else self._trackers(track)
+        self._tracking: Sequence[Tracking] = ()
+        if not read_only:
+            self._tracking = trackings(
+                config, track, lines=self._lines, say=self.say,
+                folder=None if self._folder is None else self._folder.local,
+                named="in memory" if self.workdir is None else self.workdir.name,
+            )  # fmt: skip
         if step is None:
             state, next_batch = self._saved.newest(lambda: self._opened)
         else:
@@ -236,8 +245,8 @@ class Trainer:
         """
         from jaxtrain.run.huggingface.adapters import write_adapter
 
-        state = self.program.consensus(self.state)
-        write_adapter(str(path), self.config, self.program.plain, state, say=self.say)
+        program, state = self.program.plain, self.program.consensus(self.state)
+        write_adapter(str(path), self.config, program, state, say=self.say)
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -255,8 +264,6 @@ class Trainer:
 
     @functools.cached_property
     def _opened(self) -> Dataset:
-        from jaxtrain.data.kept import with_stores
-
         train = self.config.train
         opened = with_stores(train.data, self.say).open(seed=train.seed)
         return self.program.plain.objective.dataset(opened, train.model)
@@ -345,8 +352,7 @@ class Trainer:
         """
         from jaxtrain.run.logits import logits
 
-        plain = self.program.plain
-        state = self.program.consensus(self.state)
+        plain, state = self.program.plain, self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
 
     def predict(
@@ -483,9 +489,8 @@ class Trainer:
 
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         prompts: Any = [prompt]
-        answer: Any = self.answers(
-            prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed
-        )[0]
+        found = self.answers(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+        answer: Any = found[0]
         return answer.text if isinstance(prompt, str) else answer.tokens
 
     def answers(
@@ -528,8 +533,7 @@ class Trainer:
         self._show_pieces(self.console)
 
     def _show_pieces(self, console: Console) -> None:
-        attention = resolve_kernel(self.config, self._platform)
-        program = self.program.plain
+        program, attention = self.program.plain, resolve_kernel(self.config, self._platform)
         report.show_run(console, self.config, program, attention, self.dataset, self.state)
 
     def table(self) -> Table:
@@ -569,10 +573,6 @@ class Trainer:
         configuration = notebook.folded("Configuration", self.config.to_gin())
         return notebook.printed(self._show_pieces) + configuration
 
-    def _say_bad(self, record: BadRecord) -> None:
-        """Every process says it of its own rows; its own log has it."""
-        self.console.print(f"{record}: left out", soft_wrap=True, markup=False)
-
     def say(self, line: str) -> None:
         """A line for people, on process 0's terminal."""
         if jax.process_index() == 0:
@@ -589,13 +589,6 @@ class Trainer:
         if self._own_log is not None:
             self._own_log.close()
             self._own_log = None
-
-    def _trackers(self, track: Track | None) -> list[Tracking]:
-        return trackings(
-            self.config, track, lines=self._lines, say=self.say,
-            folder=None if self._folder is None else self._folder.local,
-            named="in memory" if self.workdir is None else self.workdir.name,
-        )  # fmt: skip
 
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""
