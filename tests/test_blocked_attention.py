@@ -15,7 +15,7 @@ from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.nn.attention import blocked as blocked_module
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
-from jaxtrain.nn.attention.kernels import Request, refuse
+from jaxtrain.nn.attention.kernels import Request, validate
 from jaxtrain.nn.attention.mask import Mask
 
 blocked = functools.partial(attention, kernel="blocked")
@@ -169,8 +169,8 @@ def test_what_it_cannot_do_is_refused() -> None:
         platform="cpu", dtype="float16", causal=False, window=9, segment_ids=True, cached=False,
         head_dim=20, T=7, S=7,
     )  # fmt: skip
-    assert list(refuse("blocked", asked)) == []
-    assert list(refuse("blocked", dataclasses.replace(asked, cached=True))) == [
+    assert list(validate("blocked", asked)) == []
+    assert list(validate("blocked", dataclasses.replace(asked, cached=True))) == [
         "Attention.kernel='blocked' cannot start queries in the middle of a key-value cache; the "
         "nearest kernel that can is 'reference'"
     ]

@@ -14,7 +14,7 @@ from test_context import B, H, T, abstract, collectives, value_and_grads
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.attention import attention
-from jaxtrain.nn.attention.context import along_context, refuse
+from jaxtrain.nn.attention.context import along_context, validate
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
@@ -190,7 +190,7 @@ def test_preflight_refuses_with_the_nearest_choice(bindings, words) -> None:  # 
 
 
 def test_what_preflight_did_not_see_is_refused_while_tracing() -> None:
-    assert list(refuse("ring", context=1, length=7, kernel="tpu")) == []
+    assert list(validate("ring", context=1, length=7, kernel="tpu")) == []
     layout = make_layout(context=4)
     with layout.active():
         shapes = abstract(layout, jnp.float32, 8)

@@ -321,8 +321,8 @@ def test_a_batch_of_ones_own_has_a_share_for_each_label():
         np.ones((4, 2), np.float32),
     )
     objective, model = Classification(), load_config("vit_digits", bindings=[]).train.model
-    assert not list(objective.refuse(batch, model, Loss(), None))
+    assert not list(objective.validate(batch, model, Loss(), None))
     wrong = dataclasses.replace(batch, loss_mask=np.ones(4, np.float32))
     assert "Batch.loss_mask has the shape [4]; use float32 [4, 2]" in next(
-        objective.refuse(wrong, model, Loss(), None)
+        objective.validate(wrong, model, Loss(), None)
     )

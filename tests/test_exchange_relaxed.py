@@ -355,11 +355,11 @@ def test_mixing_is_by_its_matrix(graph):
     ],
 )
 def test_what_goes_with_nothing_is_refused(method, sizes, says):
-    (sentence,) = settings.refuse(method, make_layout(**sizes))
+    (sentence,) = settings.validate(method, make_layout(**sizes))
     assert says in sentence
 
 
 def test_asynchronous_needs_no_replicas():
-    assert not list(settings.refuse(Exchange(method="asynchronous"), make_layout(fsdp=2)))
+    assert not list(settings.validate(Exchange(method="asynchronous"), make_layout(fsdp=2)))
     with pytest.raises(UserError, match=re.escape("Exchange.staleness=-1")):
         Exchange(method="asynchronous", staleness=-1)

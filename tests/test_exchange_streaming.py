@@ -273,7 +273,7 @@ def test_a_run_resumed_with_a_fragment_on_its_way_is_the_run_never_stopped(tiny_
     ],
 )
 def test_what_has_no_turn_is_refused(method, says):
-    assert list(settings.refuse(method, make_layout(data=4))) == [says]
+    assert list(settings.validate(method, make_layout(data=4))) == [says]
 
 
 @pytest.mark.parametrize(("name", "value"), [("fragments", 0), ("delay", -1), ("mixing", 1.0)])

@@ -54,7 +54,7 @@ BATCHES = {
     "dropout": pairs(rows=8, source=12, target=8, vocab_size=64),
     "auxiliary_classifiers": images(32, 1, 10),
 }
-# The axes that can split something of a model; `mesh.refuse` and `finetune.refuse` reject others.
+# The axes that can split something of a model; `validate` of mesh and finetune rejects others.
 AXES = {
     "dropout": ("pipe", "data", "fsdp", "tensor"),
     "adapter_dropout": ("data", "fsdp", "tensor"),

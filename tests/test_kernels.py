@@ -11,7 +11,7 @@ from conftest import needs_libtpu, text_batch
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
-from jaxtrain.nn.attention.kernels import Request, choose, refuse
+from jaxtrain.nn.attention.kernels import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
 from jaxtrain.training.program.layouts import layout as layout_of
 from jaxtrain.training.program.program import make_program, resolve_kernel, resolved
@@ -110,18 +110,18 @@ def asked(**changes: Any) -> Request:
 def test_refusals(name: str) -> None:
     kernel, changes, sentences = REFUSALS[name]
     expected = [f"Attention.kernel={kernel!r} {sentence}" for sentence in sentences]
-    assert list(refuse(kernel, asked(**changes))) == expected
+    assert list(validate(kernel, asked(**changes))) == expected
 
 
 def test_what_kernels_can_do_is_not_refused() -> None:
     everything = {"window": 9, "segment_ids": True, "cached": True, "head_dim": 20, "T": 7}
-    assert list(refuse("reference", asked(**everything, dtype="float16"))) == []
-    assert list(refuse("xla", asked(**everything))) == []
-    assert list(refuse("cudnn", asked(window=9, T=1000, S=1000))) == []
-    assert list(refuse("triton", asked(segment_ids=True))) == []
-    assert list(refuse("tpu", asked(platform="tpu", window=9, segment_ids=True))) == []
-    assert list(refuse("tpu", asked(platform="tpu", capped=True, sinks=True))) == []
-    assert list(refuse("blocked", asked(platform="cpu", capped=True))) == []
+    assert list(validate("reference", asked(**everything, dtype="float16"))) == []
+    assert list(validate("xla", asked(**everything))) == []
+    assert list(validate("cudnn", asked(window=9, T=1000, S=1000))) == []
+    assert list(validate("triton", asked(segment_ids=True))) == []
+    assert list(validate("tpu", asked(platform="tpu", window=9, segment_ids=True))) == []
+    assert list(validate("tpu", asked(platform="tpu", capped=True, sinks=True))) == []
+    assert list(validate("blocked", asked(platform="cpu", capped=True))) == []
 
 
 # -- what 'auto' means ----------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_auto_takes_the_fastest_that_can_and_says_why(name: str) -> None:
     assert found.kernel == kernel
     assert why in found.why
     # What it takes is not rejected; what stands before it in the table is, or merges no blocks.
-    assert list(refuse(kernel, asked(**changes))) == []
+    assert list(validate(kernel, asked(**changes))) == []
 
 
 @pytest.mark.parametrize(

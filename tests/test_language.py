@@ -50,7 +50,7 @@ def test_a_word_of_the_dialect_is_found_in_docs_docstrings_comments_and_messages
 ):
     monkeypatch.setattr("prose.ROOT", tmp_path)
     page, module = tmp_path / "page.md", tmp_path / "module.py"
-    page.write_text("A mistake.\n\n```\nrefused\n```\n\n`refuse_below` is\nrefused.\n")
+    page.write_text("A mistake.\n\n```\nrefused\n```\n\n`require_at_least` is\nrefused.\n")
     module.write_text(
         '"""Weights in few bits."""\nx = 1  # mended\nrefused = "it is refused"\ny = "told"\n'
     )

@@ -164,15 +164,15 @@ def test_who_takes_no_lock_outlives_a_holder_that_went_with_its_machine(holder, 
     """A notebook on the disk of a machine that is gone, or after this one was started again."""
     process = holder("elsewhere")
     with pytest.raises(UserError, match=f"process {process.popen.pid} on elsewhere"):
-        lock.refuse_held(tmp_path, pytest.fail)
+        lock.require_not_held(tmp_path, pytest.fail)
     process.kill()
     lines = []
-    lock.refuse_held(tmp_path, lines.append)
+    lock.require_not_held(tmp_path, lines.append)
     assert len(lines) == 1
     assert "on elsewhere, did not beat for 0.15 seconds" in lines[0]
     assert records.newest_attempt(tmp_path) == 1
     RunLock.acquire(tmp_path, say=lines.append).release()
-    lock.refuse_held(tmp_path, pytest.fail)  # it said that it ended
+    lock.require_not_held(tmp_path, pytest.fail)  # it said that it ended
 
 
 def test_beats_into_a_replaced_lock_reach_nobody(tmp_path):

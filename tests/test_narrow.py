@@ -16,7 +16,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.eight_bit import EINSUMS, refuse
+from jaxtrain.nn.products.eight_bit import EINSUMS, validate
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
@@ -158,7 +158,7 @@ def test_where_8_bits_are_not_to_be_had_they_are_refused(matmul, config, target,
 )
 def test_devices_that_no_plan_is_made_for_have_the_formats_of_their_units(kind, formats):
     asked = {"platform": "gpu", "device_kind": kind, **OF_A_GPT}
-    refused = {m for m in FORMATS if list(refuse(m, **asked))}
+    refused = {m for m in FORMATS if list(validate(m, **asked))}
     assert refused == set(FORMATS) - formats
 
 

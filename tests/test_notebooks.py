@@ -76,12 +76,12 @@ def test_git_holds_small_pictures_and_short_text_of_this_code(path):
         if cell.cell_type == "code":
             assert cell.execution_count is None
             for output in cell.outputs:
-                refuse_large(output)
+                validate_large(output)
     assert pictures(book), "it shows no picture"
     assert path.stat().st_size <= BOOK
 
 
-def refuse_large(output) -> None:
+def validate_large(output) -> None:
     if output.output_type == "stream":
         assert output.name == "stdout"
         assert len(output.text) <= stored.LONGEST + 10

@@ -140,6 +140,11 @@ def test_rows_further_on_end_with_their_documents():
 
 def test_modules_that_an_objective_does_not_train_are_refused():
     model = DeepSeek(predicted_tokens=2)
-    assert not list(objective_named(model.objective).of(model).refuse_model(model))
-    [said] = DPO().refuse_model(model)
+    assert not list(objective_named(model.objective).of(model).validate_model(model))
+    [said] = DPO().validate_model(model)
     assert said.startswith("DeepSeek.predicted_tokens=2, but the objective 'preference' trains no")
+
+
+def test_a_check_with_its_name_of_0_2_0_is_not_left_out_silently():
+    with pytest.raises(TypeError, match="Mine.refuse_model is called validate_model now: rename"):
+        type("Mine", (NextToken,), {"refuse_model": lambda self, model: iter(())})

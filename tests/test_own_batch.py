@@ -230,7 +230,7 @@ def test_arrays_on_devices_are_asked_for_their_shapes_alone(trainer):
         with trainer.layout.active():
             placed = jax.device_put(batch, trainer.program.batch_shardings(batch))
         try:
-            trainer.program.refuse(placed, trainer.config.train.model)
+            trainer.program.validate(placed, trainer.config.train.model)
         except UserError as error:
             return str(error)
         return ""
@@ -242,7 +242,7 @@ def test_arrays_on_devices_are_asked_for_their_shapes_alone(trainer):
 def test_images_are_refused_by_their_own_objective():
     sizes = ResNet(depth=20, num_classes=10, channels=1, width=8)
     program = make_program(sizes, make_layout())
-    program.refuse(IMAGES, sizes)
+    program.validate(IMAGES, sizes)
     refused = {
         "targets[7] is 10; use 0 to 9 (ResNet.num_classes=10)": {"targets": IMAGES.targets + 3},
         "inputs has the shape [8, 8, 8, 2]; use float32 [B, H, W, 1]": {
@@ -252,7 +252,7 @@ def test_images_are_refused_by_their_own_objective():
     }
     for sentence, changes in refused.items():
         with pytest.raises(UserError) as refusal:
-            program.refuse(dataclasses.replace(IMAGES, **changes), sizes)
+            program.validate(dataclasses.replace(IMAGES, **changes), sizes)
         assert str(refusal.value) == f"Batch.{sentence}"
     # The image with the label that is out of bounds does not count.
-    program.refuse(dataclasses.replace(IMAGES, targets=np.where(IMAGES.loss_mask, 0, 99)), sizes)
+    program.validate(dataclasses.replace(IMAGES, targets=np.where(IMAGES.loss_mask, 0, 99)), sizes)

@@ -189,10 +189,10 @@ def test_without_libtpu_the_user_learns_what_to_install():
 
 
 def test_what_libtpu_says_is_in_the_refusal(monkeypatch):
-    def refuse(**_):
+    def validate(**_):
         raise RuntimeError("no such topology")
 
-    monkeypatch.setattr(topologies, "get_topology_desc", refuse)
+    monkeypatch.setattr(topologies, "get_topology_desc", validate)
     with pytest.raises(UserError, match="'v5e:2x4': libtpu rejects it: no such topology"):
         tpu_devices("v5e:2x4")
 

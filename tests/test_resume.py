@@ -199,7 +199,7 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
     written, new = run(writer), run(reader)
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     extra = checkpoints.extra(SAVED)
-    resume.refuse_other_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
+    resume.require_same_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
     state = resume.restore(checkpoints, SAVED, new.program)
     assert_equal(in_model_order(new.program, state), written.saved)
     wanted = jax.tree.map(lambda leaf: leaf.sharding, new.program.abstract_state())
@@ -263,7 +263,7 @@ def test_embedded_text_of_another_python_is_named_as_the_cause():
     told = resume.other_data(extra, config, dataset)
     assert told == f"the embedded text was that of Python 3.9.1, is that of {now}"
     with pytest.raises(UserError) as caught:
-        resume.refuse_other_run(extra, config, dataset, step=4, workdir=Path("runs"))
+        resume.require_same_run(extra, config, dataset, step=4, workdir=Path("runs"))
     told = f"under Python 3.9.1, whose library is its text, this is {now}: "
     assert told in str(caught.value)
     assert str(caught.value).endswith("use that Python, or another --workdir")

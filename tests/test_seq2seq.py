@@ -214,9 +214,9 @@ def test_rows_of_several_pairs_are_refused():
     program = make_program(SHAPES["attends"], make_layout())
     batch = pairs(rows=4, source=6, target=4, vocab_size=64)
     twice = dataclasses.replace(batch, source_segment_ids=2 * batch.source_segment_ids)
-    refusals = program.objective.refuse(twice, SHAPES["attends"], Loss(), program.layout)
+    refusals = program.objective.validate(twice, SHAPES["attends"], Loss(), program.layout)
     assert any("Seq2Seq reads one pair a row" in sentence for sentence in refusals)
-    assert not list(program.objective.refuse(batch, SHAPES["attends"], Loss(), program.layout))
+    assert not list(program.objective.validate(batch, SHAPES["attends"], Loss(), program.layout))
 
 
 def test_sizes_that_cannot_be_are_refused():

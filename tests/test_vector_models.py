@@ -228,8 +228,8 @@ def test_the_objectives_mean_and_what_they_say_of_targets():
     assert told.evaluation(sums) == {"eval_loss": 0.5, "eval_absolute_error": 0.25}
     labels, numbers = BATCH.targets, np.zeros((4, 3), np.float32)
     model = MLP(widths=(16, 10), objective="regression")
-    assert "the data's targets are labels" in next(told.refuse_targets(labels, model))
-    assert "set the last of MLP.widths to 3" in next(told.refuse_targets(numbers, model))
+    assert "the data's targets are labels" in next(told.validate_targets(labels, model))
+    assert "set the last of MLP.widths to 3" in next(told.validate_targets(numbers, model))
     of_labels = objective_named("classification")
-    assert "targets are numbers" in next(of_labels.refuse_targets(numbers, MLP()))
-    assert not list(of_labels.refuse_targets(labels, MLP()))
+    assert "targets are numbers" in next(of_labels.validate_targets(numbers, MLP()))
+    assert not list(of_labels.validate_targets(labels, MLP()))

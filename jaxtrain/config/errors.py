@@ -55,7 +55,7 @@ class ConfigError(UserError):
         self.config = config
 
 
-def refuse_below(least: int, settings: Any, *names: str) -> None:
+def require_at_least(least: int, settings: Any, *names: str) -> None:
     """Raises UserError for those of these settings that are under `least`; None passes."""
     allowed = f"at least {least}" if least else "0 or more"
     values = {name: getattr(settings, name) for name in names}
@@ -66,7 +66,7 @@ def refuse_below(least: int, settings: Any, *names: str) -> None:
     )
 
 
-def refuse_above(most: int, settings: Any, *names: str) -> None:
+def require_at_most(most: int, settings: Any, *names: str) -> None:
     """Raises UserError for those of these settings that are over `most`; None passes."""
     values = {name: getattr(settings, name) for name in names}
     _raise_any(
@@ -76,7 +76,7 @@ def refuse_above(most: int, settings: Any, *names: str) -> None:
     )
 
 
-def refuse_not_positive(settings: Any, *names: str) -> None:
+def require_positive(settings: Any, *names: str) -> None:
     """Raises UserError for those of these settings that are not above 0; names their defaults."""
     cls = type(settings)
     values = {name: getattr(settings, name) for name in names}

@@ -22,7 +22,7 @@ _REFUSALS = {
 
 
 @contextlib.contextmanager
-def refused_path(named: str, *, needs: str) -> Iterator[None]:
+def path_errors(named: str, *, needs: str) -> Iterator[None]:
     """Around the first use of a path of the user's: what the system rejects is the user's error.
 
     Args:
@@ -50,7 +50,7 @@ def writable(option: str, name: str | None) -> Path | None:
         return None
     file, named = on_disk(name), f"{option} {name!r}"
     folder = file.absolute().parent
-    with refused_path(named, needs="name a file in a folder that can be written"):
+    with path_errors(named, needs="name a file in a folder that can be written"):
         if not folder.is_dir():
             raise UserError(f"{named}: there is no folder {folder}")
         if not file.name or (file.exists() and not file.is_file()):

@@ -19,7 +19,7 @@ from gin import config_parser
 
 from jaxtrain.config.corrections import how_to_choose, no_value, of_a_choice, quoted
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.imports import import_trusted
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.registry import CONFIGURABLES, is_configurable
@@ -166,7 +166,7 @@ class _Bindings:
             self.lacks_bindings = True
 
     def _base(self, path: Path, name: str) -> Path:
-        with refused_path(f"{path}: include {name!r}", needs="include a file beside it"):
+        with path_errors(f"{path}: include {name!r}", needs="include a file beside it"):
             for folder in (path.parent, self.search_path):
                 base = (folder / name).resolve()
                 if base.is_file() and base.is_relative_to(folder.resolve()):
@@ -380,7 +380,7 @@ class _Bindings:
             return self.macros.get(key) is binding and key in self.used_macros
         return self.fields.get(key) is binding and key in self.used_fields
 
-    def refuse_unused(self) -> None:
+    def reject_unused(self) -> None:
         """Reject the bindings that nothing read; those that later bindings override get a note."""
         if self.lacks_bindings or self.lacks_modules:
             return
@@ -460,7 +460,7 @@ def load(
     for text in bindings:
         found.add_single(text)
     loaded = found.whole()
-    found.refuse_unused()
+    found.reject_unused()
     if not found.mistakes and (more := implied(loaded, found.fields.keys())):
         found.fields |= {key: Binding(value, "<data>") for key, value in more.items()}
         written = ", ".join(f"{name}.{field} = {value!r}" for (name, field), value in more.items())
@@ -493,7 +493,7 @@ def _is_import(statement: Any) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        with refused_path(f"config {str(path)!r}", needs="use a .gin file that can be read"):
+        with path_errors(f"config {str(path)!r}", needs="use a .gin file that can be read"):
             return path.read_text(encoding="utf-8-sig")  # editors of Windows begin with a mark
     except UnicodeDecodeError as error:
         told = f"config {str(path)!r} is not UTF-8 text (byte {error.start}); convert it with iconv"

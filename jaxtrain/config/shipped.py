@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 
 HUGGING_FACE = "hf:"  # before a folder whose model a configuration is to be
 
@@ -27,7 +27,7 @@ def find_config(name: str) -> Path:
     path = on_disk(name)
     shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
     if path.suffix == ".gin":
-        with refused_path(f"config {name!r}", needs="use a .gin file that can be read"):
+        with path_errors(f"config {name!r}", needs="use a .gin file that can be read"):
             if path.is_file():
                 return path
             beside = [str(p) for p in path.parent.glob("*.gin")]
@@ -35,7 +35,7 @@ def find_config(name: str) -> Path:
         raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
     if name in shipped:
         return shipped[name]
-    with refused_path(f"config {name!r}", needs="use a .gin file that can be read"):
+    with path_errors(f"config {name!r}", needs="use a .gin file that can be read"):
         if (path / "config.gin").is_file():
             raise UserError(
                 f"config {name!r} is a run's folder; use {str(path / 'config.gin')!r}, with "

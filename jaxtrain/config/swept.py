@@ -42,7 +42,7 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
             swept[found[1]] = list(_items(found[2]))
             if not swept[found[1]]:
                 raise UserError(f"-b {binding!r}: the list is empty; write {found[1]} = [A, B]")
-            _refuse_twice(binding, swept[found[1]])
+            _validate_twice(binding, swept[found[1]])
     fixed = [binding for binding in bindings if _SWEPT.fullmatch(binding) is None]
     chosen = [dict(zip(swept, some, strict=True)) for some in itertools.product(*swept.values())]
     return [
@@ -51,7 +51,7 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
     ]
 
 
-def _refuse_twice(binding: str, items: Sequence[str]) -> None:
+def _validate_twice(binding: str, items: Sequence[str]) -> None:
     """Raises UserError where two values are the same, which would be the same run twice."""
     seen: dict[str, str] = {}
     for item in items:

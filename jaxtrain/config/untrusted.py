@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 
 # The largest published tokenizer.json have 33 MB and 2 million values. Python takes up to about
 # 100 bytes for a value, and 6 times the text: together these limits stay below 1 GB.
@@ -41,7 +41,7 @@ def open_regular(path: Path, *, named: str | None = None) -> BinaryIO:
       UserError: it is a folder, a FIFO, a socket or a device, or the system denies it.
     """
     named = named or str(path)
-    with refused_path(named, needs="use a file that can be read"):
+    with path_errors(named, needs="use a file that can be read"):
         # A path is looked at before it is opened: opening a device may have effects.
         _require_regular(os.stat(path).st_mode, named)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -68,7 +68,7 @@ def read_bounded(path: Place, *, named: str | None = None, limit: int = MAX_JSON
     """
     named = named or str(path)
     if isinstance(path, BucketPath):
-        with refused_path(named, needs="use a file that can be read"):
+        with path_errors(named, needs="use a file that can be read"):
             content = path.read_bytes() if path.size() <= limit else None
     else:
         with open_regular(path, named=named) as stream:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import check_heldout_fraction, is_heldout
@@ -44,7 +44,7 @@ class ClassedRows(abc.ABC):
     heldout_fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        refuse_below(2, self, "num_classes", "sequence_length")
+        require_at_least(2, self, "num_classes", "sequence_length")
         check_heldout_fraction(f"{self.section}.heldout_fraction", self.heldout_fraction)
 
     @abc.abstractmethod
@@ -91,7 +91,7 @@ class ClassedRows(abc.ABC):
             held[of_class] = is_heldout(len(of_class), self.heldout_fraction)
         return held
 
-    def refuse_empty_split(self, held: np.ndarray, of: str) -> None:
+    def reject_empty_split(self, held: np.ndarray, of: str) -> None:
         """Raises UserError where all examples, or none of them, would be held out."""
         if held.all() or not held.any():
             raise UserError(

@@ -85,7 +85,7 @@ class Mixture:
                 "there is none; add one, such as {1000: {...}}"
             )
         if self.weights is None:
-            self._refuse_only_once("Mixture.weights", dict.fromkeys(self.sources, 1.0))
+            self._validate_only_once("Mixture.weights", dict.fromkeys(self.sources, 1.0))
 
     def _all_weights(self) -> Iterator[tuple[str, Mapping[str, float]]]:
         if self.weights is not None:
@@ -112,9 +112,9 @@ class Mixture:
             scaled = {name: round(weight / total, 4) for name, weight in weights.items() if total}
             hint = f", such as {scaled}" if scaled else ""
             raise UserError(f"{setting} sum to {total:g}; they are shares that sum to 1{hint}")
-        self._refuse_only_once(setting, weights)
+        self._validate_only_once(setting, weights)
 
-    def _refuse_only_once(self, setting: str, weights: Mapping[str, float]) -> None:
+    def _validate_only_once(self, setting: str, weights: Mapping[str, float]) -> None:
         if all(name in self.once for name, weight in weights.items() if weight):
             raise UserError(
                 f"{setting} draws from none but sources that Mixture.once ends; leave one that may "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 
 LOCK = ".lock"
 _WAIT_SECONDS = 1.0
@@ -45,7 +45,7 @@ def made_once(folder: Path, done: Callable[[], bool], make: Callable[[], object]
     Raises:
       UserError: the cache folder cannot be written; or what `make` raises.
     """
-    with refused_path(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
+    with path_errors(f"the cache folder {folder}", needs="set JAXTRAIN_CACHE to another"):
         while not done():
             try:
                 make()

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, nearest
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.joined import Tokens
@@ -206,7 +206,7 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     path = _place(setting, value)
     if isinstance(path, BucketPath):
         return _in_bucket(setting, path, allowed)
-    with refused_path(f"{setting} = {value!r}", needs=f"it takes {allowed}"):
+    with path_errors(f"{setting} = {value!r}", needs=f"it takes {allowed}"):
         if value and path.exists():
             return path
         folder = path.parent

@@ -195,7 +195,7 @@ class FileTokenizer:
         import tokenizers
 
         named = f"{section}.tokenizer = {str(path)!r}"
-        _refuse_folder(named, path)
+        _validate_folder(named, path)
         content = read_bounded(path, named=named)
         tree = _check_content(named, content)
         validate_keys(tree, TOKENIZER_KEYS, where=str(path))
@@ -432,7 +432,7 @@ def _batches(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _refuse_folder(named: str, path: Place) -> None:
+def _validate_folder(named: str, path: Place) -> None:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""

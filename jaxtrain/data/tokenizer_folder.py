@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, used, validate_keys
 from jaxtrain.config.untrusted import read_json_object
 
@@ -158,7 +158,7 @@ def read_json(path: Place) -> dict[str, Any]:
     Raises:
       UserError: it cannot be read, or is no JSON object.
     """
-    with refused_path(str(path), needs="use a file that can be read"):
+    with path_errors(str(path), needs="use a file that can be read"):
         if not path.exists():
             return {}
     return read_json_object(path)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkabl
 import jax
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.values import lacks
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
@@ -361,7 +361,7 @@ def features_of(model: Model) -> int | None:
     return getattr(model, "features", None) if reads_tokens(model) else None
 
 
-def refuse_features(model: Any) -> None:
+def validate_features(model: Any) -> None:
     """Raises UserError where a model reads vectors in place of tokens, and its other settings are
     of tokens.
 
@@ -369,7 +369,7 @@ def refuse_features(model: Any) -> None:
       model: the settings of a `SequenceModel`.
     """
     name, features = type(model).__name__, model.features
-    refuse_below(1, model, "features")
+    require_at_least(1, model, "features")
     if features is None:
         return
     if model.objective != "token_classification":
@@ -394,7 +394,7 @@ def tells_classes(model: Model) -> bool:
     return reads_tokens(model) and model.objective == "token_classification"
 
 
-def refuse_incomplete(model: Model) -> None:
+def require_complete(model: Model) -> None:
     """Raises UserError where a model's settings do not say what models of its inputs do."""
     kinds: dict[Inputs, Any] = {
         "tokens": TokenModel, "pairs": PairModel, "images": ImageModel, "vectors": VectorModel

@@ -73,7 +73,7 @@ def chosen_norm(model: Normed, epsilon: float = 1e-5) -> Norm | None:
     return Norm(model.norm, model.norm_groups or GROUPS, epsilon=epsilon)
 
 
-def refuse_norm(model: Normed, convolutions: Iterable["Convolution"]) -> None:
+def validate_norm(model: Normed, convolutions: Iterable["Convolution"]) -> None:
     """Raises UserError for groups that nothing reads, or that do not divide some channels."""
     written = f"{type(model).__name__}.norm_groups={model.norm_groups}"
     if model.norm != "group":
@@ -156,7 +156,7 @@ def least_side(plan: Plan, side: int) -> int:
     return next(more for more in itertools.count(side) if fits(more))
 
 
-def refuse_side(model: object, plan: Plan, side: int) -> None:
+def validate_side(model: object, plan: Plan, side: int) -> None:
     """Raises UserError for images of which nothing is left before the plan's end."""
     least = least_side(plan, side)
     if least != side:

@@ -42,7 +42,7 @@ def fan_out(size: int) -> str:
     return "narrow" if size % SHARED else "fan_out"
 
 
-def refuse_widths(model: object, widths: tuple[int, ...]) -> None:
+def validate_widths(model: object, widths: tuple[int, ...]) -> None:
     """Raises UserError where there is no layer between widths, or one of nothing."""
     written = f"{type(model).__name__}.widths={widths}"
     if len(widths) < 2:

@@ -89,7 +89,7 @@ class Dropout:
         return dropout(x, self.rate, draws, self.first + number, layer)
 
 
-def refuse_rate(model: object, name: str, rate: float) -> None:
+def validate_rate(model: object, name: str, rate: float) -> None:
     """Raises UserError for a rate that is no probability below 1."""
     if not 0 <= rate < 1:
         raise UserError(f"{type(model).__name__}.{name}={rate}; use 0 to below 1, such as 0.5")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, nearest_divisor, refuse_below
+from jaxtrain.config.errors import UserError, nearest_divisor, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
@@ -40,10 +40,10 @@ class Scan:
     layers_per_iteration: int = 1
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "layers_per_iteration")
+        require_at_least(0, self, "layers_per_iteration")
 
 
-def refuse(settings: Scan, *, num_layers: int, written: str) -> Iterator[str]:
+def validate(settings: Scan, *, num_layers: int, written: str) -> Iterator[str]:
     """A sentence where the loop's iterations do not come out even.
 
     Args:

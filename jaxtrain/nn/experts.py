@@ -245,7 +245,7 @@ def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
     return 2 if ranks > 1 and rows >= 2 * ROWS_OF_A_PART and not one_scale else 1
 
 
-def refuse_settings(model: Any, *weights: str) -> Iterator[str]:
+def validate_settings(model: Any, *weights: str) -> Iterator[str]:
     """A sentence for a capacity, and for each of these weights, that cannot be.
 
     Args:

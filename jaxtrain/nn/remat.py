@@ -222,7 +222,7 @@ def _refusals(settings: Remat) -> Iterator[str]:
             yield f"Remat.save and Remat.offload both have {name!r}; leave it in one of them"
 
 
-def refuse(settings: Remat) -> Iterator[str]:
+def validate(settings: Remat) -> Iterator[str]:
     """A sentence for each reason why a policy and the names beside it do not go together."""
     for setting, names in settings.named.items():
         if names and settings.policy == "none":

@@ -199,7 +199,7 @@ def _abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=explicit)
 
 
-def refuse(
+def validate(
     model: Sized, layout: Layout, *, shapes: nnx.State, free: str | None = None
 ) -> Iterator[str]:
     """A sentence for each size of a model that does not divide over the devices that share it.

@@ -15,7 +15,7 @@ from jaxtrain.config.errors import (
     did_you_mean,
     nearest_divisor,
     nearest_multiple,
-    refuse_below,
+    require_at_least,
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.devices import device_word
@@ -67,7 +67,7 @@ class Mesh:
             raise UserError(
                 f"Mesh.{' and Mesh.'.join(free)} are all -1; at most one axis takes what is left"
             )
-        refuse_below(0, self, "simulated_devices")
+        require_at_least(0, self, "simulated_devices")
         if self.simulated_devices > MOST_SIMULATED:
             raise UserError(
                 f"Mesh.simulated_devices={self.simulated_devices}; use at most {MOST_SIMULATED}: "
@@ -101,7 +101,7 @@ class Mesh:
             sizes[free[0]] = device_count // fixed
             fixed = device_count
         if fixed == device_count and -1 not in sizes.values():
-            self._refuse_cut_axes(sizes)
+            self._validate_cut_axes(sizes)
             return sizes
         raise UserError(
             f"{written}: the product {fixed}{' (without the -1)' if free else ''} does not "
@@ -109,7 +109,7 @@ class Mesh:
             f"{'are' if device_count != 1 else 'is'}; {self._way_out(sizes, fixed, device_count)}"
         )
 
-    def _refuse_cut_axes(self, sizes: dict[str, int]) -> None:
+    def _validate_cut_axes(self, sizes: dict[str, int]) -> None:
         for axis, slices in self.dcn.items():
             if sizes[axis] % slices:
                 raise UserError(
@@ -138,7 +138,7 @@ class Mesh:
         return other
 
 
-def refuse(
+def validate(
     settings: Mesh,
     device_count: int,
     *,

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.tables import ROWS, TABLES, AxisRule, MeshAxes, TensorLayout
-from jaxtrain.parallel.tables import refuse as refuse_tensor_layout
+from jaxtrain.parallel.tables import validate as validate_tensor_layout
 
 Accumulate = Literal["shard", "local"]
 Masters = Literal["whole", "sharded"]
@@ -75,14 +75,14 @@ class Sharding:
     masters: Masters = "whole"
 
 
-def refuse(settings: Sharding, sizes: Mapping[str, int]) -> Iterator[str]:
+def validate(settings: Sharding, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yields an error message for each reason why a mesh of these sizes cannot shard so."""
-    yield from refuse_tensor_layout(
+    yield from validate_tensor_layout(
         settings.tensor_layout, depth=settings.tensor_depth, tensor=sizes["tensor"]
     )
 
 
-def refuse_length(
+def validate_length(
     settings: Sharding, sizes: Mapping[str, int], *, length: int, written: str
 ) -> Iterator[str]:
     """A sentence where sequences do not divide over the devices of the residual stream.

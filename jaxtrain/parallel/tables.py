@@ -146,7 +146,7 @@ _FORMS: dict[str, tuple[str, int | None, int]] = {
 }
 
 
-def refuse(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
+def validate(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
     """Yields an error message for each reason why `Mesh.tensor` cannot be laid out so.
 
     Args:

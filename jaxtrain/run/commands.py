@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
@@ -26,7 +26,7 @@ from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
 from jaxtrain.run.attempts.folder import told_if_lost
 from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
-from jaxtrain.run.checkpoint.retention import FOLDER, refuse_absent, sealed_steps
+from jaxtrain.run.checkpoint.retention import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
@@ -85,7 +85,7 @@ def train(
             with attempt.phases.phase("start"):
                 if recorder is not None:
                     done = max(sealed_steps(workdir / FOLDER), default=0)
-                    recorder.refuse(done, config.train.steps)
+                    recorder.validate(done, config.train.steps)
                 trainer = Trainer(config, workdir, console=console, attempt=attempt)
                 attempt.at_end.append(trainer.close)
                 trainer.show(verbose=arguments.verbose)
@@ -275,7 +275,7 @@ def _existing_run(workdir: str, step: int | None) -> Place:
     folder = place(workdir)
     if isinstance(folder, BucketPath):
         require("--workdir", folder)
-    with refused_path(f"--workdir {workdir}", needs="use a run's folder that can be read"):
+    with path_errors(f"--workdir {workdir}", needs="use a run's folder that can be read"):
         if not (folder / "config.gin").is_file():
             if isinstance(folder, BucketPath):
                 beside = folder.parent
@@ -294,5 +294,5 @@ def _existing_run(workdir: str, step: int | None) -> Place:
         if not sealed_steps(folder / FOLDER):
             raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
         if step is not None:
-            refuse_absent(folder / FOLDER, step)
+            require_sealed(folder / FOLDER, step)
     return folder

@@ -64,7 +64,7 @@ def embedded(
     if text.tokenizer != "byte":
         path = existing_path("TextData.tokenizer", text.tokenizer, words=("byte",))
     tokenizer = open_tokenizer(text.tokenizer, end_of_text=text.end_of_text, path=path)
-    _refuse_tokenizer(tokenizer, model)
+    _validate_tokenizer(tokenizer, model)
     at_most = min(text.sequence_length, model.context_length)
     encoded = [tokenizer.encode_whole(one, at_most) for one in texts_of(given, model)]
     cut = sum(was_cut for _, was_cut in encoded)
@@ -84,7 +84,7 @@ def embedded(
             yield Embedding(str(name), vector)
 
 
-def _refuse_tokenizer(tokenizer: Tokenizer, model: EmbeddingModel) -> None:
+def _validate_tokenizer(tokenizer: Tokenizer, model: EmbeddingModel) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         name = type(model).__name__
         raise UserError(

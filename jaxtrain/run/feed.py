@@ -15,7 +15,7 @@ from jaxtrain.data.source import Dataset, Part
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.objectives.sequence_to_sequence import refuse_answers
+from jaxtrain.training.objectives.sequence_to_sequence import validate_answers
 from jaxtrain.training.program.uneven import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, with_shardings
@@ -43,7 +43,7 @@ class Feed:
         Raises:
           UserError: the held-out examples cannot be evaluated on this mesh.
         """
-        self._refuse(dataset)
+        self._validate(dataset)
         source = batches(
             dataset.train,
             global_batch_size=self._train.global_batch_size,
@@ -66,7 +66,7 @@ class Feed:
         Raises:
           UserError: they cannot be evaluated on this mesh.
         """
-        self._refuse(dataset)
+        self._validate(dataset)
         size = self._heldout_size()
         source = heldout_batches(
             dataset.heldout if part is None else Part(dataset.heldout, part),
@@ -99,7 +99,7 @@ class Feed:
             program = dataclasses.replace(program, accumulation=1)
         config = dataclasses.replace(self._config, train=train)
         batch = with_filling_rows(batch, config, self._layout)
-        program.refuse(batch, train.model)
+        program.validate(batch, train.model)
         return jax.device_put(batch, program.batch_shardings(batch))
 
     def abstract_training(self) -> Batch:
@@ -117,10 +117,10 @@ class Feed:
         )
         return [with_shardings(one, self._program.batch_shardings(one)) for one in found]
 
-    def _refuse(self, dataset: Dataset) -> None:
+    def _validate(self, dataset: Dataset) -> None:
         held = dataset.heldout
         if isinstance(held, Pairs) and len(held.targets) > 1:
-            for reason in refuse_answers(self._layout):
+            for reason in validate_answers(self._layout):
                 raise UserError(reason)
 
     def _heldout_size(self) -> int:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import path_errors, write_atomically
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 FILES = ("README.md", "my_model.py", "slurm.sbatch", "train.gin")
@@ -20,7 +20,7 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
       UserError: a file of it exists there already, or the folder cannot be written.
     """
     folder = on_disk(arguments.folder)
-    with refused_path(f"DIR {arguments.folder!r}", needs="name a folder that can be written"):
+    with path_errors(f"DIR {arguments.folder!r}", needs="name a folder that can be written"):
         present = [name for name in FILES if (folder / name).exists()]
         if present:
             raise UserError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.untrusted import parse_json, read_bounded
 
 _MAX_BYTES = 1 << 28  # of a whole file, which is held in memory
@@ -48,7 +48,7 @@ def read_records(argument: str, path: str) -> list[Record]:
       UserError: the file cannot be read, has no record, or has a line that is none.
     """
     file = place(path)
-    with refused_path(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
+    with path_errors(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
         content = read_bounded(file, named=f"{argument} {path}", limit=_MAX_BYTES)
     found = []
     # Not splitlines: U+2028 may stand inside a JSON string.

@@ -46,7 +46,7 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
     is_batch = isinstance(inputs, Batch)
     batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
     program = _of_any_rows(program)
-    found = list(objective.refuse(batch, model, Loss(), program.layout))
+    found = list(objective.validate(batch, model, Loss(), program.layout))
     if found:
         raise UserError("\n".join(f"Trainer.logits: {line}" for line in found))
     with program.layout.active(), program.precision.products():

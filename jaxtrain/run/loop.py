@@ -12,7 +12,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
-from jaxtrain.run.best import Record, refuse
+from jaxtrain.run.best import Record, validate
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.garbage import Garbage
@@ -208,7 +208,7 @@ class Loop:
         known = self.evaluation.names(self.stepper.state, self.feed.abstract_training())
         mixing = self.dataset().mixing
         parts = [] if mixing is None else mixing.heldout_ranges()
-        refuse(self.best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
+        validate(self.best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
         record = Record.of(self.best, self.lines(), step)
         self.saved.keep_best(record.steps)
         return record

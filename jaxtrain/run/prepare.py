@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from jaxtrain.config.buckets import BucketPath, Place, place
 from jaxtrain.config.errors import UserError, counted
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.data.left_out import sentences
 from jaxtrain.data.text.prepare import prepare, source_characters
@@ -47,7 +47,7 @@ def command(arguments: argparse.Namespace) -> int:
             figures = f"{quantity(characters)} characters  {quantity(tokens)} tokens"
             bar.update(task, completed=characters, figures=figures)
 
-        with refused_path(f"--out {arguments.out}", needs="name a folder that can be written"):
+        with path_errors(f"--out {arguments.out}", needs="name a folder that can be written"):
             if isinstance(out, BucketPath):
                 store = prepare_in_bucket(
                     data, out, workers=workers, progress=show, say=bar.console.print

@@ -30,7 +30,7 @@ class Recorder(Protocol):
 class RecorderKind(Protocol):
     """What makes a recorder for the steps of a start."""
 
-    def refuse(self, done: int, last: int) -> None:
+    def validate(self, done: int, last: int) -> None:
         """Raises UserError where there are too few steps to record."""
         ...
 

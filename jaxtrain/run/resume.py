@@ -91,7 +91,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **found}
 
 
-def refuse_other_run(
+def require_same_run(
     extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
 ) -> None:
     """Raises UserError where going on would be another run: other data, order or batches, or what
@@ -291,7 +291,7 @@ def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProg
     offload = getattr(plain, "offload", None)
     if offload is None or offload.optimizer_state != "disk":
         return read(lambda state: state)
-    checkpoints.refuse_left_over(step, program.abstract_state())
+    checkpoints.reject_left_over(step, program.abstract_state())
     return plain.restored(read(plain.in_memory), read)
 
 

@@ -14,7 +14,7 @@ from jaxtrain.run import resume
 from jaxtrain.run.ancestry import Ancestor, of_checkpoint
 from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS
 from jaxtrain.run.attempts.folder import RunFolder
-from jaxtrain.run.attempts.lock import refuse_held
+from jaxtrain.run.attempts.lock import require_not_held
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.run.checkpoint import retention
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
@@ -76,7 +76,7 @@ class SavedRun:
         self._checkpoints = None
         if workdir is not None:
             if not read_only and jax.process_index() == 0:
-                retention.refuse_others(workdir)
+                retention.reject_others(workdir)
             self._checkpoints = Checkpoints(
                 workdir,
                 config.checkpoint,
@@ -238,7 +238,7 @@ class SavedRun:
             self.extra = extra
             return self._create(params), 0
         if dataset is not None:
-            resume.refuse_other_run(extra, self._config, dataset, step=step, workdir=self._workdir)
+            resume.require_same_run(extra, self._config, dataset, step=step, workdir=self._workdir)
             for notes in (resume.other_settings, resume.other_rate):
                 for note in notes(extra, self._config, step):
                     self._report(note)
@@ -266,5 +266,5 @@ def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
     """
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)
-    refuse_held(workdir, report)
+    require_not_held(workdir, report)
     return RunFolder(workdir, pull=[METRICS_FILE, *POSITION_FILES], report=report)

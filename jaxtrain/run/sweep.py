@@ -14,7 +14,7 @@ from rich.table import Table
 
 from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
@@ -82,7 +82,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     if arguments.simulate_devices is not None:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
     points = grid(arguments.config, bindings, workdir, allow_imports=arguments.allow_imports)
-    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+    with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         done = [point.is_done() for point in points]
         workdir.mkdir(parents=True, exist_ok=True)
     console, failed = terminal(), {}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
 from jaxtrain.run.generation.write import printable
@@ -70,7 +70,7 @@ def _text(source: str | Path) -> str:
     if not names_file and isinstance(source, str):
         return source
     named = f"predict INPUT {name!r}"
-    with refused_path(named, needs="name a file that is there, or give a text"):
+    with path_errors(named, needs="name a file that is there, or give a text"):
         content = Path(source).read_bytes()
     try:
         return content.decode("utf-8")

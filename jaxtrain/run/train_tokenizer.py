@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.prepare import training_text
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenizer_folder import SETTINGS
@@ -27,7 +27,7 @@ def command(arguments: argparse.Namespace) -> int:
             f"--vocab-size {arguments.vocab_size}: use at least {LEAST}, a token for each byte and "
             "one that ends a text"
         )
-    with refused_path(f"--out {arguments.out}", needs="name a folder that can be written"):
+    with path_errors(f"--out {arguments.out}", needs="name a folder that can be written"):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"--out {arguments.out} is there already; name a folder that is new")
         data = text_of_arguments(arguments, console)

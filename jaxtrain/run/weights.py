@@ -73,7 +73,7 @@ def with_weights(
     plain = program.plain
     shapes = plain.abstract_state()
     parts = (*shapes.weights, shapes.statistics)
-    refuse({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
+    validate({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
     params, frozen, statistics = (placed(part, given, plain.stages) for part in parts)
     with program.layout.active():
         return _set(program, state, params, statistics, frozen)
@@ -151,7 +151,7 @@ def _with_weights(
     return program.with_weights(state, params, statistics)
 
 
-def refuse(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
+def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
     """Raises UserError with all that is missing, unknown or of another form, in one sentence.
 
     Args:

@@ -56,7 +56,7 @@ class Corruption:
                 raise UserError(f"Corruption.{name}={getattr(self, name)}; use 0 or more")
 
 
-def refuse(settings: Corruption, layout: Layout) -> Iterator[str]:
+def validate(settings: Corruption, layout: Layout) -> Iterator[str]:
     """A sentence where what no two devices hold would be compared."""
     every = settings.compare_replicas_every
     if every and layout.mesh.size == 1:

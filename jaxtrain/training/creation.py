@@ -26,14 +26,14 @@ def created(program: Any, seed: int, params: nnx.State | None) -> Any:
 
     shapes = program.plain.in_memory(program.shapes())
     out = program.state_shardings(shapes)
-    _refuse_more_than_any_holds(shapes, out)
+    _validate_more_than_any_holds(shapes, out)
     made = jax.jit(init, out_shardings=out, donate_argnums=1)
     # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
     with contextlib.nullcontext() if params is None else program.layout.active():
         return made(jax.random.key(seed), params)
 
 
-def _refuse_more_than_any_holds(shapes: Any, shardings: Any) -> None:
+def _validate_more_than_any_holds(shapes: Any, shardings: Any) -> None:
     """Raises UserError for a state of which a device's part is more than any device holds.
 
     What is too much for these devices alone, XLA says when it has tried.

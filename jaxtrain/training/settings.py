@@ -16,8 +16,8 @@ from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
 from jaxtrain.config.errors import (
     UserError,
-    refuse_above,
-    refuse_below,
+    require_at_least,
+    require_at_most,
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.registry import CONFIGURABLES
@@ -26,7 +26,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.models.model import Model, refuse_incomplete
+from jaxtrain.models.model import Model, require_complete
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.precision import Precision
@@ -110,7 +110,7 @@ class Best:
     patience: int = 0
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "patience")
+        require_at_least(0, self, "patience")
         if self.patience and self.metric is None:
             raise UserError(
                 f"Best.patience={self.patience} with Best.metric=None: nothing is compared; use "
@@ -123,7 +123,7 @@ class Best:
             )
 
 
-def refuse_best(settings: Best, train: "Train") -> Iterator[str]:
+def validate_best(settings: Best, train: "Train") -> Iterator[str]:
     """A sentence where there is nothing to choose the best of."""
     if settings.metric is not None and train.eval_every == 0:
         yield (
@@ -307,17 +307,17 @@ class Train:
     gpu_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "steps", "global_batch_size", "accumulation", "log_every")
-        refuse_below(0, self, "seed", "eval_every", "bad_records", "noise_scale_every")
+        require_at_least(1, self, "steps", "global_batch_size", "accumulation", "log_every")
+        require_at_least(0, self, "seed", "eval_every", "bad_records", "noise_scale_every")
         if isinstance(self.save_every, str):
             if self.save_every != "auto":
                 raise UserError(
                     f"Train.save_every={self.save_every!r}; use a number of steps, 0 or 'auto'"
                 )
         else:
-            refuse_below(0, self, "save_every")
-        refuse_above(MAX_SEED, self, "seed")
-        refuse_above(MAX_STEPS, self, "steps")
+            require_at_least(0, self, "save_every")
+        require_at_most(MAX_SEED, self, "seed")
+        require_at_most(MAX_STEPS, self, "steps")
         if self.eval_batches is not None and self.eval_batches < 1:
             raise UserError(f"Train.eval_batches={self.eval_batches}; use None or at least 1")
         part = self.gpu_memory_fraction
@@ -325,7 +325,7 @@ class Train:
             raise UserError(
                 f"Train.gpu_memory_fraction={part:g}; use above 0 and at most 1, such as 0.94"
             )
-        refuse_incomplete(self.model)
+        require_complete(self.model)
 
     @property
     def task(self) -> Objective:

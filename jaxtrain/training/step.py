@@ -219,20 +219,20 @@ class Program:
         spec = self.layout.activation(("batch",))
         return jax.tree.map(lambda _: self.layout.named(spec), batch)
 
-    def refuse(self, batch: Batch, model: Model) -> None:
+    def validate(self, batch: Batch, model: Model) -> None:
         """Raises UserError with every reason why no step can be taken on a batch of your own.
 
         Args:
           batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
           model: the model's settings.
         """
-        found = list(self.objective.refuse(batch, model, self.loss, self.layout))
+        found = list(self.objective.validate(batch, model, self.loss, self.layout))
         if not found:
-            found += self._refuse_rows(jax.tree.leaves(batch)[0].shape[0])
+            found += self._validate_rows(jax.tree.leaves(batch)[0].shape[0])
         if found:
             raise UserError("\n".join(found))
 
-    def _refuse_rows(self, rows: int) -> Iterator[str]:
+    def _validate_rows(self, rows: int) -> Iterator[str]:
         devices = self.layout.batch_devices()
         parts, times = devices * self.accumulation, f"Train.accumulation={self.accumulation}"
         if self.stages is not None:

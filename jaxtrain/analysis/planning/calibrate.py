@@ -15,7 +15,7 @@ from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.variants import refusal, slices_of
 from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
 from jaxtrain.training.settings import Config, load_config
@@ -83,7 +83,7 @@ def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -
     source = f"--calibrate {folder}"
     workdir = place(str(folder))
     needs = "use a run's folder that can be read"
-    with refused_path(source, needs=needs), tempfile.TemporaryDirectory() as copies:
+    with path_errors(source, needs=needs), tempfile.TemporaryDirectory() as copies:
         file = workdir / "config.gin"
         if not file.is_file():
             raise UserError(f"{source}: no run there (no config.gin); {needs}")

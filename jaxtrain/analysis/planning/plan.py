@@ -28,7 +28,7 @@ from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expected
 from jaxtrain.analysis.planning.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.variants import refusal, slices_of
-from jaxtrain.analysis.planning.whole_run import refuse_amounts
+from jaxtrain.analysis.planning.whole_run import validate_amounts
 from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
@@ -99,7 +99,7 @@ def plan(
       UserError: the target is unknown, its compiler is missing and was to be thorough, the
         configuration cannot run, or a number is not finite and above 0.
     """
-    refuse_amounts(price, tokens)
+    validate_amounts(price, tokens)
     asked = goodput or mtbf is not None
     given = config.checkpoint.mtbf if mtbf is None else mtbf
     reliability = Reliability(asked=asked, mtbf=given, storage=storage)

@@ -99,7 +99,7 @@ def search(
       KeyboardInterrupt: Ctrl-C before any layout was found.
     """
     slices = slices_of(config, target)
-    _refuse_hopeless(config, target, target.devices * slices)
+    _validate_hopeless(config, target, target.devices * slices)
     fitting: list[Candidate] = []
     best: dict[str, float] = {}  # kind -> seconds of its fastest
     refused: dict[str, int] = {}
@@ -192,7 +192,7 @@ def _may_be_shown(
     return any(layout.least_seconds < best.get(kind, math.inf) for kind in layout.kinds)
 
 
-def _refuse_hopeless(config: Config, target: Target, devices: int) -> None:
+def _validate_hopeless(config: Config, target: Target, devices: int) -> None:
     """Before any layout is traced: in no layout and by no setting do the weights alone fit, each
     in two bytes on one device."""
     room = target.chip.hbm_bytes

@@ -67,7 +67,7 @@ def whole_run(
     )
 
 
-def refuse_amounts(price: float | None, tokens: float | None) -> None:
+def validate_amounts(price: float | None, tokens: float | None) -> None:
     """Raises: UserError: one of them is no finite number above 0."""
     for name, value, example in (("--price", price, "2.5"), ("--tokens", tokens, "15e12")):
         if value is not None and not (math.isfinite(value) and value > 0):

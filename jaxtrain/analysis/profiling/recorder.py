@@ -47,7 +47,7 @@ class Recorder:
         """
         if workdir is None:
             raise UserError("profile=Recorder writes into the run's folder; give Trainer a workdir")
-        self.refuse(done, last)
+        self.validate(done, last)
         self._folder, self._console = workdir / FOLDER, console
         self._first, self._last = done + FIRST, min(done + LAST, last)
         if last - done < LAST:
@@ -63,7 +63,7 @@ class Recorder:
         self._over = False
 
     @staticmethod
-    def refuse(done: int, last: int) -> None:
+    def validate(done: int, last: int) -> None:
         """For a start that is to be profiled, before anything is written.
 
         Args:

@@ -55,7 +55,7 @@ def verify(
       UserError: the configuration could not run on its own devices either.
     """
     began = time.monotonic()
-    refuse(config)
+    validate(config)
     small = shrink(config)
     on_small(small)
     proofs = []
@@ -75,7 +75,7 @@ def verify(
     return Report(small, tuple(proofs), time.monotonic() - began)
 
 
-def refuse(config: Config) -> None:
+def validate(config: Config) -> None:
     """Raises UserError where the configuration cannot run on the devices that it is for.
 
     How many those are is not known where an axis is -1: it then has two devices, or one if two

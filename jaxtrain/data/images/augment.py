@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.images import operations
 from jaxtrain.data.images.transform import from_array, to_array
@@ -45,7 +45,7 @@ class Augment:
 
     def __post_init__(self) -> None:
         at_least_0 = "brightness", "contrast", "saturation", "rand_augment", "mixup", "cutmix"
-        refuse_below(0, self, *at_least_0)
+        require_at_least(0, self, *at_least_0)
         if not 0 <= self.hue <= 0.5:
             raise UserError(
                 f"Augment.hue = {self.hue}: a turn either way, from 0 to 0.5 of the circle"

@@ -50,7 +50,7 @@ def look_into(root: Path) -> Found | None:
     names = _class_names(root)
     firsts = [first for name in names if (first := _first_image(root / name)) is not None]
     if not firsts:
-        _refuse_one_level_too_high(root, names)
+        _validate_one_level_too_high(root, names)
         return None
     some = _spread_out(firsts)
     labels = np.zeros(len(some), np.int64)
@@ -88,7 +88,7 @@ def open_folder(root: Place) -> tuple[FileImages, list[str]]:
     else:
         names = _class_names(root)
         if not any(_first_image(root / name) for name in names):
-            _refuse_one_level_too_high(root, names)
+            _validate_one_level_too_high(root, names)
     by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
     left_out = Counter[str]()
     for path, name, size in files:
@@ -126,7 +126,7 @@ def _spread_out(items: Sequence[T]) -> list[T]:
     return [items[place] for place in places.tolist()]
 
 
-def _refuse_one_level_too_high(root: Path, names: list[str]) -> None:
+def _validate_one_level_too_high(root: Path, names: list[str]) -> None:
     """Raises UserError where the folders in a folder are not classes but hold class folders."""
     inner = {name: _class_names(root / name) for name in names}
     held = [name for name in names if any(_first_image(root / name / one) for one in inner[name])]

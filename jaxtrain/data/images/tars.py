@@ -18,7 +18,7 @@ from PIL import Image
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import cache_folder, refused_path, write_atomically
+from jaxtrain.config.files import cache_folder, path_errors, write_atomically
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.source import part_digest
@@ -143,7 +143,7 @@ def _load_or_read(path: Path, label_field: str) -> _Tar:
     content = io.BytesIO()
     np.savez(content, **found._asdict())
     needs = "set JAXTRAIN_CACHE to another"
-    with refused_path(f"the cache folder {kept.parent}", needs=needs), writing(kept):
+    with path_errors(f"the cache folder {kept.parent}", needs=needs), writing(kept):
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, content.getvalue())
     return found
@@ -168,7 +168,7 @@ def _read(path: Path, label_field: str) -> _Tar:
                     without.append(f"{key} ({error})")
                     continue
                 rows.append((image.offset_data, image.size, label))
-            _refuse_no_end(path, tar.offset)
+            _validate_no_end(path, tar.offset)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise UserError(
             f"ImageData.source: {path} is no tar file that can be read to its end ({error}); copy "
@@ -194,7 +194,7 @@ def _has_example(members: Collection[str]) -> bool:
     return "cls" in members or bool(last & (_ENDINGS | _OTHER_IMAGES))
 
 
-def _refuse_no_end(path: Path, place: int) -> None:
+def _validate_no_end(path: Path, place: int) -> None:
     """Raises EOFError where the members are not followed by a block of zeros, which ends a tar."""
     with path.open("rb") as file:
         file.seek(place)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.classed_rows import ClassedRows, Labelled, Labels, Rows
@@ -48,9 +48,9 @@ class ClassedText(ClassedRows, Generic[R]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_below(2, self, "synthetic_vocab_size")
+        require_at_least(2, self, "synthetic_vocab_size")
         if self.begin is not None:
-            refuse_below(0, self, "begin")
+            require_at_least(0, self, "begin")
 
     @abc.abstractmethod
     def records(self) -> Iterable[R]:
@@ -168,7 +168,7 @@ class ClassedText(ClassedRows, Generic[R]):
             )
         labels = [label for _, label in texts]
         held = self.held_out(labels)
-        self.refuse_empty_split(held, "texts")
+        self.reject_empty_split(held, "texts")
         facts: dict[str, float | int | str] = {
             "source": self.source,
             "vocab_size": self.vocab_size,

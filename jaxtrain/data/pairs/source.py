@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import jax
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -72,9 +72,9 @@ class PairData:
     synthetic_vocab_size: int = 256
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "source_length", "addition_digits")
-        refuse_below(2, self, "target_length", "addition_pairs", "synthetic_vocab_size")
-        refuse_below(0, self, "begin")
+        require_at_least(1, self, "source_length", "addition_digits")
+        require_at_least(2, self, "target_length", "addition_pairs", "synthetic_vocab_size")
+        require_at_least(0, self, "begin")
         check_heldout_fraction("PairData.heldout_fraction", self.heldout_fraction)
         possible = 10 ** (2 * self.addition_digits)
         if self.addition_pairs > possible // 2:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
-from jaxtrain.data.text.records import BadRecord, check_field, refuse_empty
+from jaxtrain.data.text.records import BadRecord, check_field, reject_empty
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
@@ -30,7 +30,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
         try:
             header = next(rows, None)
             if header is None:
-                refuse_empty(path)
+                reject_empty(path)
             check_field(path, text_field, header)
             column, begin = header.index(text_field), rows.line_num + 1
             for row in rows:

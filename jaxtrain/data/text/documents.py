@@ -84,14 +84,14 @@ class Files:
                 yield TextFile(path)
             else:
                 yield from map(Text, records.texts(reader(path, records.text_field)))
-        records.refuse()
+        records.reject()
 
     def texts(self, records: Records) -> Iterator[str]:
         """The same as texts; objects of a bucket are read side by side."""
         if any(isinstance(path, BucketPath) for path in self.paths):
             for found in in_threads(lambda path: _read(path, records.text_field), self.paths):
                 yield from records.texts(found)
-            records.refuse()
+            records.reject()
             return
         for document in self.documents(records):
             yield "".join(document.parts())

@@ -8,7 +8,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
-from jaxtrain.data.text.records import BadRecord, refuse_empty
+from jaxtrain.data.text.records import BadRecord, reject_empty
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
             except BadLineError as error:
                 yield BadRecord(f"{path}:{number}: {error}")
         if not number:
-            refuse_empty(path)
+            reject_empty(path)
 
 
 class BadLineError(ValueError):

@@ -53,7 +53,7 @@ class Records:
                 self._good += 1
                 yield record
 
-    def refuse(self) -> None:
+    def reject(self) -> None:
         """Raises UserError where too many are bad, with their number and the first by name."""
         if self._bad <= self._allowed:
             return
@@ -71,7 +71,7 @@ class Records:
         return "; ".join(self._first) + (f"; and {more:,} more" if more else "")
 
 
-def refuse_empty(path: object) -> NoReturn:
+def reject_empty(path: object) -> NoReturn:
     """Raises UserError of a file of records without a byte, which a copy that failed leaves."""
     raise UserError(
         f"TextData.source: {path} is empty, without any record; make it again, or remove it from "

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.key_table import (
     KeyTable,
     Nested,
@@ -96,7 +96,7 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
     names = [_entry(folder / _STATE, file, "filename", str) for file in listed]
     files = [folder / name for name in _names(folder / _STATE, names)]
     where = folder / _STATE
-    with refused_path(str(where), needs="save the dataset again"):
+    with path_errors(str(where), needs="save the dataset again"):
         for file in files:
             # A name that leads elsewhere would be read like the dataset's own.
             if file.parent != folder or not file.is_file():

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place
-from jaxtrain.config.errors import UserError, counted, refuse_below
+from jaxtrain.config.errors import UserError, counted, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -125,8 +125,8 @@ class TextData:
                 "a vocabulary has at least 2 tokens"
             )
         check_heldout_fraction("TextData.heldout_fraction", self.heldout_fraction)
-        refuse_below(0, self, "bad_records")
-        refuse_lengths(self)
+        require_at_least(0, self, "bad_records")
+        validate_lengths(self)
         if self.packing != "stream" and not self.separate_documents:
             raise UserError(
                 f"TextData.packing = {self.packing!r} keeps documents whole, which TextData."
@@ -216,7 +216,7 @@ class TextData:
             for texts in (train_texts, heldout_texts)
         )
         texts = len(train_texts), len(heldout_texts)
-        self._refuse_short((train, heldout), texts)
+        self._validate_short((train, heldout), texts)
         entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
         parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
         more = {} if files is None else {**files["train"].facts(), **records.facts()}
@@ -231,13 +231,13 @@ class TextData:
             tokenizer, self.tokenizer, ends=self.end_of_text is not None,
             surrounds=self.add_special_tokens is not None,
         )  # fmt: skip
-        store.refuse_fraction(self.heldout_fraction)
+        store.validate_fraction(self.heldout_fraction)
         train, heldout = (
             store.packed(split, self.sequence_length, separate=self.separate_documents)
             for split in SPLITS
         )
         texts = store.parts["train"].texts, store.parts["heldout"].texts
-        self._refuse_short((train, heldout), texts)
+        self._validate_short((train, heldout), texts)
         parts = [made for split in SPLITS for made in store.parts[split].digests]
         made = digest_of(self._header(tokenizer), parts)
         more = {name: fact for name, fact in store.facts.items() if name != "source"}
@@ -265,7 +265,7 @@ class TextData:
         )
         packed = found.train, found.heldout
         texts = len(found.train.offsets) - 1, len(found.heldout.offsets) - 1
-        self._refuse_short(packed, texts)
+        self._validate_short(packed, texts)
         made = digest_of(self._header(tokenizer), found.digests)
         return self._dataset(packed, texts, made, tokenizer, found.unigram_entropy, {})
 
@@ -315,7 +315,7 @@ class TextData:
         if self.packing == "padded":
             rows = PaddedText(train.tokens, train.offsets, self.row_lengths)
             held = PaddedText(heldout.tokens, heldout.offsets, (self.sequence_length,))
-            self._refuse_rowless(len(rows), len(held))
+            self._validate_rowless(len(rows), len(held))
             facts["train_padding"] = rows.padding
             facts["rows_by_length"] = ", ".join(
                 f"{length}: {count:,}"
@@ -325,7 +325,7 @@ class TextData:
             return Dataset(rows, held, made, facts, tokenizer, "tokens", by_length=order)
         fitted = BestFit(train.tokens, train.offsets, self.sequence_length)
         held = BestFit(heldout.tokens, heldout.offsets, self.sequence_length)
-        self._refuse_rowless(len(fitted), len(held))
+        self._validate_rowless(len(fitted), len(held))
         facts["train_padding"] = fitted.padding
         return Dataset(fitted, held, made, facts, tokenizer, "tokens")
 
@@ -336,7 +336,7 @@ class TextData:
         setting = "TextData.heldout_fraction"
         return heldout_facts(setting, self.heldout_fraction, count, "document")
 
-    def _refuse_rowless(self, *rows: int) -> None:
+    def _validate_rowless(self, *rows: int) -> None:
         """Raises UserError where one of these numbers of rows is 0."""
         if not all(rows):
             raise UserError(
@@ -365,13 +365,13 @@ class TextData:
           UserError: nothing is there, or no split of that name.
         """
         if is_glob(self.source):
-            self._refuse_split(named=self.is_tokens())
+            self._validate_split(named=self.is_tokens())
             found = glob_files(self.source, "TextData.source")
             return {"train": documents.Files(found, {})}
         path = self.path()
         if path is None:
             return None
-        self._refuse_split(named=saved_datasets.has_splits(path))
+        self._validate_split(named=saved_datasets.has_splits(path))
         settings: dict[Split, str] = {"train": self.train_split}
         if self.heldout_split is not None:
             settings["heldout"] = self.heldout_split
@@ -380,7 +380,7 @@ class TextData:
             for split, name in settings.items()
         }
 
-    def _refuse_split(self, *, named: bool) -> None:
+    def _validate_split(self, *, named: bool) -> None:
         check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
 
     def _split_texts(
@@ -416,7 +416,9 @@ class TextData:
         builder = open_builder(name, self.data_dir, "TextData.source")
         return read_text(builder, split, setting, feature=self.text_feature)
 
-    def _refuse_short(self, packed: tuple[PackedText, PackedText], texts: tuple[int, int]) -> None:
+    def _validate_short(
+        self, packed: tuple[PackedText, PackedText], texts: tuple[int, int]
+    ) -> None:
         """Raises UserError where a split has too few tokens for a row."""
         needed = self.sequence_length + 1
         for split, rows, count in zip(("training", "held-out"), packed, texts, strict=True):
@@ -430,7 +432,7 @@ class TextData:
                 )
 
 
-def refuse_lengths(data: TextData) -> None:
+def validate_lengths(data: TextData) -> None:
     """Raises UserError where the lengths of rows are not those of 'padded' ones, in their order."""
     if data.packing != "padded":
         if data.lengths:

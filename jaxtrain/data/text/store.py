@@ -152,7 +152,7 @@ class Store:
         tokenizer.digest, tokenizer.end_of_text = self.tokenizer, self.end_of_text
         tokenizer.before, tokenizer.after = stored
 
-    def refuse_fraction(self, fraction: float) -> None:
+    def validate_fraction(self, fraction: float) -> None:
         """Raises UserError where another share is to be held out than the store holds out."""
         held = self.heldout_fraction
         if held is not None and held != fraction:

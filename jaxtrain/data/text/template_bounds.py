@@ -53,41 +53,41 @@ def _length(value: Any) -> int:
 def _spent(value: Any) -> Any:
     """The value, its length taken from the budget."""
     length = _length(value)
-    _refuse_length(length)
+    _validate_length(length)
     _spend(1 + (length // _CHARACTERS if isinstance(value, str) else length))
     return value
 
 
-def _refuse_length(length: int) -> None:
+def _validate_length(length: int) -> None:
     if length > _MAX_LENGTH:
         raise BoundsError(f"it makes a text or list of {length:,} characters or items")
 
 
-def _refuse_operands(operator: str, left: Any, right: Any) -> None:
+def _validate_operands(operator: str, left: Any, right: Any) -> None:
     """Reject a binary operation that makes something long of short operands."""
     match operator, left, right:
         case "+", _, _:
-            _refuse_length(_length(left) + _length(right))
+            _validate_length(_length(left) + _length(right))
         case "*", int(), int():
             if left.bit_length() + right.bit_length() > _MAX_BITS:
                 raise BoundsError("it multiplies numbers that are too large")
         case "*", (int() as count), many:
-            _refuse_length(count * _length(many))
+            _validate_length(count * _length(many))
         case "*", many, (int() as count):
-            _refuse_length(count * _length(many))
+            _validate_length(count * _length(many))
         case "**", int(), int():
             if abs(left) > 1 and left.bit_length() * abs(right) > _MAX_BITS:
                 raise BoundsError("it raises a number to a power that is too large")
         case "%", str(), _:
-            _refuse_form(left)
+            _validate_form(left)
 
 
-def _refuse_form(form: str) -> None:
+def _validate_form(form: str) -> None:
     if _LONG_FORM.search(form):
         raise BoundsError(f"it formats with {form[:40]!r}")
 
 
-def _refuse_arguments(function: Any, arguments: list[Any]) -> None:
+def _validate_arguments(function: Any, arguments: list[Any]) -> None:
     """Reject a call that makes something long of short arguments."""
     own = getattr(function, "__self__", None)  # of a method: 'x'.join
     own = getattr(
@@ -99,7 +99,7 @@ def _refuse_arguments(function: Any, arguments: list[Any]) -> None:
         if isinstance(one, int) and abs(one) > _MAX_NUMBER:
             raise BoundsError(f"it calls {name} with {one}")
     if name in ("format", "format_map", "do_format") and parts and isinstance(parts[0], str):
-        _refuse_form(parts[0])
+        _validate_form(parts[0])
     if name in (
         "replace",
         "do_replace",
@@ -110,7 +110,7 @@ def _refuse_arguments(function: Any, arguments: list[Any]) -> None:
         "translate",
     ):
         longest = sorted(map(_length, parts))[-2:]
-        _refuse_length((longest[0] + 1) * (longest[-1] + 1))
+        _validate_length((longest[0] + 1) * (longest[-1] + 1))
 
 
 def bounded(sandbox: type) -> type:
@@ -125,12 +125,12 @@ def bounded(sandbox: type) -> type:
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            _refuse_operands(operator, left, right)
+            _validate_operands(operator, left, right)
             return _spent(super().call_binop(context, operator, left, right))
 
         # Names that keyword arguments of a template's calls do not have, as Jinja has them.
         def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-            _refuse_arguments(__obj, [*args, *kwargs.values()])
+            _validate_arguments(__obj, [*args, *kwargs.values()])
             return _spent(base.call(__self, __context, __obj, *args, **kwargs))
 
     return Bounded
@@ -147,7 +147,7 @@ def bound_filters(environment: Any) -> None:
 def _bound_filter(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # with what Jinja marks it by
     def bounded_filter(*args: Any, **kwargs: Any) -> Any:
-        _refuse_arguments(function, [*args, *kwargs.values()])
+        _validate_arguments(function, [*args, *kwargs.values()])
         return _spent(function(*args, **kwargs))
 
     return bounded_filter
@@ -166,7 +166,7 @@ def bounds_extension(base: type) -> type:
 
         def concat(self, *parts: Any) -> str:
             found = [str(part) for part in parts]
-            _refuse_length(sum(map(len, found)))
+            _validate_length(sum(map(len, found)))
             return _spent("".join(found))
 
     return Bounds

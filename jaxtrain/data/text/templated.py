@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError, counted, refuse_below
+from jaxtrain.config.errors import UserError, counted, require_at_least
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.left_out import ending_of, file_facts, heldout_facts
 from jaxtrain.data.source import (
@@ -60,8 +60,8 @@ class Templated:
     bad_records: int = 0
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "sequence_length")
-        refuse_below(0, self, "bad_records")
+        require_at_least(1, self, "sequence_length")
+        require_at_least(0, self, "bad_records")
         check_heldout_fraction(self._section, self.heldout_fraction)
         if self.date is not None:
             self._day()
@@ -119,13 +119,13 @@ class Templated:
             own = f"{self._section}.heldout_source"
             more = _files(own, self.heldout_source, left_out)
             heldout = list(_take(more, records, take))
-            records.refuse()
+            records.reject()
             for name, part in ((setting, found), (own, heldout)):
                 if not part:
                     raise UserError(f"{name}: there is no record in it; give at least one")
             facts = file_facts(len(files) + len(more), left_out)
             return found, heldout, facts | records.facts()
-        records.refuse()
+        records.reject()
         held = hold_out(len(found), self.heldout_fraction)
         fraction = f"{self._section}.heldout_fraction"
         if not held.any() or held.all():

@@ -128,7 +128,7 @@ def tokenize(
         "pieces": PIECES,
     }
     is_new = _make(folder)
-    _refuse_others(folder)  # before a lock is put among them
+    _validate_others(folder)  # before a lock is put among them
     with writing(folder), alone(folder), _remove_on_failure(folder, is_new=is_new):
         journal = _begin(folder, identity)
         if is_store(folder):
@@ -205,7 +205,7 @@ def _leftovers(folder: Path) -> set[str]:
     return {path.name for path in folder.glob(f".{_JOURNAL}.*.tmp")}
 
 
-def _refuse_others(folder: Path) -> None:
+def _validate_others(folder: Path) -> None:
     """Raise UserError for a folder that holds something other than an unfinished store."""
     others = sorted({path.name for path in folder.iterdir()} - {LOCK} - _leftovers(folder))
     if others and not (folder / _JOURNAL).exists():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -47,7 +47,7 @@ class SequenceData(ClassedRows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_below(1, self, "features")
+        require_at_least(1, self, "features")
         if self.heldout_source is None:
             return
         if self.source == "synthetic":
@@ -145,7 +145,7 @@ class SequenceData(ClassedRows):
             held = is_heldout(len(found.x), self.heldout_fraction)
         else:
             held = self.spread_over_classes(found.labels)
-        self.refuse_empty_split(held, "sequences")
+        self.reject_empty_split(held, "sequences")
         return found, held
 
     def _read(self, setting: str) -> Series:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import jax
 import numpy as np
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -51,8 +51,8 @@ class VectorData:
     heldout_fraction: float = 0.2
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "features", "num_targets")
-        refuse_below(2, self, "num_classes")
+        require_at_least(1, self, "features", "num_targets")
+        require_at_least(2, self, "num_classes")
         check_heldout_fraction("VectorData.heldout_fraction", self.heldout_fraction)
         if self.num_classes is not None and self.num_targets != 1:
             raise UserError(

@@ -10,11 +10,11 @@ from typing import ClassVar
 
 import jax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
-from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
+from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.initializers import InitializerName, drawn
 
 SIDE = 6  # pixels that are left of 224
@@ -47,8 +47,8 @@ class AlexNet(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "num_classes", "channels", "width", "head_width")
-        refuse_rate(self, "dropout", self.dropout)
+        require_at_least(1, self, "num_classes", "channels", "width", "head_width")
+        validate_rate(self, "dropout", self.dropout)
 
     @property
     def plan(self) -> Plan:
@@ -76,5 +76,5 @@ class AlexNet(Unstacked):
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image; UserError where it is too small."""
-        refuse_side(self, self.plan, min(shape[:2]))
+        validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.batch_norm import Running
@@ -25,12 +25,12 @@ from jaxtrain.nn.convnet import (
     chosen_norm,
     convolutions_of,
     plan_multiply_adds,
-    refuse_norm,
-    refuse_side,
+    validate_norm,
+    validate_side,
 )
 from jaxtrain.nn.convolution import pool_to
 from jaxtrain.nn.dense import Dense, multiply_adds
-from jaxtrain.nn.dropout import dropout, refuse_rate
+from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.initializers import InitializerName, drawn
 from jaxtrain.nn.parameters import normal
@@ -81,11 +81,11 @@ class GoogLeNet(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "num_classes", "channels", "width")
-        refuse_rate(self, "dropout", self.dropout)
-        refuse_rate(self, "auxiliary_dropout", self.auxiliary_dropout)
+        require_at_least(1, self, "num_classes", "channels", "width")
+        validate_rate(self, "dropout", self.dropout)
+        validate_rate(self, "auxiliary_dropout", self.auxiliary_dropout)
         inside = [one for module in self.modules if module is not None for one in module]
-        refuse_norm(self, (*convolutions_of(self.stem), *inside, self.on_the_way(1)))
+        validate_norm(self, (*convolutions_of(self.stem), *inside, self.on_the_way(1)))
 
     def scaled(self, count: int) -> int:
         """Channels where the paper has `count`."""
@@ -137,7 +137,7 @@ class GoogLeNet(Unstacked):
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image, 3 x 2 x the multiply-adds; UserError where too small."""
         poolings = (POOLING,) * MODULES.count(None)
-        refuse_side(self, (*self.stem, *poolings), min(shape[:2]))
+        validate_side(self, (*self.stem, *poolings), min(shape[:2]))
         height, width = shape[:2]
         total = plan_multiply_adds(self.stem, height, width)
         for part in self.stem:

@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, refuse_side
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
 from jaxtrain.nn.initializers import InitializerName, drawn
 
@@ -55,8 +55,8 @@ class LeNet(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "hidden", "fan_out": "hidden"}
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "num_classes", "channels")
-        refuse_below(0, self, "padding")
+        require_at_least(1, self, "num_classes", "channels")
+        require_at_least(0, self, "padding")
 
     @property
     def plan(self) -> Plan:
@@ -82,5 +82,5 @@ class LeNet(Unstacked):
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image; UserError where it is too small."""
-        refuse_side(self, self.plan, min(shape[:2]))
+        validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

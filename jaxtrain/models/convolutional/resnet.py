@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.batch_norm import BatchNorm
@@ -94,8 +94,8 @@ class ResNet(Unstacked):
     }
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "num_classes", "channels", "width")
-        refuse_not_positive(self, "norm_eps")
+        require_at_least(1, self, "num_classes", "channels", "width")
+        require_positive(self, "norm_eps")
         if not 0 < self.norm_momentum <= 1:
             raise UserError(f"ResNet.norm_momentum={self.norm_momentum}; use above 0, at most 1")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import SIGNALS, Convolution, Convolved, least_side
@@ -46,8 +46,8 @@ class SignalCNN(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "filters", "fan_out": "filters"}
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "features", "outputs", "stride")
-        refuse_below(0, self, "padding")
+        require_at_least(1, self, "features", "outputs", "stride")
+        require_at_least(0, self, "padding")
         if not self.filters or len(self.filters) != len(self.sizes):
             raise UserError(
                 f"SignalCNN.filters={self.filters} with SignalCNN.sizes={self.sizes}: use as many "

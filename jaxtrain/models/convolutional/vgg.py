@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 
 import jax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import (
@@ -21,10 +21,10 @@ from jaxtrain.nn.convnet import (
     chosen_norm,
     convolutions_of,
     flops,
-    refuse_norm,
-    refuse_side,
+    validate_norm,
+    validate_side,
 )
-from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.initializers import InitializerName, drawn
 
 SIDE = 7  # pixels that are left of 224
@@ -68,9 +68,9 @@ class VGG(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "width", "fan_out": "width"}
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "num_classes", "channels", "width", "head_width")
-        refuse_rate(self, "dropout", self.dropout)
-        refuse_norm(self, convolutions_of(self.plan))
+        require_at_least(1, self, "num_classes", "channels", "width", "head_width")
+        validate_rate(self, "dropout", self.dropout)
+        validate_norm(self, convolutions_of(self.plan))
 
     @property
     def plan(self) -> Plan:
@@ -97,5 +97,5 @@ class VGG(Unstacked):
 
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one image; UserError where it is too small."""
-        refuse_side(self, self.plan, min(shape[:2]))
+        validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

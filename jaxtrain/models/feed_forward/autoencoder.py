@@ -19,7 +19,7 @@ from jaxtrain.nn.dense import (
     Activation,
     Dense,
     multiply_adds,
-    refuse_widths,
+    validate_widths,
 )
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
@@ -51,7 +51,7 @@ class Autoencoder(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
 
     def __post_init__(self) -> None:
-        refuse_widths(self, self.widths)
+        validate_widths(self, self.widths)
 
     @property
     def features(self) -> int:

@@ -18,9 +18,9 @@ from jaxtrain.nn.dense import (
     Activation,
     Dense,
     multiply_adds,
-    refuse_widths,
+    validate_widths,
 )
-from jaxtrain.nn.dropout import dropout, refuse_rate
+from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
 from jaxtrain.parallel.gathering import dtype_of
@@ -53,8 +53,8 @@ class MLP(Unstacked):
     settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
 
     def __post_init__(self) -> None:
-        refuse_widths(self, self.widths)
-        refuse_rate(self, "dropout", self.dropout)
+        validate_widths(self, self.widths)
+        validate_rate(self, "dropout", self.dropout)
 
     @property
     def features(self) -> int:

@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 
 import jax
 
-from jaxtrain.config.errors import UserError, refuse_below
-from jaxtrain.models.model import Inputs, refuse_features
+from jaxtrain.config.errors import UserError, require_at_least
+from jaxtrain.models.model import Inputs, validate_features
 from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.decoder import Decoder, Layer
@@ -36,7 +36,7 @@ class Directed(Protocol):
     def bidirectional(self) -> bool: ...
 
 
-def refuse_odd_halves(sizes: Directed) -> None:
+def require_even_halves(sizes: Directed) -> None:
     """Raises UserError where two directions cannot have half of the width each."""
     if sizes.bidirectional and sizes.embed_dim % 2:
         name = type(sizes).__name__
@@ -96,7 +96,7 @@ class RecurrentSizes(Protocol):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        refuse_below(
+        require_at_least(
             1, self, "vocab_size", "num_layers", "embed_dim", "context_length", "num_classes"
         )
         name = type(self).__name__
@@ -105,8 +105,8 @@ class RecurrentSizes(Protocol):
                 f"{name}.bidirectional=True with {name}.objective='next_token' would read what it "
                 f"is to tell; use {name}.objective='token_classification', or False"
             )
-        refuse_odd_halves(self)
-        refuse_features(self)
+        require_even_halves(self)
+        validate_features(self)
 
     @property
     def layer(self) -> RecurrentLayer:

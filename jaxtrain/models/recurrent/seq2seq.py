@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import jax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
 from jaxtrain.models.recurrent.recurrent_sizes import (
     RecurrentLayer,
     one_or_both_ways,
-    refuse_odd_halves,
+    require_even_halves,
 )
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.gated import gated
@@ -60,8 +60,8 @@ class Seq2Seq:
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
-        refuse_odd_halves(self)
+        require_at_least(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
+        require_even_halves(self)
 
     @property
     def layers(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
 from jaxtrain.nn.attention.mask import Mask
@@ -57,7 +57,7 @@ class Mamba(StateSpaceSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.step_rank is not None:
-            refuse_below(1, self, "step_rank")
+            require_at_least(1, self, "step_rank")
 
     @property
     def layer(self) -> "MambaLayer":

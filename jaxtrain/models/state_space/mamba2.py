@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtrain.config.errors import (
     UserError,
     nearest_multiple,
-    refuse_below,
+    require_at_least,
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
@@ -64,7 +64,7 @@ class Mamba2(StateSpaceSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_below(1, self, "head_dim")
+        require_at_least(1, self, "head_dim")
         if self.expand * self.embed_dim % self.head_dim:
             nearest = nearest_multiple(self.embed_dim, self.head_dim)
             raise UserError(

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import jax
 
-from jaxtrain.config.errors import refuse_below, refuse_not_positive
+from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.models.model import Inputs
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import pre_norm
@@ -120,12 +120,12 @@ class StateSpaceSizes(Protocol):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        refuse_below(
+        require_at_least(
             1, self, "vocab_size", "num_layers", "embed_dim", "expand", "state_dim",
             "context_length",
         )  # fmt: skip
-        refuse_below(2, self, "conv_width")
-        refuse_not_positive(self, "norm_eps")
+        require_at_least(2, self, "conv_width")
+        require_positive(self, "norm_eps")
 
     @property
     def layers(self) -> int:

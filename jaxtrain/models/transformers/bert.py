@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, Inputs, refuse_features
+from jaxtrain.models.model import AttentionFacts, Inputs, validate_features
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.block import RESIDUAL, Block, post_norm
 from jaxtrain.nn.execution import HIDDEN
@@ -87,10 +87,10 @@ class BERT:
     def __post_init__(self) -> None:
         sizes = [field.name for field in dataclasses.fields(self)]
         others = ("norm_eps", "objective", "first_position", "pooling", "normalized")
-        refuse_below(1, self, *(name for name in sizes if name not in others))
-        refuse_below(0, self, "first_position")
-        refuse_not_positive(self, "norm_eps")
-        refuse_features(self)
+        require_at_least(1, self, *(name for name in sizes if name not in others))
+        require_at_least(0, self, "first_position")
+        require_positive(self, "norm_eps")
+        validate_features(self)
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(

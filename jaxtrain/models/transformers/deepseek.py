@@ -13,8 +13,8 @@ from jaxtrain.config.errors import (
     UserError,
     nearest_divisor,
     nearest_multiple,
-    refuse_below,
-    refuse_not_positive,
+    require_at_least,
+    require_positive,
 )
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, ExpertsFacts
@@ -22,7 +22,7 @@ from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
 from jaxtrain.nn.attention.latent import Latent
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.experts import Experts, refuse_settings
+from jaxtrain.nn.experts import Experts, validate_settings
 from jaxtrain.nn.mlp import SwiGLU
 from jaxtrain.nn.prediction_module import PredictionModule
 from jaxtrain.nn.rotary import Linear, Rotations, Yarn
@@ -119,18 +119,18 @@ class DeepSeek(DecoderSizes):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        refuse_below(
+        require_at_least(
             1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "query_rank",
             "key_value_rank", "plain_dim", "value_dim", "mlp_dim", "expert_mlp_dim",
             "shared_experts", "num_experts", "expert_groups", "context_length",
             "rope_original_context_length", "predicted_tokens",
         )  # fmt: skip
-        refuse_not_positive(self, "rope_theta", "norm_eps", "routed_scale", "prediction_weight")
-        found = [*self._refuse_layers(), *self._refuse_routes(), *self._refuse_rope()]
+        require_positive(self, "rope_theta", "norm_eps", "routed_scale", "prediction_weight")
+        found = [*self._validate_layers(), *self._validate_routes(), *self._validate_rope()]
         if found:
             raise UserError("\n".join(found))
 
-    def _refuse_layers(self) -> Iterator[str]:
+    def _validate_layers(self) -> Iterator[str]:
         if not 0 <= self.dense_layers < self.num_layers:
             yield (
                 f"DeepSeek.dense_layers={self.dense_layers} with DeepSeek.num_layers="
@@ -142,7 +142,7 @@ class DeepSeek(DecoderSizes):
                 f"{nearest_multiple(self.rotary_dim, 2)}"
             )
 
-    def _refuse_routes(self) -> Iterator[str]:
+    def _validate_routes(self) -> Iterator[str]:
         E, groups = self.num_experts, self.expert_groups
         if E % groups:
             yield (
@@ -171,9 +171,9 @@ class DeepSeek(DecoderSizes):
                 f"DeepSeek.bias_speed={self.bias_speed} does nothing with DeepSeek.router="
                 "'softmax', which has no biases; use 0.0, or DeepSeek.router='sigmoid'"
             )
-        yield from refuse_settings(self, "balance_weight", "bias_speed")
+        yield from validate_settings(self, "balance_weight", "bias_speed")
 
-    def _refuse_rope(self) -> Iterator[str]:
+    def _validate_rope(self) -> Iterator[str]:
         if self.rope_scaling < 1:
             yield f"DeepSeek.rope_scaling={self.rope_scaling}; use 1.0 (none) or more"
         if not 0 < self.rope_low_frequency_factor < self.rope_high_frequency_factor:

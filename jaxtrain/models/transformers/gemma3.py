@@ -5,7 +5,7 @@ Source: Gemma Team 2025 (arXiv 2503.19786), its language model.
 
 import dataclasses
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.gemma_sizes import GemmaSizes
 from jaxtrain.nn.rotary import Linear
@@ -56,7 +56,7 @@ class Gemma3(GemmaSizes):
 
     def __post_init__(self) -> None:
         self.check()
-        refuse_not_positive(self, "local_rope_theta")
+        require_positive(self, "local_rope_theta")
 
     @property
     def rotary(self) -> Linear:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import jax
 
-from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention import patterns
@@ -58,8 +58,8 @@ class GPT:
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "context_length")
-        refuse_below(1, self, *sizes)
-        refuse_not_positive(self, "norm_eps")
+        require_at_least(1, self, *sizes)
+        require_positive(self, "norm_eps")
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(
@@ -67,7 +67,7 @@ class GPT:
                 f" the nearest embed_dim is {nearest}"
             )
         refusals = list(
-            patterns.refuse(self.attention_pattern, num_heads=self.num_heads, model="GPT")
+            patterns.validate(self.attention_pattern, num_heads=self.num_heads, model="GPT")
         )
         if refusals:
             raise UserError("\n".join(refusals))

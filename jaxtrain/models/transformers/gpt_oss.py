@@ -5,7 +5,7 @@ Source: OpenAI 2025 (arXiv 2508.10925, section 2).
 
 import dataclasses
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
@@ -74,7 +74,7 @@ class GPTOSS(MixtureSizes):
 
     def __post_init__(self) -> None:
         self.check()
-        refuse_not_positive(self, "swiglu_limit")
+        require_positive(self, "swiglu_limit")
 
     @property
     def mixture(self) -> Experts:

@@ -7,8 +7,8 @@ from jaxtrain.config.errors import (
     UserError,
     nearest_divisor,
     nearest_multiple,
-    refuse_below,
-    refuse_not_positive,
+    require_at_least,
+    require_positive,
 )
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
@@ -139,16 +139,16 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
     def check(self) -> None:
         """Raises UserError for a size under 1, or heads, a window or rotations that do not fit."""
         name = type(self).__name__
-        refuse_below(
+        require_at_least(
             1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads",
             "mlp_dim", "context_length", "rope_original_context_length",
         )  # fmt: skip
-        refuse_not_positive(self, "rope_theta", "norm_eps")
+        require_positive(self, "rope_theta", "norm_eps")
         if self.global_every is not None:
-            refuse_below(1, self, "global_every")
+            require_at_least(1, self, "global_every")
         for setting in ("attention_softcap", "logit_softcap"):
             if getattr(self, setting) is not None:
-                refuse_not_positive(self, setting)
+                require_positive(self, setting)
         # The halves of a head are rotated against each other, so its width is even.
         if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
             raise UserError(
@@ -178,7 +178,7 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
                 f"{type(self.attention_pattern).__name__}(): use one of them; @LongformerPattern() "
                 "has a window"
             )
-        for said in patterns.refuse(self.attention_pattern, num_heads=self.num_heads, model=name):
+        for said in patterns.validate(self.attention_pattern, num_heads=self.num_heads, model=name):
             raise UserError(said)
         if self.rope_scaling < 1:
             raise UserError(f"{name}.rope_scaling={self.rope_scaling}; use 1.0 (none) or more")

@@ -7,7 +7,7 @@ Qwen 2 (arXiv 2407.10671, section 2.2.2).
 
 import dataclasses
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
@@ -90,7 +90,7 @@ class Mixtral(MixtureSizes):
     def __post_init__(self) -> None:
         self.check()
         if self.shared_mlp_dim is not None:
-            refuse_below(1, self, "shared_mlp_dim")
+            require_at_least(1, self, "shared_mlp_dim")
 
     @property
     def block(self) -> Block:

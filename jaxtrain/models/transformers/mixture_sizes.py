@@ -5,11 +5,11 @@ Source: Jiang et al. 2024 (arXiv 2401.04088).
 
 from typing import ClassVar, Protocol
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.nn.block import Block
-from jaxtrain.nn.experts import Experts, refuse_settings
+from jaxtrain.nn.experts import Experts, validate_settings
 from jaxtrain.nn.routing import Softmax
 
 
@@ -39,13 +39,13 @@ class MixtureSizes(GroupedQuerySizes, Protocol):
         """As in `GroupedQuerySizes`, and UserError for experts that cannot be chosen."""
         super().check()
         name = type(self).__name__
-        refuse_below(1, self, "num_experts")
+        require_at_least(1, self, "num_experts")
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise UserError(
                 f"{name}.experts_per_token={self.experts_per_token} with {name}.num_experts="
                 f"{self.num_experts}; use 1 to {self.num_experts}"
             )
-        for sentence in refuse_settings(self, "balance_weight", "router_z_weight"):
+        for sentence in validate_settings(self, "balance_weight", "router_z_weight"):
             raise UserError(sentence)
 
     @property

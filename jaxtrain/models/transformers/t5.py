@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxtrain.config.errors import UserError, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, Feeds
 from jaxtrain.nn.cross_block import CrossBlock
-from jaxtrain.nn.dropout import Dropout, refuse_rate
+from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import SwiGLU, TwoLayers, gelu
 from jaxtrain.nn.norms import RMSNorm
@@ -76,10 +76,12 @@ class T5(Stacks):
     def __post_init__(self) -> None:
         others = ("norm_eps", "mlp", "tie_embeddings", "scale_outputs", "buckets", "distance",
                   "dropout")  # fmt: skip
-        refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in others])
-        refuse_not_positive(self, "norm_eps")
-        refuse_rate(self, "dropout", self.dropout)
-        refuse_below(4, self, "buckets")
+        require_at_least(
+            1, self, *[f.name for f in dataclasses.fields(self) if f.name not in others]
+        )
+        require_positive(self, "norm_eps")
+        validate_rate(self, "dropout", self.dropout)
+        require_at_least(4, self, "buckets")
         if self.distance <= self.buckets // 2:
             raise UserError(
                 f"T5.distance={self.distance} is not beyond the {self.buckets // 2} distances that "

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
-from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.block import Block, post_norm, pre_norm
 from jaxtrain.nn.cross_block import CrossBlock
-from jaxtrain.nn.dropout import Dropout, refuse_rate
+from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.mlp import TwoLayers
 from jaxtrain.nn.norms import LayerNorm
@@ -62,9 +62,11 @@ class Transformer(Stacks):
 
     def __post_init__(self) -> None:
         texts = ("norm_eps", "positions", "norms", "dropout")
-        refuse_below(1, self, *[f.name for f in dataclasses.fields(self) if f.name not in texts])
-        refuse_not_positive(self, "norm_eps")
-        refuse_rate(self, "dropout", self.dropout)
+        require_at_least(
+            1, self, *[f.name for f in dataclasses.fields(self) if f.name not in texts]
+        )
+        require_positive(self, "norm_eps")
+        validate_rate(self, "dropout", self.dropout)
         if self.embed_dim % self.num_heads:
             nearest = nearest_multiple(self.embed_dim, self.num_heads)
             raise UserError(

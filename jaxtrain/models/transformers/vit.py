@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, nearest_multiple, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention.attention import Mask
@@ -69,8 +69,8 @@ class ViT:
 
     def __post_init__(self) -> None:
         sizes = [field.name for field in dataclasses.fields(self) if field.name != "norm_eps"]
-        refuse_below(1, self, *sizes)
-        refuse_not_positive(self, "norm_eps")
+        require_at_least(1, self, *sizes)
+        require_positive(self, "norm_eps")
         for name, parts in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
             value, part = vars(self)[name], vars(self)[parts]
             if value % part:

@@ -26,31 +26,31 @@ class Asked:
         """A whole number; required where it has no default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
-            return self._refuse(key, value, "a whole number", 1)
+            return self._validate(key, value, "a whole number", 1)
         # Layers and experts are listed one by one before anything else can tell that there are not
         # as many.
         most = _MOST_LISTED if key.endswith(_LISTED) else LARGEST
-        return value if abs(value) <= most else self._refuse(key, value, f"at most {most:,}", 1)
+        return value if abs(value) <= most else self._validate(key, value, f"at most {most:,}", 1)
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number; required where it has no default."""
         value = self._value(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
-        return self._refuse(key, value, "a number", 1.0)
+        return self._validate(key, value, "a number", 1.0)
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         value = self._value(key, default)
         if isinstance(value, bool):
             return value
-        return self._refuse(key, value, "true or false", default)
+        return self._validate(key, value, "true or false", default)
 
     def table(self, key: str) -> "Asked":
         """An object of its own, empty where there is none; its reasons are this one's."""
         value = self.content.get(key)
         if value is not None and not isinstance(value, dict):
-            value = self._refuse(key, value, "an object", {})
+            value = self._validate(key, value, "an object", {})
         return self.inner(value or {})
 
     def inner(self, content: Mapping[str, Any]) -> "Asked":
@@ -64,9 +64,9 @@ class Asked:
         value, allowed = self._value(key, default), list(allowed)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                    for one in allowed):  # fmt: skip
-            self._refuse(key, value, " or ".join(map(repr, allowed)), None)
+            self._validate(key, value, " or ".join(map(repr, allowed)), None)
 
-    def refuse(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """One reason more, unless it is there already."""
         if reason not in self.reasons:
             self.reasons.append(reason)
@@ -75,9 +75,9 @@ class Asked:
         value = self.content.get(key)
         return default if value is None else value
 
-    def _refuse(self, key: str, value: Any, allowed: str, instead: Any) -> Any:
+    def _validate(self, key: str, value: Any, allowed: str, instead: Any) -> Any:
         shown = repr(value)
         shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
         found = f"{key} is missing" if value is None else f"{key} = {shown}"
-        self.refuse(f"{found}; here it is {allowed}")
+        self.reject(f"{found}; here it is {allowed}")
         return instead

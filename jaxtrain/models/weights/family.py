@@ -113,7 +113,7 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
     except UserError as error:
         asked.reasons += str(error).splitlines()
     except _OTHER_KINDS as error:  # a list where a number is usual, a depth of 0
-        asked.refuse(f"values of other kinds than {family.architecture} has ({error!r})")
+        asked.reject(f"values of other kinds than {family.architecture} has ({error!r})")
     if asked.reasons or model is None:
         lines = "\n".join(f"  {reason}" for reason in asked.reasons)
         raise UserError(f"{where}: it asks for what is not done here:\n{lines}")

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.config.untrusted import parse_json_object, read_bounded
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights import awq, float8, mxfp4
@@ -78,7 +78,7 @@ class Folder:
           UserError: there is no such folder, or no config.json in it.
         """
         path = on_disk(name)
-        with refused_path(f"{named} {name}", needs="name a folder that can be read"):
+        with path_errors(f"{named} {name}", needs="name a folder that can be read"):
             if not (path / CONFIG).is_file():
                 raise UserError(
                     f"{named} {name}: no Hugging Face folder there (no {CONFIG}); it is what "

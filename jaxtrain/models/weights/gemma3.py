@@ -38,10 +38,10 @@ def _read_rope(asked: Asked) -> dict[str, Any]:
     both = asked.table("rope_parameters")
     for key in both.content:
         if key not in (LOCAL, GLOBAL):
-            asked.refuse(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
+            asked.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
     scaling = asked.table("rope_scaling").content
     if "type" in scaling and "rope_type" not in scaling:
-        asked.refuse("rope_scaling.type, which transformers does not read; here it is rope_type")
+        asked.reject("rope_scaling.type, which transformers does not read; here it is rope_type")
     near = {"rope_theta": asked.number("rope_local_base_freq", 10000.0)}
     far = {"rope_theta": asked.number("rope_theta", 1000000.0)}
     near |= both.table(LOCAL).content

@@ -185,7 +185,7 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
              if key.partition(".")[0] in _NAMESPACES}  # fmt: skip
     asked = Asked({key.removeprefix(f"{ARCHITECTURE}."): value for key, value in known.items()})
     for reason in unsupported(known, TABLE):
-        asked.refuse(reason)
+        asked.reject(reason)
     tokens = known.get("tokenizer.ggml.tokens")
     heads = _of_all_layers(asked, "attention.head_count")
     width = asked.whole("embedding_length")
@@ -239,7 +239,7 @@ def _of_all_layers(asked: Asked, key: str, default: int | None = None) -> int:
     if not isinstance(value, list):
         return asked.whole(key, default)
     if len(set(value)) != 1 or type(value[0]) is not int:
-        asked.refuse(f"{key} = {value}; here it is the same whole number for all layers")
+        asked.reject(f"{key} = {value}; here it is the same whole number for all layers")
         return 1
     return value[0]
 

@@ -178,10 +178,10 @@ def read_head_dim(asked: Asked, default: int | None = None) -> int | None:
     return None if found * heads == width else found
 
 
-def refuse_own_head_dim(asked: Asked) -> None:
+def reject_own_head_dim(asked: Asked) -> None:
     """Collects a width of heads that is another than embed_dim / num_heads."""
     if asked.content.get("head_dim") is not None and read_head_dim(asked) is not None:
-        asked.refuse(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
+        asked.reject(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
 
 
 def read_window(asked: Asked, default: int | None) -> int | None:
@@ -197,12 +197,12 @@ def read_global_every(asked: Asked, default: int) -> int:
     if found is None:
         return default
     if not _one_a_layer(asked, found):
-        asked.refuse(f"layer_types is no list of one kind for each of {num_layers} layers")
+        asked.reject(f"layer_types is no list of one kind for each of {num_layers} layers")
         return default
     # Without a global layer any period does that is longer than the model.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != kinds(num_layers, every):
-        asked.refuse("layer_types in no regular order; here every so manieth sees all tokens")
+        asked.reject("layer_types in no regular order; here every so manieth sees all tokens")
     return every
 
 
@@ -216,13 +216,13 @@ def _one_a_layer(asked: Asked, found: Any) -> bool:
     return isinstance(found, list) and len(found) == asked.whole("num_hidden_layers")
 
 
-def refuse_other_layers(asked: Asked) -> None:
+def reject_other_layers(asked: Asked) -> None:
     """Collects layers of other kinds than the one that sees all tokens."""
     found = asked.content.get("layer_types")
     if found is None:
         return
     if not _one_a_layer(asked, found) or any(kind != GLOBAL for kind in found):
-        asked.refuse(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
+        asked.reject(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
 
 
 def _read_rope(kind: str, said: Asked, *, fraction: bool, whole_pairs: bool) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-5, context_length=131072, rope_theta=1000000.0, kv_heads=8
     )
-    grouped_query.refuse_own_head_dim(asked)
+    grouped_query.reject_own_head_dim(asked)
     return {
         **sizes,
         "num_experts": asked.whole("num_local_experts", 8),

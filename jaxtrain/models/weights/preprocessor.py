@@ -97,7 +97,7 @@ class _Reader:
         """How images are resized and cut."""
         if self.kind == "ConvNext":
             if self._flag("do_center_crop", False):
-                self._refuse("do_center_crop", "false, since crop_pct cuts")
+                self._validate("do_center_crop", "false, since crop_pct cuts")
             size = self._side("size", "shortest_edge")
             if size >= _UNCUT:
                 return {"image_size": self._fitting(size, "size"), "resize": "stretch"}
@@ -115,7 +115,7 @@ class _Reader:
             return {"image_size": self._fitting(size, "size"), "resize": kind}
         side = self._fitting(self._side("crop_size", "height"), "crop_size")
         if not side <= size <= _MOST_PIXELS:
-            self._refuse("size", f"the {side} of crop_size to {_MOST_PIXELS}")
+            self._validate("size", f"the {side} of crop_size to {_MOST_PIXELS}")
             size = side
         return {"image_size": side, "resize": kind, "resize_to": size}
 
@@ -123,7 +123,7 @@ class _Reader:
         """Pixels of the shorter side, of which crop_pct is left."""
         part = self._number("crop_pct", 1.0)
         if not size / _MOST_PIXELS <= part <= 1:
-            self._refuse("crop_pct", f"at most 1, and its image at most {_MOST_PIXELS} pixels")
+            self._validate("crop_pct", f"at most 1, and its image at most {_MOST_PIXELS} pixels")
             return size
         return int(size / part)
 
@@ -143,17 +143,17 @@ class _Reader:
         allowed = "one number above 0 as height and width" if name == "height" else (
             "a number above 0 as shortest_edge"
         )  # fmt: skip
-        self._refuse(key, allowed)
+        self._validate(key, allowed)
         return self.model.least_pixels
 
     def _fitting(self, side: int, key: str) -> int:
         """The side of the images, which a ViT has one of and others a smallest one."""
         model = self.model
         if isinstance(model, ViT) and side != model.image_size:
-            self._refuse(key, f"{model.image_size}, as the image_size of config.json")
+            self._validate(key, f"{model.image_size}, as the image_size of config.json")
             return model.image_size
         if not model.least_pixels <= side <= _MOST_PIXELS:
-            self._refuse(key, f"{model.least_pixels} to {_MOST_PIXELS}")
+            self._validate(key, f"{model.least_pixels} to {_MOST_PIXELS}")
             return model.least_pixels
         return side
 
@@ -161,20 +161,20 @@ class _Reader:
         value = self.content["resample"]
         if type(value) is int and 0 <= value < len(_FILTERS):
             return _FILTERS[value]
-        self._refuse("resample", f"a number of Pillow's, 0 to {len(_FILTERS) - 1}")
+        self._validate("resample", f"a number of Pillow's, 0 to {len(_FILTERS) - 1}")
         return "bilinear"
 
     def _flag(self, key: str, default: bool) -> bool:
         value = self.content.get(key, default)
         if not isinstance(value, bool):
-            self._refuse(key, "true or false")
+            self._validate(key, "true or false")
         return value is True
 
     def _number(self, key: str, default: float) -> float:
         value = self.content.get(key, default)
         if _is_number(value) and value > 0:
             return float(value)
-        self._refuse(key, "a number above 0")
+        self._validate(key, "a number above 0")
         return default
 
     def _values(self, key: str) -> tuple[float, ...]:
@@ -183,14 +183,14 @@ class _Reader:
         value = self.content.get(key, _STANDARD[:channels])
         value = value if isinstance(value, list) else [value]
         if not all(map(_is_number, value)) or len(value) not in (1, channels):
-            self._refuse(key, f"1 number, or {channels}, one a channel")
+            self._validate(key, f"1 number, or {channels}, one a channel")
             return (0.5,)
         if key == "image_std" and min(value) <= 0:
-            self._refuse(key, "over 0")
+            self._validate(key, "over 0")
             return (0.5,)
         return tuple(map(float, value))
 
-    def _refuse(self, key: str, allowed: str) -> None:
+    def _validate(self, key: str, allowed: str) -> None:
         value = self.content.get(key)
         found = f"{key} is missing" if value is None else f"{key} = {value!r}"
         self.reasons.append(f"{found}; here it is {allowed}")

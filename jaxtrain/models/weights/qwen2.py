@@ -18,8 +18,8 @@ def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=32
     )
-    grouped_query.refuse_other_layers(asked)
-    grouped_query.refuse_own_head_dim(asked)
+    grouped_query.reject_other_layers(asked)
+    grouped_query.reject_own_head_dim(asked)
     return {**sizes, "qkv_bias": True}
 
 

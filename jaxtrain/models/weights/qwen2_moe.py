@@ -24,7 +24,7 @@ def _names(model: Mixtral) -> tuple[Name, ...]:
 
 def _read(asked: Asked) -> Mapping[str, Any]:
     sizes = qwen_mixture.read_sizes(asked, kv_heads=16, mlp_dim=1408, experts=60, per_token=4)
-    grouped_query.refuse_own_head_dim(asked)
+    grouped_query.reject_own_head_dim(asked)
     shared = asked.whole("shared_expert_intermediate_size", 5632)
     return {**sizes, "qkv_bias": True, "shared_mlp_dim": shared}
 

@@ -34,7 +34,7 @@ def read_sizes(
     asked: Asked, *, kv_heads: int, mlp_dim: int, experts: int, per_token: int
 ) -> dict[str, Any]:
     """The settings of Qwen's mixtures; the others are what holds where it does not say."""
-    grouped_query.refuse_other_layers(asked)
+    grouped_query.reject_other_layers(asked)
     sizes = grouped_query.read_sizes(
         asked, norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=kv_heads
     )

@@ -70,10 +70,10 @@ def validate_type(asked: Asked, rope: Mapping[str, Any], types: tuple[str, ...])
     """Return the rope_type of an object, and collect settings that it does not have."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in types:
-        asked.refuse(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
+        asked.reject(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
         return "default"
     for reason in unsupported(rope, _table(kind)):
-        asked.refuse(reason)
+        asked.reject(reason)
     return kind
 
 

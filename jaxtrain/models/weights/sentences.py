@@ -93,13 +93,13 @@ def read_pooling(asked: Asked) -> dict[str, Any]:
     modules = beside.content.get("modules", ["Transformer", "Pooling"])
     allowed = ["Transformer", "Pooling", "Normalize"]
     if modules not in (allowed[:2], allowed):
-        asked.refuse(
+        asked.reject(
             f"{MODULES} has {', '.join(modules)}; here it is Transformer and Pooling, with or "
             "without Normalize"
         )
     for name, table in TABLES.items():
         for reason in unsupported(beside.table(name).content, table):
-            asked.refuse(reason)
+            asked.reject(reason)
     return {"pooling": _read_mode(asked, beside.table("pooling").content),
             "normalized": "Normalize" in modules}  # fmt: skip
 
@@ -117,7 +117,7 @@ def _read_mode(asked: Asked, settings: Mapping[str, Any]) -> str:
     if isinstance(word, list) and len(word) == 1:
         word = word[0]
     if not isinstance(word, str) or word not in _WORDS:
-        asked.refuse(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
+        asked.reject(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
         return "mean"
     return _WORDS[word]
 

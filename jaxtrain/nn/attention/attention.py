@@ -15,7 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
 from jaxtrain.nn.attention import context, patterns
 from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
-from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, refuse
+from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, validate
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.ring import ring_attention
 from jaxtrain.nn.remat import named
@@ -81,17 +81,17 @@ def attention(
         sinks=mask.sinks_N is not None,
         pattern=mask.pattern,
     )
-    refusals = list(refuse(kernel, request))
+    refusals = list(validate(kernel, request))
     parts, layout = context.split(), current_layout()
     tensor = 1 if layout is None else layout.size(layout.activation(("heads",))[0])
     if KERNELS[kernel].by_pattern:
-        refusals += patterns.refuse(
+        refusals += patterns.validate(
             mask.pattern,
             num_heads=q_BTNH.shape[2],
             parts=tensor * (parts if context_parallel == "ulysses" else 1),
         )
     if parts > 1:
-        refusals += context.refuse(
+        refusals += context.validate(
             context_parallel,
             context=parts,
             length=request.T,

@@ -102,7 +102,7 @@ def along_context(x_BT: jax.Array, method: str) -> jax.Array:
     if c > 1 and method == "ring":
         B, T, *rest = x_BT.shape
         if T % (2 * c):
-            raise UserError("\n".join(refuse(method, context=c, length=T)))
+            raise UserError("\n".join(validate(method, context=c, length=T)))
         x = x_BT.reshape(B, 2, c, T // (2 * c), *rest)
         x_BT = jnp.stack([x[:, 0], jnp.flip(x[:, 1], 1)], axis=2).reshape(B, T, *rest)
     return shard(x_BT, ("batch", "length", "narrow")[: x_BT.ndim])
@@ -216,7 +216,7 @@ def ulysses(
     return run(shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS), mask)
 
 
-def refuse(
+def validate(
     method: str,
     *,
     context: int,

@@ -105,7 +105,7 @@ class Choice:
     why: str
 
 
-def refuse(kernel: str, request: Request) -> Iterator[str]:
+def validate(kernel: str, request: Request) -> Iterator[str]:
     """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to reject."""
     for reason in KERNELS[kernel].cannot(request):
         able = choose(request).kernel

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple, refuse_below
+from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple, require_at_least
 from jaxtrain.config.reader import configurable
 
 
@@ -69,8 +69,8 @@ class LongformerPattern(Pattern):
     both_ways: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "window")
-        refuse_below(0, self, "global_tokens")
+        require_at_least(1, self, "window")
+        require_at_least(0, self, "global_tokens")
 
     def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Of pairs of places."""
@@ -111,7 +111,7 @@ class StridedPattern(Pattern):
     stride: int = 128
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "stride")
+        require_at_least(1, self, "stride")
 
     def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """Of pairs of places, the key's not after the query's."""
@@ -149,7 +149,7 @@ class FixedPattern(Pattern):
     summary_tokens: int = 8
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "stride", "summary_tokens")
+        require_at_least(1, self, "stride", "summary_tokens")
         if self.summary_tokens > self.stride:
             raise UserError(
                 f"FixedPattern.summary_tokens={self.summary_tokens} are more than a block has "
@@ -249,7 +249,7 @@ class DilatedPattern(Pattern):
         return math.lcm(*self.dilated_ratios)
 
 
-def refuse(
+def validate(
     pattern: Pattern | None, *, num_heads: int, parts: int = 1, model: str = "Model"
 ) -> Iterator[str]:
     """A sentence where the heads of a device are not whole kinds of the pattern.

@@ -30,7 +30,7 @@ _EXAMPLES = {
 }
 
 
-def refuse(
+def validate(
     matmul: str,
     *,
     platform: str | None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxtrain.config.buckets import BucketPath, Place, require
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.devices import take_gpu_memory
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
@@ -73,7 +73,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             lock = None
             if cluster.process_id == 0:
                 with _usable(workdir):
-                    retention.refuse_others(workdir)
+                    retention.reject_others(workdir)
                     lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
             peers = _meet(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
@@ -126,7 +126,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
 
 
 def _usable(workdir: Place) -> contextlib.AbstractContextManager[None]:
-    return refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written")
+    return path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written")
 
 
 def _goodput(workdir: Path, phases: Phases) -> Goodput:

@@ -135,7 +135,7 @@ class RunLock:
         self.release()
 
 
-def refuse_held(workdir: Place, say: Callable[[str], None]) -> None:
+def require_not_held(workdir: Place, say: Callable[[str], None]) -> None:
     """For a program that writes without a lock of its own, such as a notebook.
 
     A holder on another machine is waited for as `RunLock.acquire` does: one that went with its

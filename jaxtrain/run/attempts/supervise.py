@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path
+from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import noted_signals
@@ -190,7 +190,7 @@ def supervise(
     workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
-    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+    with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         best, restarts = records.newest_step(workdir), 0
     with noted_signals() as stop:
         while True:

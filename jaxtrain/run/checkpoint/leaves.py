@@ -45,7 +45,7 @@ class OtherLeavesError(UserError):
         self.headline = headline
 
 
-def refuse_differences(
+def require_same_leaves(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     stored: Mapping[str, StoredLeaf],
     *,

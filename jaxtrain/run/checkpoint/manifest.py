@@ -139,7 +139,7 @@ def read(folder: Place, step: int) -> Manifest:
       CheckpointError: it is damaged, another step's, or leads out of the folder.
       UserError: a newer jaxtrain wrote it.
     """
-    _refuse_ways_out(folder, step)
+    _validate_ways_out(folder, step)
     try:
         manifest = _from_bytes((folder / FILE).read_bytes())
     except FileNotFoundError as error:
@@ -250,7 +250,7 @@ def _walk(folder: Path) -> Iterable[Path]:
         yield from (Path(parent) / name for name in folders + files)
 
 
-def _refuse_ways_out(folder: Place, step: int) -> None:
+def _validate_ways_out(folder: Place, step: int) -> None:
     """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
     if isinstance(folder, BucketPath):
         return  # names that lead out are rejected where they are listed

@@ -20,7 +20,7 @@ def sealed_steps(root: Place) -> list[int]:
     return sorted(int(path.name) for path in _entries(root) if _is_step(path) and is_sealed(path))
 
 
-def refuse_absent(root: Place, step: int) -> None:
+def require_sealed(root: Place, step: int) -> None:
     """Raises UserError where there is no finished checkpoint of a step; names the nearest."""
     steps = sealed_steps(root)
     if step in steps:
@@ -94,7 +94,7 @@ def leftovers(root: Place) -> list[Place]:
     ]
 
 
-def refuse_others(workdir: Place) -> None:
+def reject_others(workdir: Place) -> None:
     """Rejects a folder whose checkpoints are another program's, which `sweep` would delete.
 
     Raises:

@@ -30,7 +30,7 @@ from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
     flatten,
     groups,
-    refuse_differences,
+    require_same_leaves,
     stored_leaf,
 )
 from jaxtrain.run.checkpoint.manifest import (
@@ -291,7 +291,7 @@ class Checkpoints:
         names, leaves, treedef = flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
         if jax.process_count() > 1:
-            self._refuse_absent(step)
+            self._validate_absent(step)
             # All agree first: one that stopped half-way would leave the others waiting for it.
             self._check_files(step)
         try:
@@ -299,7 +299,7 @@ class Checkpoints:
         except CheckpointError:
             self._check_files(step)  # names the file, where it is one that only Orbax reads
             raise
-        refuse_differences(wanted, stored, partial=partial, folder=self._path(step))
+        require_same_leaves(wanted, stored, partial=partial, folder=self._path(step))
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
             checked = thread.submit(self._check_files, step)
             try:
@@ -313,13 +313,13 @@ class Checkpoints:
             raise damaged(self._path(step), step, f"the bytes of {names} changed")
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
-    def refuse_left_over(self, step: int, abstract_state: Any) -> None:
+    def reject_left_over(self, step: int, abstract_state: Any) -> None:
         """Raises UserError where `step` has arrays that this state, read in parts, does not."""
         stored = self.tree(step)
         names, leaves, _ = flatten(abstract_state)
         known: dict[str, Any] = dict(zip(names, leaves, strict=True))
         known |= {name: leaf for name, leaf in stored.items() if name in known}
-        refuse_differences(known, stored, partial=False, folder=self._path(step))
+        require_same_leaves(known, stored, partial=False, folder=self._path(step))
 
     def _read(
         self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], *, partial: bool
@@ -369,7 +369,7 @@ class Checkpoints:
           UserError: there is no such checkpoint.
           CheckpointError: something cannot be read or is not what was written.
         """
-        self._refuse_absent(step)
+        self._validate_absent(step)
         self._intact.pop(step, None)
         self._check_files(step)
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -405,7 +405,7 @@ class Checkpoints:
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
         """Compares the wanted ones of the files with the manifest, on this process alone."""
-        self._refuse_absent(step)
+        self._validate_absent(step)
         found = manifest.read(self._path(step), step)
         manifest.check(self._path(step), found, filter(wanted, found.files))
 
@@ -434,10 +434,10 @@ class Checkpoints:
         self._intact[step] = found
         return found
 
-    def _refuse_absent(self, step: int) -> None:
+    def _validate_absent(self, step: int) -> None:
         if step not in self.steps() and self._path(step).exists():
             manifest.read(self._path(step), step)  # which says why it is none
-        retention.refuse_absent(self.folder, step)
+        retention.require_sealed(self.folder, step)
 
 
 def _from_all(number: int) -> np.ndarray:

@@ -328,7 +328,7 @@ class Together(Peers):
             "host": self.hosts.get(process, "none"),
         }
         sentence = f"the run has started with all its processes; {double_sentence(first, hello)}"
-        self._door.refuse(link, sentence)
+        self._door.reject(link, sentence)
 
     # -- sending ----------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ class Door:
         link.closed = "does not speak this protocol"
         return None
 
-    def refuse(self, link: Link, sentence: str) -> None:
+    def reject(self, link: Link, sentence: str) -> None:
         """Send an authenticated connection the reason for its rejection; it is closed after reading
         it."""
         link.send({"kind": "refused", "sentence": sentence})

@@ -82,7 +82,7 @@ def meet(
     if cluster.process_id:
         return _join(cluster, own, token, timeout_seconds, report)
     secret = token.make()
-    _refuse_second_coordinator(host, port, own, secret)
+    _validate_second_coordinator(host, port, own, secret)
     try:
         door = Door(host, port, secret, room=cluster.num_processes, report=report)
     except OSError as error:
@@ -206,7 +206,7 @@ class _Host:
         else:
             mistake = _difference(self._hellos[0], hello)
         if mistake is not None:
-            self._door.refuse(link, mistake)
+            self._door.reject(link, mistake)
             raise UserError(mistake)
         self._hellos[process] = hello
         self._links[process] = link
@@ -254,14 +254,14 @@ class _Host:
             link.send(told)
         heard = len(self._hellos) + 1
 
-        def refuse(link: Link, _: Message) -> None:
+        def reject(link: Link, _: Message) -> None:
             nonlocal heard
             heard += 1
-            self._door.refuse(link, str(error))
+            self._door.reject(link, str(error))
 
         until = time.monotonic() + _LINGER_SECONDS
         while time.monotonic() < until and (self._door.waiting or heard < expected):
-            self._turn(selector, 0.2, refuse, _let_go)
+            self._turn(selector, 0.2, reject, _let_go)
         for link in self._links.values():
             link.close()
 
@@ -308,7 +308,7 @@ def double_sentence(first: Message, second: Message) -> str:
     )
 
 
-def _refuse_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
+def _validate_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
     """Asks whether another process 0 listens at the coordinator's address already.
 
     Raises:

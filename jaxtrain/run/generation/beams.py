@@ -19,7 +19,7 @@ from jaxtrain.models.model import TokenModel
 from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import LEAST_LENGTH, next_logits, padded, prefill, rounded
-from jaxtrain.run.generation.sampling import Drawing, adjusted, clip_float32, refuse_penalty
+from jaxtrain.run.generation.sampling import Drawing, adjusted, clip_float32, validate_penalty
 from jaxtrain.training.step import Program, TrainState
 
 NEVER = -1e9  # the score of what is no beam
@@ -50,7 +50,7 @@ class BeamSearch:
     def __post_init__(self) -> None:
         if self.beams < 1:
             raise UserError(f"--beams {self.beams}: use at least 1")
-        refuse_penalty(self.repetition_penalty)
+        validate_penalty(self.repetition_penalty)
 
     def drawing(self) -> Drawing:
         """What changes log-probabilities."""

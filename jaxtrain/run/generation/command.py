@@ -12,7 +12,7 @@ from jaxtrain.run.commands import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import converse
-from jaxtrain.run.generation.drafting import drafted, refuse_guesses
+from jaxtrain.run.generation.drafting import drafted, validate_guesses
 from jaxtrain.run.generation.published_defaults import Defaults, published_defaults
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable, show
@@ -31,7 +31,7 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
     _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
-    refuse_guesses(arguments)
+    validate_guesses(arguments)
     if arguments.chat:
         return converse(arguments, _sampling)
     if arguments.system is not None:

@@ -20,7 +20,7 @@ LOOKUP = "lookup"  # in the place of a draft's folder
 GUESSES = 4
 
 
-def refuse_guesses(arguments: argparse.Namespace) -> None:
+def validate_guesses(arguments: argparse.Namespace) -> None:
     """Raises UserError where what is requested beside guesses does not go with them."""
     if arguments.draft is None:
         if arguments.guesses is not None:
@@ -48,7 +48,7 @@ def drafted(
     were kept goes to standard error.
 
     Args:
-      arguments: the parsed command line, after `refuse_guesses`.
+      arguments: the parsed command line, after `validate_guesses`.
       trainer: the model's.
       prompts: each at least one character.
       sampling: how tokens are drawn.

@@ -97,11 +97,11 @@ def generate(
       UserError: the model is no language model, a prompt is empty, holds tokens that it does not
         have or does not fit into its context, or a number is out of its range.
     """
-    refuse_watched(sampling, watch)
+    validate_watch(sampling, watch)
     sizes, program = writes(model), for_texts(program)
     given = [checked(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
-    refuse_seed(seed)
+    validate_seed(seed)
     if batch_size < 1:
         raise UserError(f"--batch-size {batch_size}: use at least 1")
     answers: dict[int, Answer] = {}
@@ -172,7 +172,7 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
     return max_new_tokens
 
 
-def refuse_watched(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
+def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
     """Raises UserError where somebody watches a beam search."""
     if isinstance(sampling, BeamSearch) and watch is not None:
         raise UserError(
@@ -181,7 +181,7 @@ def refuse_watched(sampling: Sampling | BeamSearch, watch: Watch | None) -> None
         )
 
 
-def refuse_seed(seed: int) -> None:
+def validate_seed(seed: int) -> None:
     """Raises UserError where a seed has more than 32 bits."""
     if not 0 <= seed <= MAX_SEED:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")

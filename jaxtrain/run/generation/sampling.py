@@ -48,7 +48,7 @@ class Sampling:
             raise UserError(f"--top-p {self.top_p}: use a probability above 0 and at most 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise UserError(f"--min-p {self.min_p}: use a share of 0 to 1")
-        refuse_penalty(self.repetition_penalty)
+        validate_penalty(self.repetition_penalty)
 
     def drawing(self) -> Drawing:
         """The settings that change anything."""
@@ -68,7 +68,7 @@ def clip_float32(value: float | None) -> float | None:
     return None if value is None else min(max(value, float(_FLOAT32.tiny)), float(_FLOAT32.max))
 
 
-def refuse_penalty(penalty: float | None) -> None:
+def validate_penalty(penalty: float | None) -> None:
     """Raises UserError where a repetition penalty is none."""
     if penalty is not None and not penalty > 0:
         raise UserError(

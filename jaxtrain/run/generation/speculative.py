@@ -28,7 +28,7 @@ from jaxtrain.run.generation.decoding import (
     prefill,
     rounded,
 )
-from jaxtrain.run.generation.generate import checked, limit_of, refuse_seed, writes
+from jaxtrain.run.generation.generate import checked, limit_of, validate_seed, writes
 from jaxtrain.run.generation.sampling import Drawing, Sampling, adjusted
 from jaxtrain.training.step import Program, TrainState
 
@@ -199,7 +199,7 @@ def speculate(
     sizes, program = rolls_back(model), for_texts(program)
     text = checked(prompt, sizes)
     limit = limit_of(len(text), max_new_tokens, sizes)
-    refuse_seed(seed)
+    validate_seed(seed)
     K, V, key, drawing = guesser.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
     new = limit + K + 1  # the last pass may accept more than the limit
     guesser.begin(text, new=new, drawing=drawing)

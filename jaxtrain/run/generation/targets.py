@@ -27,7 +27,7 @@ from jaxtrain.run.generation import beams
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, for_texts, rounded
-from jaxtrain.run.generation.generate import Watch, refuse_seed, refuse_watched, written
+from jaxtrain.run.generation.generate import Watch, validate_seed, validate_watch, written
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.run.generation.write import encoded
@@ -147,13 +147,13 @@ def targets(
       UserError: a source is empty, holds tokens that the model does not have or does not fit into
         its context, or a number is out of its range.
     """
-    refuse_watched(sampling, watch)
+    validate_watch(sampling, watch)
     limit = _limit(max_new_tokens, sizes)
-    refuse_seed(seed)
+    validate_seed(seed)
     if batch_size < 1:
         raise UserError(f"--batch-size {batch_size}: use at least 1")
     for source in sources:
-        _refuse_source(source, sizes)
+        _validate_source(source, sizes)
     program, key, answers = for_texts(program), jax.random.key(seed), []
     with program.layout.active(), program.precision.products():
         for first in range(0, len(sources), batch_size):
@@ -197,7 +197,7 @@ def _limit(max_new_tokens: int | None, sizes: PairModel) -> int:
     return max_new_tokens
 
 
-def _refuse_source(source: Sequence[int], sizes: PairModel) -> None:
+def _validate_source(source: Sequence[int], sizes: PairModel) -> None:
     name, most = type(sizes).__name__, sizes.context_length
     if not len(source):
         raise UserError("--prompt is empty: give at least one character, the source")

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.key_table import unsupported
 from jaxtrain.config.untrusted import read_json_object
 from jaxtrain.models.weights import safetensors
@@ -19,7 +19,7 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.adapter_keys import KEYS
-from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
+from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import their_tensors
 from jaxtrain.training.finetune.few_bits import sides_of
 from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA
@@ -47,7 +47,7 @@ def write_adapter(
         or there are several processes, each of which has a part of them.
     """
     tuning = _tuning(program, f"--out {out}")
-    refuse_several_processes(out)
+    require_one_process(out)
     pairs = _names(config, program, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = their_shapes(names, _shapes(program, tuning))
@@ -66,7 +66,7 @@ def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.
       UserError: there is none, or one of another kind, rank, scale or shape than this run's.
     """
     tuning, folder = _tuning(program, f"Finetune.adapter={source!r}"), on_disk(source)
-    with refused_path(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
+    with path_errors(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
         said = read_json_object(folder / CONFIG)
         stored = safetensors.read_header(folder / WEIGHTS)
     pairs = _names(config, program, tuning)

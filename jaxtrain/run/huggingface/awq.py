@@ -34,7 +34,7 @@ from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
 from jaxtrain.run.huggingface.generation_files import generation_files
-from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
+from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA
@@ -69,7 +69,7 @@ def export_awq(
       UserError: the run is not held in 4 bits of even steps, the model is known nowhere else or its
         products are no linear layers there, or the folder cannot be made.
     """
-    refuse_several_processes(out)
+    require_one_process(out)
     tuning = program.tuning
     if not isinstance(tuning, FewBits) or tuning.kind != "int4" or isinstance(tuning, LoRA):
         raise UserError(
@@ -183,12 +183,12 @@ def _names(
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
         if together[0].ours not in tuning.few_bits:
-            _refuse_latents(theirs, variables[together[0].ours], architecture)
+            _validate_latents(theirs, variables[together[0].ours], architecture)
             found += together
             continue
         for line in together:
             axes = logical_axes(variables[line.ours])
-            _refuse_others(line, sides_of(axes)[0], architecture)
+            _validate_others(line, sides_of(axes)[0], architecture)
         stem = theirs.removesuffix("weight")
         for ours, part in _PARTS.items():
             found += [
@@ -198,7 +198,7 @@ def _names(
     return tuple(found)
 
 
-def _refuse_latents(theirs: str, variable: Any, architecture: str) -> None:
+def _validate_latents(theirs: str, variable: Any, architecture: str) -> None:
     """Raises UserError for a linear layer that is held in floats."""
     if "latent" in logical_axes(variable):
         raise UserError(
@@ -207,7 +207,7 @@ def _refuse_latents(theirs: str, variable: Any, architecture: str) -> None:
         )
 
 
-def _refuse_others(line: Name, inside: tuple[int, ...], architecture: str) -> None:
+def _validate_others(line: Name, inside: tuple[int, ...], architecture: str) -> None:
     """Raises UserError for what is stored [in, out] there, and no linear layer of PyTorch's."""
     letters, there = line.form.split("->")
     last = there[there.rindex("(") + 1 : -1] if there.endswith(")") else there[-1]

@@ -25,7 +25,7 @@ from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.generation.published_defaults import published_folder
 from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.generation_files import generation_files
-from jaxtrain.run.huggingface.new_folder import new_folder, refuse_several_processes
+from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program
@@ -66,7 +66,7 @@ def export_run(
       UserError: the model is known nowhere else, the folder cannot be made, or there are several
         processes, each of which has a part of the parameters.
     """
-    refuse_several_processes(out)
+    require_one_process(out)
     model = config.train.model
     carried = carried_along(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, remove_tree, write_atomically
+from jaxtrain.config.files import path_errors, remove_tree, write_atomically
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
@@ -23,7 +23,7 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run import resume
 from jaxtrain.run.ancestry import of_published
-from jaxtrain.run.checkpoint.retention import FOLDER, refuse_others
+from jaxtrain.run.checkpoint.retention import FOLDER, reject_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import RECEIPT, receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
@@ -58,7 +58,7 @@ def import_run(
     source = config.train.start_from
     assert source is not None, "not a configuration of hf:DIR"
     folder = published(source, named="SRC_DIR")
-    refuse_taken("--workdir", workdir)
+    require_free("--workdir", workdir)
     config = _with_own_tokenizer(config, folder, workdir)
     if config.mesh.simulated_devices:
         simulate_devices(config.mesh.simulated_devices)
@@ -83,7 +83,7 @@ def _write(
     console: Console,
     say: Callable[[str], None],
 ) -> receipt.Receipt:
-    with refused_path(f"--workdir {workdir}", needs="use a folder that can be made and written"):
+    with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         carried = workdir / CARRIED_FOLDER
         if isinstance(carried, Path):
             carried.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def whole_or_absent(workdir: Place) -> Iterator[None]:
         raise
 
 
-def refuse_taken(named: str, workdir: Place) -> None:
+def require_free(named: str, workdir: Place) -> None:
     """Raises UserError where a new run's folder holds one already, or cannot be made.
 
     Args:
@@ -160,8 +160,8 @@ def refuse_taken(named: str, workdir: Place) -> None:
     """
     if isinstance(workdir, BucketPath):
         require(named, workdir)
-    with refused_path(f"{named} {workdir}", needs="use a folder that can be made and written"):
-        refuse_others(workdir)
+    with path_errors(f"{named} {workdir}", needs="use a folder that can be made and written"):
+        reject_others(workdir)
         if (workdir / "config.gin").exists() or (workdir / "checkpoints").exists():
             raise UserError(f"{named} {workdir}: there is a run already; name a folder that is new")
 

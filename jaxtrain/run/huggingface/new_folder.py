@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, remove_tree
+from jaxtrain.config.files import path_errors, remove_tree
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
       UserError: the folder holds something already, or cannot be made.
     """
     folder = on_disk(out)
-    with refused_path(f"--out {out}", needs="name a folder that can be made"):
+    with path_errors(f"--out {out}", needs="name a folder that can be made"):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {out} is there already; name a folder that is new")
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
         remove_tree(beside)
 
 
-def refuse_several_processes(out: str) -> None:
+def require_one_process(out: str) -> None:
     """Raises UserError in a run of several processes, each of which has a part of the arrays."""
     if jax.process_count() > 1:
         raise UserError(

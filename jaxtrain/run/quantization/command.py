@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import refused_path, write_atomically
+from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import token_model
 from jaxtrain.models.weights.folder import TOKENIZER
@@ -28,7 +28,7 @@ from jaxtrain.run.generation.write import tokenizer_of
 from jaxtrain.run.huggingface.exporting import carried_along
 from jaxtrain.run.huggingface.importing import (
     CARRIED_FOLDER,
-    refuse_taken,
+    require_free,
     save_first,
     whole_or_absent,
 )
@@ -40,7 +40,7 @@ from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merged, on_host, placed
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, refuse_blocks
+from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, validate_blocks
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
@@ -70,7 +70,7 @@ def quantize(arguments: argparse.Namespace) -> int:
             f"--group-size {group}: two codes share a byte; the nearest even number is {near}"
         )
     console, out = terminal(), place(arguments.out)
-    refuse_taken("--out", out)
+    require_free("--out", out)
     trainer = open_run(arguments, console=console)
     few_bits = "int8" if bits == 8 else "int4"
     write_quantized(
@@ -117,7 +117,7 @@ def write_quantized(
     config = _config(trainer, few_bits, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]
     if few_bits == "int4":
-        for refusal in refuse_blocks(shapes, layout, few_bits, group, says=_OPTIONS):
+        for refusal in validate_blocks(shapes, layout, few_bits, group, says=_OPTIONS):
             raise UserError(refusal)
     preflight.check(
         config, device_count=trainer.mesh.size, platform=platform_of_device(device),
@@ -140,7 +140,7 @@ def write_quantized(
     extra = resume.describe_parameters(config, program, trainer.ancestors)
     del extra["only_parameters"]
     with whole_or_absent(out):
-        with refused_path(f"--out {out}", needs="use a folder that can be made and written"):
+        with path_errors(f"--out {out}", needs="use a folder that can be made and written"):
             if isinstance(out, Path):
                 (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
             for name, content in carried_along(trainer.config, trainer.workdir).items():
@@ -163,7 +163,7 @@ def _scale(
             f"--calibrate {text}: the weights of a @Llama() are scaled, and this model is a "
             f"@{type(sizes).__name__}(); leave it out, and they are rounded as they are"
         )
-    with refused_path(f"--calibrate {text}", needs="name a text file that can be read"):
+    with path_errors(f"--calibrate {text}", needs="name a text file that can be read"):
         content = on_disk(text).read_text(encoding="utf-8", errors="replace")
     tokens = tokenizer_of(trainer.config.train, command="quantize").encode(content)
     if not tokens:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import refused_path, writable, write_atomically
+from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
 from jaxtrain.run.run_folders import runs_in
 from jaxtrain.run.show.progress import say
@@ -83,7 +83,7 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
     distinguishes them."""
     found = []
     for folder, workdir in _workdirs(folders):
-        with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):
+        with path_errors(f"plot {folder}", needs="use a run's folder that can be read"):
             lines = lines_of(workdir)
             if not lines:
                 near = workdir.parent if isinstance(workdir, Path) else Path()
@@ -101,7 +101,7 @@ def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, Place]]:
     """Runs' folders: those that are named, and those in folders that hold runs."""
     for folder in folders:
         workdir = place(folder)
-        with refused_path(f"plot {folder}", needs="use a run's folder that can be read"):
+        with path_errors(f"plot {folder}", needs="use a run's folder that can be read"):
             is_folder = isinstance(workdir, Path) and workdir.is_dir()
             is_run = not is_folder or (workdir / METRICS_FILE).is_file()
             inside = [] if is_run else runs_in(workdir, METRICS_FILE)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.graphs import Graph, sides
@@ -89,8 +89,8 @@ class Exchange:
             )
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"Exchange.outer_momentum={self.outer_momentum}; use 0 to below 1")
-        refuse_below(0, self, "staleness", "compensation", "delay")
-        refuse_below(1, self, "rank", "fragments")
+        require_at_least(0, self, "staleness", "compensation", "delay")
+        require_at_least(1, self, "rank", "fragments")
         if not 0 <= self.mixing < 1:
             raise UserError(f"Exchange.mixing={self.mixing}; use 0 to below 1")
         if not 0 < self.keep <= 1:
@@ -102,7 +102,7 @@ class Exchange:
         return self.fragments > 1 or self.delay > 0 or self.mixing > 0
 
 
-def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
+def validate(settings: Exchange, layout: Layout | None) -> Iterator[str]:
     """A sentence for each reason why these settings cannot be used; None: there is no mesh."""
     method = settings.method
     for field in dataclasses.fields(settings):
@@ -115,12 +115,12 @@ def refuse(settings: Exchange, layout: Layout | None) -> Iterator[str]:
             f"{field.default!r} or set Exchange.method to {' or '.join(map(repr, readers))}"
         )
     if method == "diloco":
-        yield from _refuse_turns(settings)
+        yield from _validate_turns(settings)
     if settings.graph == "torus" and layout is not None:
-        yield from _refuse_torus(layout.mesh.shape["data"])
+        yield from _validate_torus(layout.mesh.shape["data"])
 
 
-def _refuse_torus(replicas: int) -> Iterator[str]:
+def _validate_torus(replicas: int) -> Iterator[str]:
     """Where replicas are no grid."""
     if replicas > 1 and 1 in sides(replicas):
         yield (
@@ -129,7 +129,7 @@ def _refuse_torus(replicas: int) -> Iterator[str]:
         )
 
 
-def _refuse_turns(settings: Exchange) -> Iterator[str]:
+def _validate_turns(settings: Exchange) -> Iterator[str]:
     """Where a period has no room for the turns of all fragments, or a fragment for its way."""
     period = settings.period
     if settings.fragments > period:

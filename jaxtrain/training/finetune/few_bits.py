@@ -119,7 +119,7 @@ def can_adapt(variable: Any) -> bool:
     return is_weight and role_of(variable) is None and set(axes[1:]) <= {"embed", *_SIDES}
 
 
-def refuse_blocks(
+def validate_blocks(
     shapes: nnx.State, layout: Layout | None, kind: Kind, group: int, *, says: Ways = SETTINGS
 ) -> Iterator[str]:
     """A sentence that names all weights whose blocks of nf4, or groups of int4, would be cut, by

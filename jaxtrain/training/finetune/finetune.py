@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 import jax
 from flax import nnx
 
-from jaxtrain.config.errors import UserError, did_you_mean, refuse_below, refuse_not_positive
+from jaxtrain.config.errors import UserError, did_you_mean, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
-from jaxtrain.nn.dropout import refuse_rate
+from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.products.quantized import BLOCK
 from jaxtrain.parallel.sharding import Layout, by_name
-from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, refuse_blocks
+from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, validate_blocks
 from jaxtrain.training.finetune.lora import LoRA, targets_of
 from jaxtrain.training.finetune.tuning import Tuning
 
@@ -67,17 +67,17 @@ class Finetune:
     adapter: Annotated[str | None, PathOr()] = None
 
     def __post_init__(self) -> None:
-        refuse_below(1, self, "lora_rank")
+        require_at_least(1, self, "lora_rank")
         for pattern, step in self.unfreeze.items():
             if step < 0:
                 raise UserError(f"Finetune.unfreeze: {pattern!r} has {step}; use 0 or more steps")
-        refuse_not_positive(self, "lora_alpha")
+        require_positive(self, "lora_alpha")
         if self.lora_rank is not None and self.freeze:
             raise UserError(
                 f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
                 "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
             )
-        refuse_below(2, self, "few_bits_group")
+        require_at_least(2, self, "few_bits_group")
         if self.few_bits_group % 2:
             raise UserError(
                 f"Finetune.few_bits_group={self.few_bits_group}: two codes share a byte; the "
@@ -90,7 +90,7 @@ class Finetune:
                 "beside weights in Precision.params; set Finetune.lora_rank, such as 16, and "
                 "Finetune.few_bits='none'"
             )
-        refuse_rate(self, "lora_dropout", self.lora_dropout)
+        validate_rate(self, "lora_dropout", self.lora_dropout)
         if self.lora_dropout and (self.lora_rank is None or self.lora_magnitudes):
             other = "lora_rank=None" if self.lora_rank is None else "lora_magnitudes=True"
             raise UserError(
@@ -104,7 +104,7 @@ class Finetune:
             )
 
 
-def refuse(
+def validate(
     settings: Finetune,
     shapes: Callable[[], nnx.State],
     *,
@@ -127,7 +127,7 @@ def refuse(
                 f"Finetune.fresh={settings.fresh!r} with Train.start_from=None: all parameters are "
                 "drawn; use Finetune.fresh=(), or name what the others come from"
             )
-        yield from _refuse_unmatched("fresh", settings.fresh, list(by_name(shapes())))
+        yield from _validate_unmatched("fresh", settings.fresh, list(by_name(shapes())))
     holds_few = settings.few_bits != "none"
     if settings.lora_rank is None and not settings.freeze and not holds_few:
         return
@@ -142,13 +142,13 @@ def refuse(
             "beside quantized weights only adapters are trained; use Finetune.freeze=()"
         )
     if settings.lora_rank is not None or holds_few:
-        yield from _refuse_layers(settings, shapes(), layout)
+        yield from _validate_layers(settings, shapes(), layout)
     if settings.lora_rank is not None:
-        yield from _refuse_adapters(settings, shapes())
+        yield from _validate_adapters(settings, shapes())
     if not settings.freeze:
         return
     known = list(by_name(shapes()))
-    yield from _refuse_unmatched("freeze", settings.freeze, known)
+    yield from _validate_unmatched("freeze", settings.freeze, known)
     if len(matching(settings.freeze, known)) == len(known):
         yield (
             f"Finetune.freeze={settings.freeze!r} matches all {len(known)} parameters, and nothing "
@@ -156,7 +156,7 @@ def refuse(
         )
 
 
-def _refuse_unmatched(
+def _validate_unmatched(
     setting: str, patterns: Iterable[str], known: Collection[str]
 ) -> Iterator[str]:
     for pattern in patterns:
@@ -167,7 +167,7 @@ def _refuse_unmatched(
             )
 
 
-def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
+def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
     """What holds for adapters and for quantized weights."""
     wanted = f"lora_rank={settings.lora_rank}"
     if settings.lora_rank is None:
@@ -178,7 +178,7 @@ def _refuse_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None)
             "stand beside and codes stand for; use Finetune.freeze to train a part of it"
         )
     if settings.few_bits in ("nf4", "int4"):
-        yield from refuse_blocks(shapes, layout, settings.few_bits, _group_of(settings))
+        yield from validate_blocks(shapes, layout, settings.few_bits, _group_of(settings))
 
 
 def _group_of(settings: Finetune) -> int:
@@ -186,7 +186,7 @@ def _group_of(settings: Finetune) -> int:
     return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
 
 
-def _refuse_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
+def _validate_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
     able = [name for name, variable in by_name(shapes).items() if can_adapt(variable)]
     if not able:
         return
@@ -221,7 +221,7 @@ def tuning_of(
         return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
-    found = list(refuse(own, lambda: shapes))
+    found = list(validate(own, lambda: shapes))
     if found:
         raise UserError("\n".join(found))
     names, rank = by_name(shapes), settings.lora_rank

@@ -17,7 +17,7 @@ from jaxtrain.nn.predictor import Predictor
 from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
-from jaxtrain.training.objectives.own_batch import refuse_form
+from jaxtrain.training.objectives.own_batch import validate_form
 
 
 class AnswerObjective(Objective[Predictor]):
@@ -68,7 +68,7 @@ class AnswerObjective(Objective[Predictor]):
         answers_BC = jax.tree.map(kept, answers_BC)
         return self.of_answers(answers_BC, batch, settings, train=train)
 
-    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+    def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Images [B, H, W, C] with the model's channels, or vectors [B, D] of its features."""
         del settings, layout
         shape = (
@@ -76,18 +76,18 @@ class AnswerObjective(Objective[Predictor]):
             if reads_images(model)
             else ("B", vector_model(model).features)
         )
-        found = list(refuse_form(batch, "inputs", "float32", shape))
+        found = list(validate_form(batch, "inputs", "float32", shape))
         if not found:
             rows = batch.inputs.shape[0]
-            found += self.refuse_answers(batch, model, rows)
-            found += refuse_form(batch, "loss_mask", "float32", self.counted_form(batch, rows))
+            found += self.validate_answers(batch, model, rows)
+            found += validate_form(batch, "loss_mask", "float32", self.counted_form(batch, rows))
         found += [
             f"Batch.{name} is not None; {model.inputs} have no documents"
             for name in ("segment_ids", "positions")
             if getattr(batch, name) is not None
         ]
         if not found:
-            found += self.refuse_numbers(batch, model)
+            found += self.validate_numbers(batch, model)
         yield from found
 
     def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
@@ -96,11 +96,11 @@ class AnswerObjective(Objective[Predictor]):
         return (rows,)
 
     @abc.abstractmethod
-    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
         """Targets of another form."""
 
     @abc.abstractmethod
-    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+    def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
         """Targets out of bounds, in a batch of the right form."""
 
 

@@ -17,7 +17,7 @@ from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.confusion import evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses
 from jaxtrain.training.objectives.objective import TellsLogits
-from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
@@ -62,7 +62,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
             sums |= jax.tree.map(lambda *x: sum(x[1:], x[0]), *of_labels)
         return sums
 
-    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+    def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Numbers, which have no class."""
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             name = type(model).__name__
@@ -83,21 +83,23 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         answers_BC, _ = model(batch.inputs, statistics, execution, train=False)
         return answers_BC.astype(jnp.float32)
 
-    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
         """Labels [B], or several of each example [B, labels]."""
         several = np.ndim(batch.targets) == 2
-        yield from refuse_form(batch, "targets", "int32", (rows, "labels") if several else (rows,))
+        yield from validate_form(
+            batch, "targets", "int32", (rows, "labels") if several else (rows,)
+        )
 
     def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
         """One number a label: by how much it counts."""
         return np.shape(batch.targets)
 
-    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+    def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
         """Labels of the model's classes."""
         name, classes = classes_of(model)
         why = f" ({type(model).__name__}.{name}={classes})"
-        yield from refuse_values(batch, "loss_mask", 0, None)
-        yield from refuse_values(batch, "targets", 0, classes - 1, why=why, counted=True)
+        yield from validate_values(batch, "loss_mask", 0, None)
+        yield from validate_values(batch, "targets", 0, classes - 1, why=why, counted=True)
 
 
 def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config.buckets import place
-from jaxtrain.config.errors import UserError, refuse_not_positive
+from jaxtrain.config.errors import UserError, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.config.values import PathOr
@@ -23,7 +23,13 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import Transformer, hidden, logits
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
-from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, perplexity, refuse_unread
+from jaxtrain.training.objectives.losses import (
+    Loss,
+    Sums,
+    cross_entropy,
+    perplexity,
+    validate_unread,
+)
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 from jaxtrain.training.settings import load_config
@@ -55,7 +61,7 @@ class Distillation(TokenObjective):
     own: ClassVar[tuple[str, ...]] = ("loss", "cross_entropy", "divergence")
 
     def __post_init__(self) -> None:
-        refuse_not_positive(self, "temperature")
+        require_positive(self, "temperature")
         if not 0 <= self.share <= 1:
             raise UserError(f"Distillation.share={self.share}; use 0 to 1, such as 0.5")
         if self.teacher_zero not in (None, 0, 1, 2, 3):
@@ -103,11 +109,11 @@ class Distillation(TokenObjective):
             tuning, frozen=tuning.frozen | names, teacher_zero=self.teacher_zero
         )
 
-    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy alone."""
-        yield from refuse_unread(settings, "Train.objective=@Distillation()")
+        yield from validate_unread(settings, "Train.objective=@Distillation()")
 
-    def refuse_run(self, model: Model, *, length: int) -> Iterator[str]:
+    def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
         """Another vocabulary, and what does not hold a teacher."""
         theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:

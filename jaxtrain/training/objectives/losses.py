@@ -102,7 +102,7 @@ def losses(
     return jnp.where(counts, of_targets, 0.0) * mask
 
 
-def refuse_unread(settings: Loss, objective: str) -> Iterator[str]:
+def validate_unread(settings: Loss, objective: str) -> Iterator[str]:
     """A sentence for each setting that is not at its default, where an objective reads none."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
@@ -113,7 +113,7 @@ def refuse_unread(settings: Loss, objective: str) -> Iterator[str]:
             )
 
 
-def refuse(settings: Loss, *, length: int, context: int) -> Iterator[str]:
+def validate(settings: Loss, *, length: int, context: int) -> Iterator[str]:
     """A sentence where no chunk is like the one asked for; arguments as of `settle`."""
     chunk = settings.chunk_size
     if chunk is None:

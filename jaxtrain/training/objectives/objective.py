@@ -51,9 +51,18 @@ class Objective(abc.ABC, Generic[M]):
     refers: ClassVar[bool] = False
     evaluated: ClassVar[tuple[str, ...]] = ("weight",)
 
-    def refuse_model(self, model: Model) -> Iterator[str]:
+    def __init_subclass__(cls, **settings: Any) -> None:
+        """Raises TypeError where a check has its name of 0.2.0, by which nobody calls it now."""
+        super().__init_subclass__(**settings)
+        for name in vars(cls):
+            if name.partition("_")[0] == "refuse":
+                raise TypeError(
+                    f"{cls.__name__}.{name} is called validate{name[6:]} now: rename it"
+                )
+
+    def validate_model(self, model: Model) -> Iterator[str]:
         """Why a model, which names this objective, cannot be trained to it: what it reads."""
-        yield from self.refuse_inputs(model)
+        yield from self.validate_inputs(model)
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
         """What is learned from, out of what a data source opened: the same, or examples of another
@@ -82,7 +91,7 @@ class Objective(abc.ABC, Generic[M]):
         """What is trained of it, where `tuning` is what is trained of the model."""
         return tuning
 
-    def refuse_run(self, model: Model, *, length: int) -> Iterator[str]:
+    def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
         """Why a run cannot train to it.
 
         Args:
@@ -129,7 +138,7 @@ class Objective(abc.ABC, Generic[M]):
         return batch
 
     @abc.abstractmethod
-    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+    def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Why a batch of your own cannot be learned from, but for the number of its rows.
 
         Args:
@@ -139,13 +148,13 @@ class Objective(abc.ABC, Generic[M]):
           layout: where the batch goes.
         """
 
-    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
         """Why the loss's settings are not its own."""
         del settings
         yield from ()
 
     @final
-    def refuse_reference(self, batch: Batch, named: str) -> Iterator[str]:
+    def validate_reference(self, batch: Batch, named: str) -> Iterator[str]:
         """A batch that has a reference where none is requested, or has none where one is.
 
         Args:
@@ -163,7 +172,7 @@ class Objective(abc.ABC, Generic[M]):
                 "apart; use Train.objective=@DPO()"
             )
 
-    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+    def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Yield why targets of this shape and dtype, which the data give, cannot be predicted."""
         del targets, model
         yield from ()
@@ -196,7 +205,7 @@ class Objective(abc.ABC, Generic[M]):
         return {f"eval_{name}": value for name, value in told.items()}
 
     @final
-    def refuse_inputs(self, model: Model) -> Iterator[str]:
+    def validate_inputs(self, model: Model) -> Iterator[str]:
         """A model that reads something else than this is made of."""
         if model.inputs not in self.inputs:
             name, wanted = type(model).__name__, " or ".join(self.inputs)

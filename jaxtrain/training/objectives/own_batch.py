@@ -16,7 +16,7 @@ from jaxtrain.data.batch import Batch
 DTYPES = {"int32": jnp.integer, "float32": jnp.floating}
 
 
-def refuse_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str]) -> Iterator[str]:
+def validate_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str]) -> Iterator[str]:
     """A field that is no array, or one of another dtype or shape.
 
     Args:
@@ -45,7 +45,7 @@ def _fits(shape: tuple[int, ...], wanted: Sequence[int | str]) -> bool:
     return all(n > 0 if isinstance(w, str) else n == w for n, w in zip(shape, wanted, strict=True))
 
 
-def refuse_values(
+def validate_values(
     batch: Batch, name: str, least: int, most: int | None, *, why: str = "", counted: bool = False
 ) -> Iterator[str]:
     """The first number of a field that is out of bounds.

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.text.preferences import CHOSEN
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer import Transformer, logits
-from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, refuse_unread
+from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, validate_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
 
@@ -43,11 +43,11 @@ class DPO(TokenObjective):
     refers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        refuse_not_positive(self, "beta")
+        require_positive(self, "beta")
 
-    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy."""
-        yield from refuse_unread(settings, "Train.objective=@DPO()")
+        yield from validate_unread(settings, "Train.objective=@DPO()")
 
     def weight(self, batch: Batch) -> jax.Array:
         """The pairs that count."""

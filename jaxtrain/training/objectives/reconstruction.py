@@ -19,12 +19,12 @@ class Reconstruction(Regression):
         """The inputs."""
         return batch.inputs
 
-    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+    def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Nothing."""
         del targets, model
         yield from ()
 
-    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
         """Nothing."""
         del batch, model, rows
         yield from ()

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, vector_model
 from jaxtrain.training.objectives.answers import AnswerObjective
-from jaxtrain.training.objectives.losses import Loss, Sums, refuse_unread
-from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.losses import Loss, Sums, validate_unread
+from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 
@@ -42,12 +42,12 @@ class Regression(AnswerObjective):
             "absolute_error": (jnp.abs(off_BK).mean(-1) * batch.loss_mask).sum(),
         }
 
-    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
         """What is of a cross entropy; no answer has places for chunks."""
         unchunked = dataclasses.replace(settings, chunk_size=None)
-        yield from refuse_unread(unchunked, f"the objective {self.name!r}")
+        yield from validate_unread(unchunked, f"the objective {self.name!r}")
 
-    def refuse_targets(self, targets: Any, model: Model) -> Iterator[str]:
+    def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
         """Labels, or another count of numbers."""
         name, outputs = type(model).__name__, vector_model(model).outputs
         if jnp.issubdtype(targets.dtype, jnp.integer):
@@ -61,11 +61,11 @@ class Regression(AnswerObjective):
                 f" set the last of {name}.widths to {targets.shape[-1]}"
             )
 
-    def refuse_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
         """Yield why targets are not [B, K] with the model's number of outputs."""
-        yield from refuse_form(batch, "targets", "float32", (rows, vector_model(model).outputs))
+        yield from validate_form(batch, "targets", "float32", (rows, vector_model(model).outputs))
 
-    def refuse_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+    def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
         """A mask below 0, or not finite."""
         del model
-        yield from refuse_values(batch, "loss_mask", 0, None)
+        yield from validate_values(batch, "loss_mask", 0, None)

@@ -21,7 +21,7 @@ from jaxtrain.nn.transformer import logits, padded_logits, vocabulary
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits
-from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 
@@ -114,26 +114,26 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         del statistics
         return logits(model, hidden(model, batch, execution)).astype(jnp.float32)
 
-    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+    def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Targets' fields [B, T] and sources' [B, S], of tokens that the model has."""
-        found = list(refuse_form(batch, "inputs", "int32", ("B", "T")))
+        found = list(validate_form(batch, "inputs", "int32", ("B", "T")))
         if not found:
             shape = batch.inputs.shape
-            found += refuse_form(batch, "targets", "int32", shape)
-            found += refuse_form(batch, "loss_mask", "float32", shape)
-            found += refuse_form(batch, "segment_ids", "int32", shape)
-            found += refuse_form(batch, "source", "int32", (shape[0], "S"))
+            found += validate_form(batch, "targets", "int32", shape)
+            found += validate_form(batch, "loss_mask", "float32", shape)
+            found += validate_form(batch, "segment_ids", "int32", shape)
+            found += validate_form(batch, "source", "int32", (shape[0], "S"))
         if batch.positions is not None:
             found.append("Batch.positions is not None; a pair's tokens stand where they stand")
         if not found:
             assert batch.source is not None, "looked at before"
-            found += refuse_form(batch, "source_segment_ids", "int32", batch.source.shape)
+            found += validate_form(batch, "source_segment_ids", "int32", batch.source.shape)
         if not found:
-            found += _refuse_tokens(batch, pair_model(model))
+            found += _validate_tokens(batch, pair_model(model))
         if not found and batch.answers is not None:
-            found += refuse_answers(layout)
+            found += validate_answers(layout)
             for answer in _answers(batch):
-                found += self.refuse(answer, model, settings, layout)
+                found += self.validate(answer, model, settings, layout)
         yield from found
 
 
@@ -188,7 +188,7 @@ def _answers(batch: Batch) -> Iterator[Batch]:
     return (dataclasses.replace(answer, **sources) for answer in batch.answers or ())
 
 
-def refuse_answers(layout: Layout) -> Iterator[str]:
+def validate_answers(layout: Layout) -> Iterator[str]:
     """Why several answers cannot be distinguished on a mesh."""
     if layout.mesh.shape["pipe"] > 1:
         yield (
@@ -197,7 +197,7 @@ def refuse_answers(layout: Layout) -> Iterator[str]:
         )
 
 
-def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
+def _validate_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
     name, last = type(model).__name__, model.vocab_size - 1
     why = f" ({name}.vocab_size={model.vocab_size})"
     for field in ("inputs", "source"):
@@ -207,11 +207,11 @@ def _refuse_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
                 f"Batch.{field} has rows of {length} tokens; use at most {model.context_length} "
                 f"({name}.context_length)"
             )
-        yield from refuse_values(batch, field, 0, last, why=why)
-    yield from refuse_values(batch, "targets", 0, last, why=why, counted=True)
-    yield from refuse_values(batch, "loss_mask", 0, None)
+        yield from validate_values(batch, field, 0, last, why=why)
+    yield from validate_values(batch, "targets", 0, last, why=why, counted=True)
+    yield from validate_values(batch, "loss_mask", 0, None)
     # A recurrent decoder resumes from the states after its row's one source.
     most = 1 if model.attention is None else None
     why = f" ({name} reads one pair a row)" if most else ""
-    yield from refuse_values(batch, "segment_ids", 0, most, why=why)
-    yield from refuse_values(batch, "source_segment_ids", 0, most, why=why)
+    yield from validate_values(batch, "segment_ids", 0, most, why=why)
+    yield from validate_values(batch, "source_segment_ids", 0, most, why=why)

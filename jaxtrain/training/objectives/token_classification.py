@@ -13,7 +13,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import ClassModel, Model, TokenModel
 from jaxtrain.nn.transformer import Transformer, logits
 from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
-from jaxtrain.training.objectives.losses import Loss, Sums, losses, refuse_unread
+from jaxtrain.training.objectives.losses import Loss, Sums, losses, validate_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
@@ -30,10 +30,10 @@ class TokenClassification(TokenObjective):
     own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", f"top{TOP}_accuracy", CONFUSION)
     labels: ClassVar[bool] = True
 
-    def refuse_loss(self, settings: Loss) -> Iterator[str]:
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
         """Chunks: the logits are few."""
         chunks = Loss(chunk_size=settings.chunk_size)
-        yield from refuse_unread(chunks, f"the objective {self.name!r}")
+        yield from validate_unread(chunks, f"the objective {self.name!r}")
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool

@@ -40,7 +40,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits, objective_named
-from jaxtrain.training.objectives.own_batch import refuse_form, refuse_values
+from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -110,10 +110,10 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         return batch
 
     @final
-    def refuse_model(self, model: Model) -> Iterator[str]:
+    def validate_model(self, model: Model) -> Iterator[str]:
         """One that does not read tokens, that says of its attention what this mask is not, or that
         has modules which would not be trained."""
-        yield from self.refuse_inputs(model)
+        yield from self.validate_inputs(model)
         name = type(model).__name__
         if isinstance(model, MultiTokenModel) and not self.tells_further:
             told = model.predicted_tokens
@@ -210,7 +210,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         return logits(model, h_BTD).astype(jnp.float32)
 
     @final
-    def refuse(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+    def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Five fields [B, T], of which segment_ids may be None, of tokens that the model has.
 
         Inputs are looked at everywhere, in padding too; targets where they count.
@@ -218,26 +218,28 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         features = features_of(model)
         dtype = "int32" if features is None else "float32"
         of_place = () if features is None else (features,)
-        found = list(refuse_form(batch, "inputs", dtype, ("B", "T", *of_place)))
+        found = list(validate_form(batch, "inputs", dtype, ("B", "T", *of_place)))
         if not found:
             shape = batch.inputs.shape[:2]
-            found += refuse_form(batch, "targets", "int32", shape)
-            found += refuse_form(batch, "loss_mask", "float32", shape)
-            found += refuse_form(batch, "positions", "int32", shape)
+            found += validate_form(batch, "targets", "int32", shape)
+            found += validate_form(batch, "loss_mask", "float32", shape)
+            found += validate_form(batch, "positions", "int32", shape)
             if batch.segment_ids is not None:
-                found += refuse_form(batch, "segment_ids", "int32", shape)
-            found += self.refuse_reference(batch, "Batch")
+                found += validate_form(batch, "segment_ids", "int32", shape)
+            found += self.validate_reference(batch, "Batch")
             if batch.reference is not None:
-                found += refuse_form(batch, "reference", "float32", shape)
+                found += validate_form(batch, "reference", "float32", shape)
         if not found:
             length = batch.inputs.shape[1]
-            found += _refuse_length(length, token_model(model), settings, layout)
+            found += _validate_length(length, token_model(model), settings, layout)
         if not found:
-            found += _refuse_tokens(batch, token_model(model), self.told(token_model(model)))
+            found += _validate_tokens(batch, token_model(model), self.told(token_model(model)))
         yield from found
 
 
-def _refuse_length(length: int, model: TokenModel, settings: Loss, layout: Layout) -> Iterator[str]:
+def _validate_length(
+    length: int, model: TokenModel, settings: Loss, layout: Layout
+) -> Iterator[str]:
     said = f"Batch.inputs has sequences of {length} tokens"
     if length > model.context_length:
         name = type(model).__name__
@@ -251,19 +253,19 @@ def _refuse_length(length: int, model: TokenModel, settings: Loss, layout: Layou
             yield f"{said}, no multiple of {parts} ({of}); the nearest is {nearest}"
 
 
-def _refuse_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> Iterator[str]:
+def _validate_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> Iterator[str]:
     name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, told
     of_targets = f" ({name}.{setting}={count})"
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
     of_context = f" ({name}.context_length={model.context_length})"
-    yield from refuse_values(batch, "loss_mask", 0, None)
+    yield from validate_values(batch, "loss_mask", 0, None)
     if features_of(model) is None:
-        yield from refuse_values(batch, "inputs", 0, last, why=of_vocabulary)
+        yield from validate_values(batch, "inputs", 0, last, why=of_vocabulary)
     elif isinstance(batch.inputs, np.ndarray) and not np.isfinite(batch.inputs).all():
         yield "Batch.inputs has what is no finite number; use finite ones, in padding too"
-    yield from refuse_values(batch, "targets", 0, count - 1, why=of_targets, counted=True)
-    yield from refuse_values(batch, "positions", 0, model.context_length - 1, why=of_context)
-    yield from refuse_values(batch, "segment_ids", 0, None)
+    yield from validate_values(batch, "targets", 0, count - 1, why=of_targets, counted=True)
+    yield from validate_values(batch, "positions", 0, model.context_length - 1, why=of_context)
+    yield from validate_values(batch, "segment_ids", 0, None)
 
 
 def reserved_tokens(model: Model) -> int:

@@ -34,7 +34,7 @@ class Offload:
     gradients: Literal["none", "host"] = "none"
 
 
-def refuse(settings: Offload) -> Iterator[str]:
+def validate(settings: Offload) -> Iterator[str]:
     """Yields an error message where parameters are to lie on disk."""
     if settings.parameters == "disk":
         yield (

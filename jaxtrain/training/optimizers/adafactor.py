@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.direction import DirectionRule
@@ -49,7 +49,7 @@ class Adafactor(DirectionRule):
     epsilon: float = 1e-3
 
     def __post_init__(self) -> None:
-        refuse_not_positive(self, "decay_power", "clip", "epsilon")
+        require_positive(self, "decay_power", "clip", "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(self._init, self._update)

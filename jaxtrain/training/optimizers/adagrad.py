@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import DirectionRule
 
@@ -37,7 +37,7 @@ class Adagrad(DirectionRule):
     epsilon: float = 1e-10
 
     def __post_init__(self) -> None:
-        refuse_not_positive(self, "epsilon")
+        require_positive(self, "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(_init, self._update)

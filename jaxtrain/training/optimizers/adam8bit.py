@@ -52,10 +52,10 @@ class Adam8bit(AdamRule):
         blocks = eight_bits.blocks_of(shape, axes)
         return (Kept(shape, axes, "uint8"), Kept(blocks, axes, "float32")) * 2
 
-    def refuse_layout(self, params: Any, layout: Layout) -> Iterator[str]:
+    def validate_layout(self, params: Any, layout: Layout) -> Iterator[str]:
         """A sentence for each kind of matrix whose blocks the layout cuts through."""
         variables = jax.tree.leaves(params, is_leaf=is_variable)
-        return eight_bits.refuse([v for v in variables if is_matrix(v)], layout)
+        return eight_bits.validate([v for v in variables if is_matrix(v)], layout)
 
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
-from jaxtrain.training.optimizers.rule import refuse_rate
+from jaxtrain.training.optimizers.rule import validate_rate
 
 
 class Sensitivities(NamedTuple):
@@ -45,7 +45,7 @@ class AdamSAGE(AdamRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_rate(self, "b3")
+        validate_rate(self, "b3")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(_init, self._update)

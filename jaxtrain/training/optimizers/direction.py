@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
 
 
 class DirectionRule(Rule):
@@ -57,8 +57,8 @@ class AdamRule(DirectionRule):
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
-        refuse_not_positive(self, "epsilon")
+        validate_rate(self, "b1", "b2")
+        require_positive(self, "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
         """Adam's: m / (sqrt(v) + epsilon), both debiased (arXiv 1412.6980)."""

@@ -3,7 +3,7 @@
 The values are the dynamic map of bitsandbytes (arXiv 2110.02861, section 2.2): seven decades up to
 1, the lower with fewer steps, so that small numbers keep their size and large ones their digits.
 A block is a box of at most 256 neighbouring numbers. Its sides follow from the array's shape and
-axes alone, the same on every mesh, and no mesh that `refuse` lets pass cuts through one.
+axes alone, the same on every mesh, and no mesh that `validate` lets pass cuts through one.
 """
 
 import functools
@@ -92,7 +92,7 @@ def first(variable: Any, *, signed: bool) -> Coded:
     )
 
 
-def refuse(params: Any, layout: Layout) -> Iterator[str]:
+def validate(params: Any, layout: Layout) -> Iterator[str]:
     """A sentence for each kind of matrix whose blocks a layout cuts through.
 
     Args:

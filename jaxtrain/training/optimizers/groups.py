@@ -166,7 +166,7 @@ def add_penalties(l1: float, l2: float) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: each_named(one, params, updates))
 
 
-def refuse(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[str]:
+def validate(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[str]:
     """A sentence for each pattern that no parameter fits.
 
     Args:

@@ -6,14 +6,14 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.groups import Decay, each_named
 from jaxtrain.training.optimizers.matrices import norm, ratio
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
 
 
 @configurable
@@ -32,8 +32,8 @@ class LARS(Rule):
     trust: float = 0.001
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "momentum")
-        refuse_not_positive(self, "trust")
+        validate_rate(self, "momentum")
+        require_positive(self, "trust")
 
     def chain(
         self, rate: optax.Schedule, *, decay: Decay, moments: Moments

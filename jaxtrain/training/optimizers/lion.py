@@ -7,7 +7,7 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import DirectionRule
-from jaxtrain.training.optimizers.rule import refuse_rate
+from jaxtrain.training.optimizers.rule import validate_rate
 
 
 @configurable
@@ -26,7 +26,7 @@ class Lion(DirectionRule):
     b2: float = 0.95
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
+        validate_rate(self, "b1", "b2")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.scale_by_lion(self.b1, self.b2)

@@ -12,7 +12,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.direction import AdamRule
 from jaxtrain.training.optimizers.matrices import Sides, each, sides
-from jaxtrain.training.optimizers.rule import Kept, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, validate_rate
 from jaxtrain.training.optimizers.whole import on_whole
 
 # The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five turns of it bring
@@ -62,7 +62,7 @@ class Muon(AdamRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_rate(self, "momentum")
+        validate_rate(self, "momentum")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(_init, self._update)

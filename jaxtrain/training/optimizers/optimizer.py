@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import optax
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import ByName
 from jaxtrain.training.optimizers import groups
@@ -76,7 +76,7 @@ class Optimizer:
                 raise UserError(
                     f"Optimizer.{name}={vars(self)[name]}; use None or a number above 0"
                 )
-        refuse_below(0, self, "weight_decay", "l1", "l2", "sharpness_radius")
+        require_at_least(0, self, "weight_decay", "l1", "l2", "sharpness_radius")
         for pattern, factor in self.learning_rates.items():
             if not factor > 0:
                 raise UserError(
@@ -123,10 +123,10 @@ class Optimizer:
         return (*self.rule.keeps(shape, axes), *average)
 
 
-def refuse_groups(settings: Optimizer, params: Any) -> Iterator[str]:
+def validate_groups(settings: Optimizer, params: Any) -> Iterator[str]:
     """A sentence for each group that none of these parameters is in."""
-    yield from groups.refuse("Optimizer.learning_rates", settings.learning_rates, params)
-    yield from groups.refuse("Optimizer.weight_decays", settings.weight_decays, params)
+    yield from groups.validate("Optimizer.learning_rates", settings.learning_rates, params)
+    yield from groups.validate("Optimizer.weight_decays", settings.weight_decays, params)
 
 
 Parts = list[optax.GradientTransformation]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
 
@@ -26,7 +26,7 @@ class RAdam(AdamRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_not_positive(self, "b2")
+        require_positive(self, "b2")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(_init, self._update)

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import DirectionRule
-from jaxtrain.training.optimizers.rule import Kept, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, validate_rate
 
 
 class Squares(NamedTuple):
@@ -44,8 +44,8 @@ class RMSprop(DirectionRule):
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "decay", "momentum")
-        refuse_not_positive(self, "epsilon")
+        validate_rate(self, "decay", "momentum")
+        require_positive(self, "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(self._init, self._update)

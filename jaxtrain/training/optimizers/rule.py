@@ -68,7 +68,7 @@ class Rule(abc.ABC):
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
         """The arrays kept for a parameter of this shape, whose dimensions mean `axes`."""
 
-    def refuse_layout(self, params: Any, layout: Layout) -> Iterator[str]:
+    def validate_layout(self, params: Any, layout: Layout) -> Iterator[str]:
         """A sentence for each reason why it cannot update parameters that lie so.
 
         Args:
@@ -84,7 +84,7 @@ def rules() -> Mapping[str, type[Rule]]:
     return Named(Rule, jaxtrain.training.optimizers)
 
 
-def refuse_rate(rule: Rule, *fields: str) -> None:
+def validate_rate(rule: Rule, *fields: str) -> None:
     """Raises UserError for those of a rule's decay rates that are none."""
     for name in fields:
         value = vars(rule)[name]

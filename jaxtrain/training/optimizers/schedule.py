@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import UserError, refuse_below
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 
 # What a schedule does with decay_steps: it ends the run, it may be any length, it has to be given.
@@ -67,8 +67,8 @@ class Schedule:
     plateau_window: int = 100
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "warmup_steps", "decay_steps", "plateau_patience")
-        refuse_below(1, self, "plateau_window")
+        require_at_least(0, self, "warmup_steps", "decay_steps", "plateau_patience")
+        require_at_least(1, self, "plateau_window")
         if not 0 < self.plateau_factor < 1:
             raise UserError(
                 f"Schedule.plateau_factor={self.plateau_factor}; use above 0 and below 1, such as "

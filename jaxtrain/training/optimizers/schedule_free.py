@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_not_positive
+from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.average import Evaluated, copied
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
 
 
 @functools.partial(
@@ -72,8 +72,8 @@ class ScheduleFree(Rule):
     epsilon: float = 1e-8
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "b1", "b2")
-        refuse_not_positive(self, "b1", "epsilon")
+        validate_rate(self, "b1", "b2")
+        require_positive(self, "b1", "epsilon")
 
     def chain(
         self, rate: optax.Schedule, *, decay: Decay, moments: Moments

@@ -7,7 +7,7 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import DirectionRule
-from jaxtrain.training.optimizers.rule import refuse_rate
+from jaxtrain.training.optimizers.rule import validate_rate
 
 
 @configurable
@@ -24,7 +24,7 @@ class SGD(DirectionRule):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "momentum")
+        validate_rate(self, "momentum")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.trace(self.momentum, nesterov=True)

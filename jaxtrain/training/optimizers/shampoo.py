@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_below, refuse_not_positive
+from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import preconditioners as sided
 from jaxtrain.training.optimizers.direction import DirectionRule
 from jaxtrain.training.optimizers.matrices import each
-from jaxtrain.training.optimizers.rule import Kept, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, validate_rate
 
 
 class Statistics(NamedTuple):
@@ -56,9 +56,9 @@ class Shampoo(DirectionRule):
     epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
-        refuse_rate(self, "momentum")
-        refuse_below(1, self, "every", "largest")
-        refuse_not_positive(self, "epsilon")
+        validate_rate(self, "momentum")
+        require_at_least(1, self, "every", "largest")
+        require_positive(self, "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(self._init, self._update)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_below
+from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import preconditioners as sided
@@ -15,7 +15,7 @@ from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.matrices import each
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, refuse_rate
+from jaxtrain.training.optimizers.rule import Kept, validate_rate
 
 
 class Bases(NamedTuple):
@@ -62,8 +62,8 @@ class SOAP(AdamRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_rate(self, "b3")
-        refuse_below(1, self, "every", "largest")
+        validate_rate(self, "b3")
+        require_at_least(1, self, "every", "largest")
 
     def direction(self) -> optax.GradientTransformation:
         return optax.GradientTransformation(self._init, self._update)

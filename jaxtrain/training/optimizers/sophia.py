@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtrain.config.errors import refuse_below, refuse_not_positive
+from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
 
@@ -32,8 +32,8 @@ class SophiaRule(AdamRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_not_positive(self, "gamma")
-        refuse_below(1, self, "every")
+        require_positive(self, "gamma")
+        require_at_least(1, self, "every")
 
     def direction(self) -> optax.GradientTransformationExtraArgs:
         """Its update takes `curvature`: whether there is a new estimate of the Hessian's diagonal,

@@ -185,7 +185,7 @@ def _of_schedule(x: Any) -> bool:
     return isinstance(x, optax.ScaleByScheduleState)
 
 
-def refuse(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) -> Iterator[str]:
+def validate(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) -> Iterator[str]:
     """A sentence for each reason why a run cannot wait so.
 
     Args:
@@ -196,7 +196,7 @@ def refuse(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) ->
     """
     if not steps:
         return
-    yield from groups.refuse("Finetune.unfreeze", steps, params)
+    yield from groups.validate("Finetune.unfreeze", steps, params)
     for pattern, start in steps.items():
         if trains and start >= last:
             yield (

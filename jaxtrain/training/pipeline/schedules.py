@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from jaxtrain.config.errors import UserError, counted, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
-from jaxtrain.nn.execution import refuse as refuse_scan
+from jaxtrain.nn.execution import validate as validate_scan
 from jaxtrain.training.pipeline.slots import Backward
 from jaxtrain.training.pipeline.table import (
     Action,
@@ -55,7 +55,7 @@ class Pipeline:
     backward: Backward = "recompute"
 
     def __post_init__(self) -> None:
-        _refuse(self.schedule, self.microbatches, self.virtual_stages)
+        _validate(self.schedule, self.microbatches, self.virtual_stages)
 
     @property
     def folded(self) -> bool:
@@ -74,7 +74,7 @@ class Pipeline:
         )  # fmt: skip
 
 
-def refuse(
+def validate(
     settings: Pipeline,
     ranks: int,
     *,
@@ -114,10 +114,10 @@ def refuse(
         yield str(error)
         return
     of_stage = f"the {counted(longest, 'layer')} of the longest stage"
-    yield from refuse_scan(scan, num_layers=longest, written=of_stage)
+    yield from validate_scan(scan, num_layers=longest, written=of_stage)
 
 
-def _refuse(schedule: str, microbatches: int, virtual_stages: int) -> None:
+def _validate(schedule: str, microbatches: int, virtual_stages: int) -> None:
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"Pipeline.{name}={value}; use at least 1")
@@ -160,8 +160,8 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, SCHEDULES)}")
-    _refuse(name, microbatches, virtual_stages)
-    _refuse_no_ranks(ranks)
+    _validate(name, microbatches, virtual_stages)
+    _validate_no_ranks(ranks)
     nearest = nearest_multiple(microbatches, ranks)
     if name == "interleaved" and microbatches % ranks:
         instead = " (or use Pipeline.schedule='1f1b')" * (passes == 1)
@@ -211,8 +211,8 @@ def forward_only(
     Raises:
       UserError: a number below 1.
     """
-    _refuse("forward", microbatches, virtual_stages)
-    _refuse_no_ranks(ranks)
+    _validate("forward", microbatches, virtual_stages)
+    _validate_no_ranks(ranks)
     turns = [
         _turns(Work.FORWARD, rank, ranks, microbatches, virtual_stages, folded=folded)
         for rank in range(ranks)
@@ -227,7 +227,7 @@ def forward_only(
     return schedule
 
 
-def _refuse_no_ranks(ranks: int) -> None:
+def _validate_no_ranks(ranks: int) -> None:
     if ranks < 1:
         raise UserError(f"Mesh.pipe={ranks}: a pipeline has at least 1 rank")
 

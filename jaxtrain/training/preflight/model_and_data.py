@@ -43,7 +43,7 @@ _KINDS = {
 }
 
 
-def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
+def validate(config: Config, *, reads_data: bool) -> Iterator[str]:
     """A sentence for each reason why the model cannot learn from the data.
 
     Args:
@@ -54,7 +54,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     batch = data.abstract_batch(config.train.global_batch_size)
     inputs = batch.inputs
     wants, source = _KINDS[model.inputs]
-    yield from config.train.task.refuse_loss(config.loss)
+    yield from config.train.task.validate_loss(config.loss)
     if model.inputs != kind_of(batch):
         gives = _KINDS[kind_of(batch)][0]
         if _is_a(data, "SequenceData"):
@@ -66,7 +66,9 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
     elif features_of(model) is not None or _is_a(data, "SequenceData"):
         yield from _sequences(config, model, batch)
     elif reads_tokens(model):
-        yield from config.train.task.refuse_reference(batch, f"Train.data=@{type(data).__name__}()")
+        yield from config.train.task.validate_reference(
+            batch, f"Train.data=@{type(data).__name__}()"
+        )
         yield from _text(config, model, inputs.shape[1], _section(data))
         yield from _labels(config, model)
         if reads_data:
@@ -77,7 +79,7 @@ def refuse(config: Config, *, reads_data: bool) -> Iterator[str]:
             yield from _vocabulary(model, data)
     else:
         yield from _of_no_sequence(config, model)
-        yield from config.train.task.refuse_targets(batch.targets, model)
+        yield from config.train.task.validate_targets(batch.targets, model)
         if reads_images(model):
             yield from _images(model, data, inputs.shape[-1])
             model.flops(inputs.shape[1:])  # rejects images that are too small

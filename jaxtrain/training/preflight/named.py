@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.remat import NAMES, Remat
-from jaxtrain.nn.remat import refuse as refuse_names
+from jaxtrain.nn.remat import validate as validate_names
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
@@ -20,10 +20,10 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.step import with_shardings
 
 
-def refuse(config: Config) -> Iterator[str]:
+def validate(config: Config) -> Iterator[str]:
     """Yields an error message for each reason why activations cannot be kept by these names."""
     settings = config.remat
-    yield from refuse_names(settings)
+    yield from validate_names(settings)
     if config.train.model.layers is None or not any(settings.named.values()):
         return
     given = given_names(config)

@@ -1,8 +1,8 @@
 """Preflight: report every violation in one message, before any compilation.
 
 What features have to do with each other is in the table of `training/compatibility.py`. What
-concerns one alone, its values and the sizes that it divides, is checked by a `refuse(settings, ...)
--> Iterator[str]` beside it; this is the list of them.
+concerns one alone, its values and the sizes that it divides, is checked by a `validate` beside it,
+which yields an error message for each reason; this is the list of them.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ def _context(ctx: RunContext, config: Config) -> Iterable[str]:
     attention = ctx.model.attention
     if attention is None:
         return ()
-    return context.refuse(
+    return context.validate(
         config.attention.context_parallel,
         context=ctx.size("context"),
         length=ctx.length,
@@ -103,13 +103,13 @@ def _pattern(ctx: RunContext, config: Config) -> Iterable[str]:
         return ()
     exchanged = config.attention.context_parallel == "ulysses"
     parts = ctx.size("tensor") * (ctx.size("context") if exchanged else 1)
-    return patterns.refuse(
+    return patterns.validate(
         attention.pattern, num_heads=attention.num_heads, parts=parts, model=ctx.name
     )
 
 
 def _matmul(ctx: RunContext, config: Config) -> Iterable[str]:
-    return eight_bit.refuse(
+    return eight_bit.validate(
         config.precision.matmul,
         platform=ctx.platform,
         device_kind=ctx.kind,
@@ -120,7 +120,7 @@ def _matmul(ctx: RunContext, config: Config) -> Iterable[str]:
 
 
 def _pipeline(ctx: RunContext, config: Config) -> Iterable[str]:
-    return schedules.refuse(
+    return schedules.validate(
         config.pipeline,
         ctx.size("pipe"),
         num_layers=ctx.model.layers if "pipe" in ctx.usable else None,
@@ -141,7 +141,7 @@ def _lengths(ctx: RunContext, config: Config) -> Iterable[str]:
     else:
         lengths["TextData.sequence_length"] = ctx.length
     for written, length in lengths.items():
-        yield from sharding.refuse_length(
+        yield from sharding.validate_length(
             config.sharding, ctx.sizes, length=length, written=written
         )
 
@@ -151,7 +151,7 @@ def _scan(ctx: RunContext, config: Config) -> Iterable[str]:
     if count is None or ctx.size("pipe") != 1:
         return ()
     written = f"{_layers_of(ctx)}={count}"
-    return execution.refuse(config.scan, num_layers=count, written=written)
+    return execution.validate(config.scan, num_layers=count, written=written)
 
 
 def _layers_of(ctx: RunContext) -> str:
@@ -164,37 +164,39 @@ def _kernel(ctx: RunContext, config: Config) -> Iterable[str]:
     # What 'auto' chooses can do what is asked.
     if config.attention.kernel == "auto" or request is None:
         return ()
-    return kernels.refuse(config.attention.kernel, request)
+    return kernels.validate(config.attention.kernel, request)
 
 
 _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (
-    lambda ctx, c: mesh.refuse(
+    lambda ctx, c: mesh.validate(
         c.mesh, ctx.devices, usable=ctx.usable, model=ctx.name, reasons=ctx.reasons
     ),
     lambda ctx, c: check_compatibility(ctx),
-    lambda ctx, c: sharding.refuse(c.sharding, ctx.sizes),
+    lambda ctx, c: sharding.validate(c.sharding, ctx.sizes),
     _lengths,
-    lambda ctx, c: uneven.refuse(
+    lambda ctx, c: uneven.validate(
         c.train,
         ctx.layout_if_any,
         microbatches=c.pipeline.microbatches,
         exchange=c.exchange.method,
     ),
-    lambda ctx, c: settings.refuse_best(c.best, c.train),
+    lambda ctx, c: settings.validate_best(c.best, c.train),
     lambda ctx, c: settings.validate_automatic_saves(c.checkpoint, c.train),
-    lambda ctx, c: dividing.refuse(ctx.model, ctx.layout, shapes=ctx.shapes, free=c.mesh.free_axis),
-    lambda ctx, c: exchange.refuse(c.exchange, ctx.layout_if_any),
-    lambda ctx, c: offload.refuse(c.offload),
-    lambda ctx, c: finetune.refuse(
+    lambda ctx, c: dividing.validate(
+        ctx.model, ctx.layout, shapes=ctx.shapes, free=c.mesh.free_axis
+    ),
+    lambda ctx, c: exchange.validate(c.exchange, ctx.layout_if_any),
+    lambda ctx, c: offload.validate(c.offload),
+    lambda ctx, c: finetune.validate(
         c.finetune,
         lambda: ctx.shapes,
         layout=ctx.layout_if_any,
         starts_from=c.train.start_from,
         trains=ctx.trains,
     ),
-    lambda ctx, c: c.optimizer.rule.refuse_layout(ctx.trained, ctx.layout),
-    lambda ctx, c: optimizer.refuse_groups(c.optimizer, ctx.trained),
-    lambda ctx, c: unfreezing.refuse(
+    lambda ctx, c: c.optimizer.rule.validate_layout(ctx.trained, ctx.layout),
+    lambda ctx, c: optimizer.validate_groups(c.optimizer, ctx.trained),
+    lambda ctx, c: unfreezing.validate(
         c.finetune.unfreeze,
         ctx.trained,
         last=c.train.steps,
@@ -203,13 +205,13 @@ _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (
     _context,
     _pattern,
     _pipeline,
-    lambda ctx, c: corruption.refuse(c.corruption, ctx.layout),
+    lambda ctx, c: corruption.validate(c.corruption, ctx.layout),
     _matmul,
-    lambda ctx, c: c.train.task.refuse_model(c.train.model),
-    lambda ctx, c: c.train.task.refuse_run(c.train.model, length=ctx.length),
-    lambda ctx, c: model_and_data.refuse(c, reads_data=ctx.reads_data),
+    lambda ctx, c: c.train.task.validate_model(c.train.model),
+    lambda ctx, c: c.train.task.validate_run(c.train.model, length=ctx.length),
+    lambda ctx, c: model_and_data.validate(c, reads_data=ctx.reads_data),
     _scan,
-    lambda ctx, c: named.refuse(c),
-    lambda ctx, c: losses.refuse(c.loss, length=ctx.length, context=ctx.size("context")),
+    lambda ctx, c: named.validate(c),
+    lambda ctx, c: losses.validate(c.loss, length=ctx.length, context=ctx.size("context")),
     _kernel,
 )

@@ -76,7 +76,7 @@ def notes(config: Config, layout: Layout) -> Iterator[str]:
         )
 
 
-def refuse(
+def validate(
     settings: Train, layout: Layout | None, *, microbatches: int, exchange: str
 ) -> Iterator[str]:
     """A sentence where the batch does not divide and is not to be filled, or cannot be.
