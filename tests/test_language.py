@@ -15,7 +15,7 @@ CODE_MAP = (ROOT / "docs" / "code_map.md").read_text()
 # Places that still use a word of the former dialect (`python tests/prose.py` lists them). Lower the
 # figure when you reword some; it never rises.
 MOST_IN_DOCS = 0
-MOST_IN_THE_PACKAGE = 15
+MOST_IN_THE_PACKAGE = 14
 # Functions and methods named by a participle or an adverb where a verb belongs, likewise.
 MOST_PARTICIPLES = 363
 
