@@ -176,7 +176,9 @@ _NAMES = [name for name in EXAMPLES if name not in _LEFT_OUT]
 _LAYOUT = {"Mesh", "Sharding", "Pipeline", "Offload", "Remat", "Scan", "Attention"}
 # Numbers of fewer bits round otherwise where sums are split otherwise.
 _ROUNDED = {"Precision.compute", "Precision.matmul", "Precision.gradients", "Finetune.few_bits"}
-COMBINATIONS = 45
+# Of more XLA's programs for CPUs fail in ways that have nothing to do with any two of them.
+_MOST_AT_ONCE = 8
+COMBINATIONS = 62
 
 
 def covering_array() -> list[tuple[str, ...]]:
@@ -191,7 +193,7 @@ def covering_array() -> list[tuple[str, ...]]:
     while left:
         chosen = sorted(min(left, key=sorted))
         tried = set(chosen)
-        while True:
+        while len(chosen) < _MOST_AT_ONCE:
             gains = {
                 name: sum(frozenset((name, other)) in left for other in chosen)
                 for name in _NAMES
