@@ -77,7 +77,7 @@ def searched(case: Case) -> tuple[Found, Candidate, float]:
 
 
 def main() -> None:
-    """Prints the rows of the table of benchmarks/history/searches.md, each with the bindings of what was found."""
+    """Prints the rows of benchmarks/history/searches.md, with the bindings of what was found."""
     say = Console(width=120, highlight=False).out
     jax.config.update("jax_platforms", "cpu")
     say("| model, machine | published layout | best found, of its time | layouts tried | seconds |")
