@@ -260,7 +260,14 @@ def test_combinations_are_few():
     assert COMBINATIONS - 5 < len(combinations()) <= COMBINATIONS
 
 
-@pytest.mark.parametrize("names", [("noise", "sophia_g", "params_host")], ids=str)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("noise", "sophia_g", "params_host"),
+        ("power_sgd", "expert", "mixtral_capacity"),
+    ],
+    ids=str,
+)
 def test_features_that_once_failed_together_equal_one_device(names):
     assert not errors(merge(*names) or {})
     assert_equals_one_device(*names)

@@ -18,6 +18,7 @@ from jaxtrain.parallel.sharding import (
     is_variable,
     logical_axes,
     name_of,
+    on_each_device,
     reshape,
     shardings,
 )
@@ -149,8 +150,10 @@ def _orthonormal(p: jax.Array, stack: int, parts: list[Any]) -> jax.Array:
     """The matrices [stack, rows, r] with orthonormal columns that span the same."""
     gathered = [*parts[:stack], *(None,) * (p.ndim - stack)]
     size = (*p.shape[:stack], _product(p.shape, range(stack, p.ndim - 1)), p.shape[-1])
-    whole = reshape(jax.sharding.reshard(p, P(*gathered)), size, [*parts[:stack], None, None])
-    found = jnp.linalg.qr(whole)[0]
+    spec = P(*parts[:stack], None, None)
+    whole = reshape(jax.sharding.reshard(p, P(*gathered)), size, list(spec))
+    # Each device's own: JAX's QR does not carry how a stack, such as experts, is split.
+    found = on_each_device(lambda a: jnp.linalg.qr(a)[0], (spec,), spec)(whole)
     return jax.sharding.reshard(reshape(found, p.shape, gathered), P(*parts))
 
 
