@@ -561,6 +561,9 @@ FEATURES: tuple[Feature, ...] = (
         "8-bit products",
         _unless("compute", "Precision.matmul"),
         "Precision.matmul='compute'",
-        takes={"wide products": ""},
+        takes={
+            "wide products": "",
+            "second derivatives": "what is rounded to 8 bits has no second derivative",
+        },
     ),
 )  # fmt: skip
