@@ -1,14 +1,15 @@
 """An example of each feature of `training/compatibility.py`, and which pairs of them are rejected.
 
 `python tests/feature_examples.py` checks all pairs and writes those that are rejected to
-feature_pairs.csv: look at the difference before it is committed. The first such file was written by
-the checks that stood in 20 files before there was a table.
+feature_pairs.csv. To feature_combinations.csv it writes few combinations in which every other pair
+occurs: those of before that are still allowed, and more. Look at the difference before it is
+committed. The first pairs were written by the checks that stood in 20 files before the table.
 """
 
 import csv
 import itertools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from jaxtrain.config.errors import UserError
@@ -16,6 +17,7 @@ from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config, load_config
 
 PAIRS = Path(__file__).parent / "feature_pairs.csv"
+COMBINATIONS = Path(__file__).parent / "feature_combinations.csv"
 DEVICES = 8
 
 Bindings = Mapping[str, str]
@@ -233,9 +235,73 @@ def rejected() -> set[tuple[str, str]]:
         return {(row["first"], row["second"]) for row in csv.DictReader(file)}
 
 
+# -- combinations ----------------------------------------------------------------------------------
+
+# Their state is on disks or compared between steps, which the loop around the step does; pairs of
+# rows are in test_t5.py.
+_LEFT_OUT = {"state_disk", "replay", "compare", "noise_alone", "t5"}
+# Of a kind that another example stands for.
+_LEFT_OUT |= {
+    "soap", "adafactor", "muon", "spikes", "float8", "grad16", "zero1", "remat_offload_names",
+    "2.5d", "3d", "dualpipe", "streaming", "sign_sgd", "top_k", "gossip", "average", "plateau",
+}  # fmt: skip
+_NAMES = [name for name in EXAMPLES if name not in _LEFT_OUT]
+# Of more XLA's programs for CPUs fail in ways that have nothing to do with any two of them.
+_MOST_AT_ONCE = 8
+
+
+def allowed_pairs() -> set[frozenset[str]]:
+    """The pairs that some combination has to have."""
+    refused = {frozenset(pair) for pair in rejected()}
+    return {
+        frozenset(pair)
+        for pair in itertools.combinations(_NAMES, 2)
+        if merge(*pair) is not None and frozenset(pair) not in refused
+    }
+
+
+def combinations() -> list[tuple[str, ...]]:
+    """The combinations in feature_combinations.csv."""
+    with COMBINATIONS.open() as file:
+        return [tuple(row) for row in csv.reader(file)]
+
+
+def covering_array(first: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Few combinations of examples in which every allowed pair occurs.
+
+    Args:
+      first: those that stay where they are still allowed.
+    """
+    allowed = allowed_pairs()
+    out = [one for one in first if set(map(frozenset, itertools.combinations(one, 2))) <= allowed]
+    left = allowed - {frozenset(pair) for one in out for pair in itertools.combinations(one, 2)}
+    while left:
+        chosen = sorted(min(left, key=sorted))
+        tried = set(chosen)
+        while len(chosen) < _MOST_AT_ONCE:
+            gains = {
+                name: sum(frozenset((name, other)) in left for other in chosen)
+                for name in _NAMES
+                if name not in tried and all(frozenset((name, o)) in allowed for o in chosen)
+            }
+            if not gains or max(gains.values()) == 0:
+                break
+            name = max(gains, key=lambda name: gains[name])
+            tried.add(name)
+            bindings = merge(*chosen, name)
+            if bindings is not None and not errors(bindings):  # of three, sizes may not divide
+                chosen.append(name)
+        out.append(tuple(chosen))
+        left -= {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
+    return out
+
+
 if __name__ == "__main__":
     with PAIRS.open("w") as file:
         file.write("first,second\n")
         for first, second, bindings in pairs():
             if errors(bindings):
                 file.write(f"{first},{second}\n")
+    known = combinations() if COMBINATIONS.exists() else []
+    lines = [",".join(one) for one in covering_array(known)]
+    COMBINATIONS.write_text("\n".join(lines) + "\n")

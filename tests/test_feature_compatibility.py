@@ -1,6 +1,5 @@
 """The compatibility table: its rows, every pair of features, and combinations on one device."""
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from feature_examples import (
     DEVICES,
     EXAMPLES,
     Bindings,
+    allowed_pairs,
+    combinations,
     config_of,
     errors,
     merge,
@@ -163,52 +164,10 @@ def test_alone_none_is_rejected(name):
 
 # -- combinations ----------------------------------------------------------------------------------
 
-# Their state is on disks or compared between steps, which the loop around the step does; pairs of
-# rows are in test_t5.py.
-_LEFT_OUT = {"state_disk", "replay", "compare", "noise_alone", "t5"}
-# Of a kind that another example stands for.
-_LEFT_OUT |= {
-    "soap", "adafactor", "muon", "spikes", "float8", "grad16", "zero1", "remat_offload_names",
-    "2.5d", "3d", "dualpipe", "streaming", "sign_sgd", "top_k", "gossip", "average", "plateau",
-}  # fmt: skip
-_NAMES = [name for name in EXAMPLES if name not in _LEFT_OUT]
 # What says where things lie and in which order they are computed, not what.
 _LAYOUT = {"Mesh", "Sharding", "Pipeline", "Offload", "Remat", "Scan", "Attention"}
 # Numbers of fewer bits round otherwise where sums are split otherwise.
 _ROUNDED = {"Precision.compute", "Precision.matmul", "Precision.gradients", "Finetune.few_bits"}
-# Of more XLA's programs for CPUs fail in ways that have nothing to do with any two of them.
-_MOST_AT_ONCE = 8
-COMBINATIONS = 62
-
-
-def covering_array() -> list[tuple[str, ...]]:
-    """Few combinations of examples in which every allowed pair occurs."""
-    refused = {frozenset(pair) for pair in rejected()}
-    allowed = {
-        frozenset(pair)
-        for pair in itertools.combinations(_NAMES, 2)
-        if merge(*pair) is not None and frozenset(pair) not in refused
-    }
-    left, out = set(allowed), []
-    while left:
-        chosen = sorted(min(left, key=sorted))
-        tried = set(chosen)
-        while len(chosen) < _MOST_AT_ONCE:
-            gains = {
-                name: sum(frozenset((name, other)) in left for other in chosen)
-                for name in _NAMES
-                if name not in tried and all(frozenset((name, o)) in allowed for o in chosen)
-            }
-            if not gains or max(gains.values()) == 0:
-                break
-            name = max(gains, key=lambda name: gains[name])
-            tried.add(name)
-            bindings = merge(*chosen, name)
-            if bindings is not None and not errors(bindings):  # of three, sizes may not divide
-                chosen.append(name)
-        out.append(tuple(chosen))
-        left -= {frozenset(pair) for pair in itertools.combinations(chosen, 2)}
-    return out
 
 
 def on_one_device(bindings: Bindings) -> tuple[dict[str, str], int]:
@@ -240,11 +199,6 @@ def losses(config: Config, devices: int) -> np.ndarray:
     return np.array(found)
 
 
-@functools.cache
-def combinations() -> list[tuple[str, ...]]:
-    return covering_array()
-
-
 def assert_equals_one_device(*names: str) -> None:
     own = merge(*names)
     assert own is not None
@@ -256,8 +210,9 @@ def assert_equals_one_device(*names: str) -> None:
     assert abs(expected[0] - expected[2]) > 1e-4
 
 
-def test_combinations_are_few():
-    assert COMBINATIONS - 5 < len(combinations()) <= COMBINATIONS
+def test_every_allowed_pair_is_in_a_combination():
+    found = {frozenset(pair) for one in combinations() for pair in itertools.combinations(one, 2)}
+    assert found == allowed_pairs(), "run: python tests/feature_examples.py"
 
 
 @pytest.mark.parametrize(
@@ -274,7 +229,6 @@ def test_features_that_once_failed_together_equal_one_device(names):
 
 
 @pytest.mark.slow  # two programs of many features are compiled for each
-@pytest.mark.parametrize("number", range(COMBINATIONS))
-def test_a_combination_of_features_equals_one_device(number):
-    if number < len(combinations()):
-        assert_equals_one_device(*combinations()[number])
+@pytest.mark.parametrize("names", combinations(), ids=",".join)
+def test_a_combination_of_features_equals_one_device(names):
+    assert_equals_one_device(*names)
