@@ -137,7 +137,7 @@ def _bindings(way: str) -> Iterator[tuple[str, str]]:
         ("noise", "int8", "Train.noise_scale_every=2 with Exchange.method='int8': it is"),
         ("sam", "noise", "Train.noise_scale_every=2 with Optimizer.sharpness_radius=0.05: that"),
         ("noise_alone", "tensor", "Train.noise_scale_every=2 with Train.accumulation=1: the norm"),
-        ("balance", "power_sgd", "DeepSeek.router, which has biases with Exchange.method='power"),
+        ("balance", "power_sgd", "the router biases of DeepSeek with Exchange.method='power"),
         ("plateau", "gossip", "Schedule.plateau_patience=2 with Exchange.method='gossip': each"),
         ("lora_dropout", "pipe", "Finetune.lora_dropout=0.1 with Mesh.pipe=2: what is dropped"),
         ("lora", "2d", "Finetune.lora_rank=4 with Sharding.tensor_layout='2d': adapters and"),

@@ -292,7 +292,7 @@ FEATURES: tuple[Feature, ...] = (
         "router biases",
         _where(
             lambda c: speed_of(c.model) is not None,
-            lambda c: f"{c.name}.router, which has biases",
+            lambda c: f"the router biases of {c.name}",
         ),
         "a router without biases",
         needs={"one verdict": "the load of all replicas moves the biases together"},
