@@ -43,7 +43,8 @@ class Row:
       tolerance: the largest relative difference of the losses of 10 steps.
       published: the peer takes a folder with our model as transformers reads it, in place of a
         mapping from the names of our parameters, joined by dots, to arrays.
-      eager_only: why torch.compile is left out; None: it is not.
+      new_tokens: of each of a batch's prompts, its `inputs`, which both sides generate greedily in
+        place of a train step; their tokens are compared in place of losses. 0: a train step.
     """
 
     title: str
@@ -59,7 +60,7 @@ class Row:
     clip_norm: float | None = 1.0
     tolerance: float = 1e-4
     published: bool = False
-    eager_only: str | None = None
+    new_tokens: int = 0
 
     def all_bindings(self) -> list[str]:
         """The bindings over the shipped config, the optimizer's too."""
@@ -124,12 +125,86 @@ def gpt(title: str, layers: int, dim: int, heads: int, length: int, batch: int) 
     )
 
 
+def lora(layers: int, dim: int, heads: int, length: int, batch: int, rank: int) -> Row:
+    """A GPT-2 whose adapters alone are trained."""
+    row = gpt(
+        f"LoRA of rank {rank}: GPT {layers} layers x {dim}", layers, dim, heads, length, batch
+    )
+    bindings = (*row.bindings, f"Finetune.lora_rank = {rank}", "Finetune.lora_alpha = 16.0")
+    return dataclasses.replace(row, bindings=bindings, peer="torch_gpt.LoRAGPT")
+
+
+def generation(layers: int, dim: int, heads: int, prompt: int, new_tokens: int, batch: int) -> Row:
+    """Greedy decoding with a KV cache."""
+    row = gpt("", layers, dim, heads, prompt + new_tokens, batch)
+    return dataclasses.replace(
+        row, peer="torch_gpt.CachedGPT", tolerance=0.0,
+        title=f"GPT {layers} layers x {dim} generates {new_tokens} tokens after {prompt}, "
+        f"batch {batch}",
+        batches=functools.partial(_prompts, 65, batch, prompt), units=batch * new_tokens,
+        new_tokens=new_tokens,
+    )  # fmt: skip
+
+
+def _prompts(vocab_size: int, batch: int, length: int) -> list[Fields]:
+    return [{"inputs": one["inputs"]} for one in _next_tokens(vocab_size, batch, length)]
+
+
 def recurrent(name: str, layers: int, dim: int, length: int, batch: int) -> Row:
     """An RNN, GRU or LSTM with a vocabulary of 65 characters."""
     sizes = {"num_layers": layers, "embed_dim": dim, "vocab_size": 65}
     return _language_model(
         f"{name} {layers} layers x {dim}", f"{name.lower()}_quickstart", name, sizes, batch, length,
         f"torch_recurrent.{name}", ("Mesh.data = 1",),
+    )  # fmt: skip
+
+
+def mamba(layers: int, dim: int, length: int, batch: int, state: int = 16) -> Row:
+    """A Mamba with a vocabulary of 65 characters, against that of transformers."""
+    sizes = {"num_layers": layers, "embed_dim": dim, "vocab_size": 65, "state_dim": state}
+    return _language_model(
+        f"Mamba {layers} layers x {dim}", "mamba_quickstart", "Mamba", sizes, batch, length,
+        "torch_published.CausalLM", published=True,
+    )  # fmt: skip
+
+
+def mixtral(layers: int, dim: int, experts: int, per_token: int, length: int, batch: int) -> Row:
+    """A mixture of experts that drops no tokens, against that of transformers."""
+    sizes = {
+        "num_layers": layers, "embed_dim": dim, "num_heads": 4, "num_kv_heads": 4,
+        "mlp_dim": 2 * dim, "num_experts": experts, "experts_per_token": per_token,
+        "vocab_size": 65, "capacity_factor": None, "balance_weight": 0.0, "router_z_weight": 0.0,
+    }  # fmt: skip
+    return _language_model(
+        f"Mixtral {layers} layers x {dim}, {per_token} of {experts} experts", "mixtral_tiny",
+        "Mixtral", sizes, batch, length, "torch_published.CausalLM", ("Mesh.expert = 1",),
+        published=True,
+    )  # fmt: skip
+
+
+def _pairs(vocab_size: int, batch: int, source: int, target: int) -> list[Fields]:
+    shape = (BATCHES, batch, source + target + 1)
+    tokens = (vocab_size * np.random.default_rng(0).random(shape) ** 3).astype(np.int32)
+    return [
+        {"source": rows[:, :source], "inputs": rows[:, source:-1], "targets": rows[:, source + 1 :]}
+        for rows in tokens
+    ]
+
+
+def t5(
+    vocab_size: int, layers: int, dim: int, heads: int, source: int, target: int, batch: int
+) -> Row:
+    """A T5 of equally many layers in both stacks, against that of transformers."""
+    sizes = {
+        "vocab_size": vocab_size, "num_layers": layers, "embed_dim": dim, "num_heads": heads,
+        "head_dim": dim // heads, "mlp_dim": 4 * dim, "context_length": source,
+    }  # fmt: skip
+    return Row(
+        title=f"T5 2 x {layers} layers x {dim}, {source} to {target} tokens, batch {batch}",
+        config="t5_tiny", peer="torch_published.T5", published=True,
+        bindings=(*bind("T5", sizes), *_text(vocab_size - 100, batch, source)),
+        batches=functools.partial(_pairs, vocab_size, batch, source, target),
+        unit="tokens", units=batch * (source + target),
     )  # fmt: skip
 
 
@@ -263,6 +338,26 @@ def resnet20(pixels: int, batch: int, width: int | None = None) -> Row:
     )  # fmt: skip
 
 
+def resnet18(pixels: int, batch: int, width: int | None = None) -> Row:
+    """The form for ImageNet, with 10 classes."""
+    sizes = ("ResNet.depth = 18", f"ResNet.width = {width}", "ResNet.channels = 3")
+    return image_classifier(
+        "ResNet-18", "resnet_digits", "torch_images.ResNet",
+        (*sizes, "ImageData.crop = 'resized'"), pixels, batch, **_SGD,
+    )  # fmt: skip
+
+
+def googlenet(pixels: int, batch: int, width: int = 64) -> Row:
+    """GoogLeNet with batch norms, as torchvision has it."""
+    sizes = {
+        "width": width, "channels": 3, "norm": "batch", "dropout": 0.0, "auxiliary_dropout": 0.0,
+    }  # fmt: skip
+    return image_classifier(
+        "GoogLeNet", "googlenet_mnist5k", "torch_images.GoogLeNet", bind("GoogLeNet", sizes),
+        pixels, batch, **_SGD,
+    )  # fmt: skip
+
+
 def vit(pixels: int, patch: int, layers: int, dim: int, heads: int, batch: int) -> Row:
     """A Vision Transformer, against that of transformers."""
     sizes = {
@@ -279,6 +374,11 @@ ROWS = {
     "gpt_char": gpt("nanoGPT char: 4 layers x 128", 4, 128, 4, 64, 12),
     "gpt_256": gpt("GPT 4 layers x 256", 4, 256, 8, 256, 8),
     "gpt_384": gpt("GPT 6 layers x 384", 6, 384, 6, 256, 4),
+    "lora": lora(4, 256, 8, 256, 8, 8),
+    "generation": generation(4, 256, 8, 64, 64, 8),
+    "mixtral": mixtral(4, 128, 4, 2, 128, 8),
+    "t5": t5(8000, 4, 256, 4, 128, 32, 16),
+    "mamba": mamba(4, 256, 64, 4),
     "bert": bert(8000, 4, 256, 4, 128, 16),
     "rnn": recurrent("RNN", 2, 256, 64, 32),
     "gru": recurrent("GRU", 2, 256, 64, 32),
@@ -290,5 +390,7 @@ ROWS = {
     "vgg11": vgg11(32, 32),
     "vgg11_norm": vgg11(32, 32, norm="batch"),
     "resnet20": resnet20(32, 64),
+    "resnet18": resnet18(224, 8),
+    "googlenet": googlenet(224, 8),
     "vit": vit(64, 8, 6, 256, 4, 16),
 }  # fmt: skip

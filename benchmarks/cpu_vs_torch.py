@@ -37,13 +37,12 @@ def ours(row: Row, extra: Sequence[str] = ()) -> Runner:
     """`Trainer.step` on batches in memory, on one device."""
     import jax  # noqa: PLC0415 - the other side must not have it
 
+    from jaxtrain.run.generation.sampling import Sampling  # noqa: PLC0415
     from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
     from jaxtrain.training.settings import load_config  # noqa: PLC0415
 
     config = load_config(row.config, [*row.all_bindings(), *extra])
     trainer = Trainer(config, devices=jax.devices()[:1])
-    batches = [make_batch(fields) for fields in row.batches()]
-    minimized = trainer.program.plain.objective.minimized
 
     def save(folder: str) -> None:
         if row.published:
@@ -52,6 +51,22 @@ def ours(row: Row, extra: Sequence[str] = ()) -> Runner:
             weights = {name.replace("/", "."): x for name, x in trainer.weights().items()}
             np.savez(Path(folder) / WEIGHTS, **weights)
 
+    if row.new_tokens:
+        prompts = [fields["inputs"].tolist() for fields in row.batches()]
+
+        def generate(i: int) -> list[list[int]]:
+            found = trainer.answers(
+                prompts[i % BATCHES],
+                max_new_tokens=row.new_tokens,
+                sampling=Sampling(temperature=0.0),
+                batch_size=len(prompts[0]),
+            )
+            return [answer.tokens for answer in found]
+
+        return Runner(step=generate, loss=lambda tokens: tokens, save=save)
+
+    batches = [make_batch(fields) for fields in row.batches()]
+    minimized = trainer.program.plain.objective.minimized
     return Runner(
         step=lambda i: trainer.step(batches[i % BATCHES]),
         loss=lambda metrics: sum(float(metrics[name]) for name in minimized if name in metrics),
@@ -65,7 +80,10 @@ def make_batch(fields: Fields) -> Any:
 
     inputs, targets = fields["inputs"], fields["targets"]
     made = {"loss_mask": np.ones(targets.shape, np.float32), **fields}
-    if np.issubdtype(inputs.dtype, np.integer) and "source" not in fields:
+    if "source" in fields:
+        made["segment_ids"] = np.ones(targets.shape, np.int32)
+        made["source_segment_ids"] = np.ones(fields["source"].shape, np.int32)
+    elif np.issubdtype(inputs.dtype, np.integer):
         places = np.arange(inputs.shape[1], dtype=np.int32)
         made["positions"] = np.broadcast_to(places, inputs.shape)
     return Batch(**made)
@@ -96,6 +114,11 @@ def theirs(row: Row, folder: str, *, backend: str | None = None) -> Runner:
     optimizer = make_optimizer(model, row.learning_rate, row.weight_decay)
     if backend is not None:
         model.compile(backend=backend)
+    if row.new_tokens:
+        return Runner(
+            step=lambda i: model.generate(**batches[i % BATCHES], count=row.new_tokens),
+            loss=lambda tokens: tokens.tolist(),
+        )
 
     def step(i: int) -> Any:
         loss = model(**batches[i % BATCHES])
@@ -127,8 +150,6 @@ def compare(
 ) -> dict[str, Any]:
     """One row: losses first, then times. A variant is ours with another binding or environment."""
     row, module = ROWS[name], ["benchmarks.cpu_vs_torch", "--row", name]
-    if row.eager_only is not None:
-        peers = [peer for peer in peers if peer != COMPILED]
     with tempfile.TemporaryDirectory() as folder:
         own = Side("jaxtrain", [*module, "--side", "jaxtrain"], CPU)
         others = [Side(p, [*module, "--side", p, "--weights", folder], PASSIVE) for p in peers]

@@ -77,12 +77,12 @@ class Runner:
 
     Attributes:
       step: one optimizer step on batch number i; a handle that `loss` takes.
-      loss: waits for a step and gives its loss.
+      loss: waits for a step and gives its loss, or what else is compared, such as tokens.
       save: writes the weights to a path; None where the side reads them.
     """
 
     step: Callable[[int], Any]
-    loss: Callable[[Any], float]
+    loss: Callable[[Any], Any]
     save: Callable[[str], None] | None = None
 
 
@@ -130,14 +130,15 @@ def closing_all(sides: Sequence[Side]) -> Iterator[None]:
             side.close()
 
 
-def assert_equal_mathematics(losses: Mapping[str, list[float]], tolerance: float) -> float:
-    """The largest relative difference of two sides' losses.
+def assert_equal_mathematics(losses: Mapping[str, list[Any]], tolerance: float) -> float:
+    """The largest relative difference of two sides' losses, or of what else they computed.
 
     Raises:
       SystemExit: it is above `tolerance`: there is nothing to compare.
     """
     table = np.array(list(losses.values()))
-    apart = float((np.abs(table - table[0]) / np.abs(table[0])).max())
+    scale = np.where(table[0] == 0, 1, np.abs(table[0]))
+    apart = float((np.abs(table - table[0]) / scale).max())
     if not apart <= tolerance:
         lines = "\n".join(f"  {name}: {values}" for name, values in losses.items())
         raise SystemExit(f"the losses are {apart:.1e} apart, more than {tolerance:.0e}:\n{lines}")

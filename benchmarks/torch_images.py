@@ -159,6 +159,81 @@ class ConvNet(nn.Module):
         return functional.cross_entropy(x, targets)
 
 
+class Inception(nn.Module):
+    """Convolutions of 1x1, 3x3 and 5x5 pixels and a pooling, side by side."""
+
+    def __init__(self, weights: Weights, path: str) -> None:
+        super().__init__()
+        self.all = nn.ModuleList([BasicConv2d(weights, f"{path}.all.{i}", 1) for i in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, before_three, three, before_five, five, after_pool = self.all
+        pooled = functional.max_pool2d(x, 3, 1, 1)
+        branches = one(x), three(before_three(x)), five(before_five(x)), after_pool(pooled)
+        return torch.cat(branches, 1)
+
+
+class BasicConv2d(nn.Module):
+    """A convolution, a batch norm and ReLU; our bias before the norm is left out, being zero."""
+
+    def __init__(self, weights: Weights, path: str, stride: int) -> None:
+        super().__init__()
+        kernel = weights[f"{path}.weight"].transpose(3, 2, 0, 1)
+        channels_out, channels_in, size, _ = kernel.shape
+        self.conv = nn.Conv2d(channels_in, channels_out, size, stride, size // 2, bias=False)
+        self.norm = nn.BatchNorm2d(channels_out, eps=1e-3)
+        fill(self.conv.weight, kernel)
+        fill(self.norm.weight, weights[f"{path}.norm.scale"])
+        fill(self.norm.bias, weights[f"{path}.norm.bias"])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.norm(self.conv(x)), inplace=True)
+
+
+class InceptionAux(nn.Module):
+    """An auxiliary head."""
+
+    def __init__(self, weights: Weights, path: str) -> None:
+        super().__init__()
+        self.conv = BasicConv2d(weights, f"{path}.convolution", 1)
+        self.dense, self.out = (make_linear(weights, f"{path}.{one}") for one in ("dense", "out"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(functional.adaptive_avg_pool2d(x, 4))
+        # Our order of what is flattened is [H, W, C].
+        x = x.permute(0, 2, 3, 1).flatten(1)
+        return self.out(functional.relu(self.dense(x)))
+
+
+class GoogLeNet(nn.Module):
+    """With batch norms and without dropout; `forward` is the mean loss of all three heads."""
+
+    def __init__(self, weights: Weights) -> None:
+        super().__init__()
+        self.stem = nn.ModuleList(
+            [BasicConv2d(weights, f"stem.{i}", 2 if i == 0 else 1) for i in range(3)]
+        )
+        self.inception = nn.ModuleList([Inception(weights, f"modules.{i}") for i in range(9)])
+        self.aux = nn.ModuleList([InceptionAux(weights, f"heads.{i}") for i in range(2)])
+        self.head = make_linear(weights, "head")
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.stem
+        x = third(second(self._pool(first(inputs))))
+        logits = []
+        for i, module in enumerate(self.inception):
+            # Before 3a, 4a and 5a.
+            x = module(self._pool(x) if i in (0, 2, 7) else x)
+            if i in (2, 5):
+                logits.append(self.aux[len(logits)](x))
+        losses = [functional.cross_entropy(each, targets) for each in logits]
+        loss = functional.cross_entropy(self.head(x.mean((2, 3))), targets)
+        return loss + 0.3 * (losses[0] + losses[1])
+
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.max_pool2d(x, 3, 2, ceil_mode=True)
+
+
 def _in_order(name: str) -> list[tuple[int, str]]:
     """ "convolutions.10" after "convolutions.9"."""
     return [(int(word) if word.isdigit() else -1, word) for word in name.split(".")]
