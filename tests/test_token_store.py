@@ -207,7 +207,7 @@ def test_a_store_that_another_process_made_meanwhile_stays(stored, tmp_path, mon
         return alone(folder)
 
     monkeypatch.setattr(tokenizing, "alone", alone_after_another)
-    with pytest.raises(UserError, match="begun with other texts"):
+    with pytest.raises(UserError, match="started with other texts"):
         made(text, out)
     assert [files(out)] == before
 
@@ -458,7 +458,7 @@ def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path
     assert made(text, Path(data.source)) == open_store(Path(data.source))  # it is there already
     (Path(text.source) / "00.txt").write_text("changed since")
     refusals = [
-        (text, Path(data.source), "begun with other texts or settings"),
+        (text, Path(data.source), "started with other texts or settings"),
         (data, tmp_path / "of store", "is a store already"),
         (TextData(source="synthetic"), tmp_path / "random", "cannot be prepared"),
         (text, Path(text.source), "there are other files in it, such as 00.txt"),

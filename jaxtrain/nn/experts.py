@@ -143,8 +143,9 @@ class Experts:
         else:
             if split() > 1:
                 raise UserError(
-                    f"capacity_factor={self.capacity_factor} over {split()} parts of a row: an "
-                    "expert's slots are counted along whole rows; use capacity_factor=None"
+                    f"capacity_factor={self.capacity_factor} with Mesh.context={split()}: an "
+                    "expert's slots are counted along whole rows, which context splits; use "
+                    "Mesh.context=1 or capacity_factor=None (dropless)"
                 )
             k, E = self.experts_per_token, self.num_experts
             C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
