@@ -74,7 +74,7 @@ class OnHost(Program):
         return self._estimate_on_devices(self._fetch(state), batch)
 
     def _estimate_on_devices(self, held: TrainState, batch: Batch) -> Any:
-        # Its result is on the devices too; JAX transposes no second derivative between memories.
+        # Its result is on the devices too, and parameters that were fetched are not fetched again.
         offload = dataclasses.replace(self.offload, parameters="none", gradients="none")
         plain = dataclasses.replace(self, offload=offload)
         return super(OnHost, plain).estimate_curvature(held, batch)
