@@ -69,10 +69,10 @@ def _absent_config(name: str | None) -> str | None:
 
 def _bindings_meant(unknown: Sequence[str]) -> str:
     """How settings are written that were given as options or without `-b`; '' if none was."""
-    from jaxtrain.config.synonyms import option_meant
+    from jaxtrain.config.synonyms import suggest_option
 
     return "".join(
-        option_meant(word.lstrip("-").partition("=")[0])
+        suggest_option(word.lstrip("-").partition("=")[0])
         if word.startswith("--")
         else f"; write -b {word!r}"
         for word in unknown

@@ -118,7 +118,7 @@ def test_on_a_mesh_and_inside_a_pipeline_stage() -> None:
         return value_and_grads(lambda q, k, v: blocked(q, k, v, own), *arrays)
 
     def stage(*arrays):  # noqa: ANN002, ANN202
-        with layout.inside("pipe"):
+        with layout.enter_manual("pipe"):
             return everything(*arrays)
 
     with layout.active():

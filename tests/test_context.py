@@ -183,7 +183,7 @@ def test_attention_inside_a_pipeline_stage_equals_one_device(method: str) -> Non
     specs = [layout.activation(axes) for axes in AXES]
 
     def stage(*arrays):  # noqa: ANN002, ANN202
-        with layout.inside("pipe"):
+        with layout.enter_manual("pipe"):
             return value_and_grads(*arrays, case="everything", context_parallel=method)
 
     with layout.active():

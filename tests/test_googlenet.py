@@ -47,10 +47,10 @@ def torch_googlenet(torch, sizes):
     class Head(nn.Module):
         def __init__(self, channels):
             super().__init__()
-            hidden = sizes.scaled(128)
+            hidden = sizes.scale_width(128)
             self.convolution = Conv(Convolution(channels, hidden, 1, padding=0))
-            self.dense = nn.Linear(16 * hidden, sizes.scaled(1024))
-            self.out = nn.Linear(sizes.scaled(1024), sizes.num_classes)
+            self.dense = nn.Linear(16 * hidden, sizes.scale_width(1024))
+            self.out = nn.Linear(sizes.scale_width(1024), sizes.num_classes)
 
         def forward(self, x):
             x = self.convolution(functional.adaptive_avg_pool2d(x, 4))

@@ -17,7 +17,7 @@ import jaxtrain.models
 import jaxtrain.training.objectives
 from jaxtrain.config import reader
 from jaxtrain.config.registry import is_configurable
-from jaxtrain.config.values import by_name, hints, settings_of, unmarked
+from jaxtrain.config.values import by_name, hints, settings_of, strip_mark
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.training.objectives.objective import Objective
@@ -53,7 +53,7 @@ def parts_of_sources() -> list[type]:
         part
         for source in sources()
         for annotation in hints(source).values()
-        for part in (unmarked(annotation), *typing.get_args(unmarked(annotation)))
+        for part in (strip_mark(annotation), *typing.get_args(strip_mark(annotation)))
         if dataclasses.is_dataclass(part) and part not in sources()
     }
     return sorted(found, key=lambda one: one.__name__)
@@ -143,7 +143,7 @@ def _takes(annotation: Any) -> str:
     mark = by_name(annotation)
     if mark is not None:
         return ", ".join(f"`{name!r}`" for name in mark.choices())
-    annotation = unmarked(annotation)
+    annotation = strip_mark(annotation)
     if annotation in (Model, Data, Objective):
         classes = {Model: models, Data: sources, Objective: objectives}[annotation]()
         return ", ".join(f"`@{cls.__name__}()`" for cls in classes)

@@ -125,7 +125,7 @@ class BucketPath:
             if inside != self.address:
                 yield _check(inside, self)
 
-    def stored(self) -> list[Stored]:
+    def list_objects(self) -> list[Stored]:
         """All objects below this folder, at any depth, in order of their names.
 
         Raises:

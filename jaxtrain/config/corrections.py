@@ -10,8 +10,8 @@ from jaxtrain.config.values import (
     hints,
     literal,
     settings_of,
+    strip_mark,
     takes_text,
-    unmarked,
 )
 
 
@@ -40,7 +40,7 @@ def how_to_choose(unused: str) -> str:
     return ""
 
 
-def quoted(text: str) -> str | None:
+def add_quotes(text: str) -> str | None:
     """A binding whose value is text without quotes, with them; None where that is not obvious."""
     name, _, value = (part.strip() for part in text.partition("="))
     section, _, field = name.partition(".")
@@ -49,7 +49,7 @@ def quoted(text: str) -> str | None:
         return None
     takes = hints(CONFIGURABLES[section])[known[field].name]
     mark = by_name(takes)
-    annotation = unmarked(takes) if mark is None else literal(mark.choices())
+    annotation = strip_mark(takes) if mark is None else literal(mark.choices())
     # Quotes, brackets, references and comments began something else; so did true, none and classes,
     # but for a choice of that name.
     other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _guess_quotes(value)

@@ -93,7 +93,7 @@ def _raise_any(sentences: Iterable[str]) -> None:
         raise UserError("\n".join(found))
 
 
-def counted(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     """`1 document`, `2,000 documents`, `8 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{ending}"

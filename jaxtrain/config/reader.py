@@ -17,14 +17,14 @@ from typing import Any
 
 from gin import config_parser
 
-from jaxtrain.config.corrections import how_to_choose, no_value, of_a_choice, quoted
+from jaxtrain.config.corrections import add_quotes, how_to_choose, no_value, of_a_choice
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.imports import import_trusted
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.registry import CONFIGURABLES, is_configurable
 from jaxtrain.config.registry import configurable as configurable
-from jaxtrain.config.synonyms import CHOSEN, meant, section_meant
+from jaxtrain.config.synonyms import CHOSEN, suggest_section, suggest_setting
 from jaxtrain.config.values import (
     ByName,
     by_name,
@@ -33,8 +33,8 @@ from jaxtrain.config.values import (
     literal,
     missing,
     settings_of,
+    strip_mark,
     takes_plain_values,
-    unmarked,
 )
 
 
@@ -146,7 +146,7 @@ class _Bindings:
             try:
                 statements = _statements(text, origin)
             except UserError as error:
-                in_quotes = quoted(text)
+                in_quotes = add_quotes(text)
                 if in_quotes is None:
                     name = text.partition("=")[0].strip()
                     if name.isidentifier() and (hint := self._suggest(None, name)):
@@ -215,16 +215,16 @@ class _Bindings:
         chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._section_of(*place))}
         used = {cls.__name__: cls for cls in sections(self.root).values()}
         if section is not None and section not in CONFIGURABLES:
-            close = section_meant(section, chosen) or nearest(section, used, cutoff=0.7)
+            close = suggest_section(section, chosen) or nearest(section, used, cutoff=0.7)
             cls = CONFIGURABLES.get(close or "")
             if cls is not None and word in settings_of(cls):
                 return f"; did you mean {f'{close}.{word}'!r}?"
-            return meant(close, word, used, chosen) or (
+            return suggest_setting(close, word, used, chosen) or (
                 f"; did you mean {close!r}?" if close else ""
             )
         if section is not None:
             used[section] = CONFIGURABLES[section]
-        return meant(section, word, used, chosen)
+        return suggest_setting(section, word, used, chosen)
 
     def _section_of(self, section: str, setting: str) -> type | None:
         """The section that a setting names, as far as the bindings have been read."""
@@ -262,7 +262,7 @@ class _Bindings:
 
     # -- building -----------------------------------------------------------------------------
 
-    def whole(self) -> Any:
+    def build_root(self) -> Any:
         """The root, built of the bindings."""
         built = {name: self.build(cls) for name, cls in sections(self.root).items()}
         return self.root(imports=tuple(self.imports), notes=(), **built)
@@ -277,7 +277,7 @@ class _Bindings:
         takes = hints(cls)
         for bound, field in settings_of(cls).items():
             binding, mark = self.fields.get((name, bound)), by_name(takes[field.name])
-            written, annotation = f"{name}.{bound}", unmarked(takes[field.name])
+            written, annotation = f"{name}.{bound}", strip_mark(takes[field.name])
             try:
                 if mark is not None:
                     values[field.name] = self._choose(name, field, mark)
@@ -459,13 +459,13 @@ def load(
     found.let_override("the bindings of the command line")
     for text in bindings:
         found.add_single(text)
-    loaded = found.whole()
+    loaded = found.build_root()
     found.reject_unused()
     if not found.mistakes and (more := implied(loaded, found.fields.keys())):
         found.fields |= {key: Binding(value, "<data>") for key, value in more.items()}
         written = ", ".join(f"{name}.{field} = {value!r}" for (name, field), value in more.items())
         found.notes.append(f"{written}: taken from the data, because not set")
-        loaded = found.whole()
+        loaded = found.build_root()
     loaded = dataclasses.replace(loaded, notes=tuple(found.notes))
     if found.mistakes:
         raise ConfigError(found.mistakes, loaded)

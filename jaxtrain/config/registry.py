@@ -133,7 +133,7 @@ class Named(Mapping[str, type[C]]):
         pattern = r"^    name(?:: ClassVar\[str\])? = \"(\w+)\"$"
         return scan_sources(self._package, pattern)
 
-    def _imported(self) -> dict[str, type[C]]:
+    def _collect(self) -> dict[str, type[C]]:
         return {
             vars(cls)["name"]: cls
             for cls in _below(self._base)
@@ -141,14 +141,14 @@ class Named(Mapping[str, type[C]]):
         }
 
     def __getitem__(self, name: str) -> type[C]:
-        if name not in self._imported() and name in self._modules:
+        if name not in self._collect() and name in self._modules:
             importlib.import_module(self._modules[name])
-        return self._imported()[name]
+        return self._collect()[name]
 
     def __iter__(self) -> Iterator[str]:
         for module in set(self._modules.values()):
             importlib.import_module(module)
-        return iter(sorted(self._imported()))
+        return iter(sorted(self._collect()))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -271,7 +271,7 @@ def _plain(word: str) -> str:
 _BY_WORD = {_plain(word): one for one in SYNONYMS for word in one.words.split()}
 
 
-def meant(
+def suggest_setting(
     section: str | None, word: str, used: Mapping[str, type], chosen: Mapping[str, type]
 ) -> str:
     """`; did you mean 'Optimizer.learning_rate'?` for a name that is no setting; '' if unknown.
@@ -290,7 +290,7 @@ def meant(
     return f"; did you mean {', '.join(map(repr, found))}{unit}?" if found else ""
 
 
-def option_meant(option: str) -> str:
+def suggest_option(option: str) -> str:
     """How a setting is written that was given as an option: `; write -b 'Train.steps=VALUE'`."""
     entry = _BY_WORD.get(_plain(option))
     if entry is None:
@@ -300,7 +300,7 @@ def option_meant(option: str) -> str:
     return f"; write {option}{f' ({entry.unit})' if entry.unit else ''}"
 
 
-def section_meant(section: str, chosen: Mapping[str, type]) -> str | None:
+def suggest_section(section: str, chosen: Mapping[str, type]) -> str | None:
     """The section that another library's name of one stands for; None: it is none."""
     found = SECTIONS.get(_plain(section))
     if found in CHOSEN:

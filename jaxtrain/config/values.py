@@ -82,7 +82,7 @@ def hints(cls: type) -> dict[str, Any]:
     return {name: _spell_out(annotation) for name, annotation in found.items()}
 
 
-def unmarked(annotation: Any) -> Any:
+def strip_mark(annotation: Any) -> Any:
     """An annotation without its mark."""
     marked = typing.get_origin(annotation) is typing.Annotated
     return typing.get_args(annotation)[0] if marked else annotation
@@ -112,7 +112,7 @@ def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     return {mark.binding if mark else field.name: field for field, mark in marks.items()}
 
 
-def located(value: Any, annotation: Any) -> Any:
+def resolve_paths(value: Any, annotation: Any) -> Any:
     """`value`, or each value of a dict, absolute where its annotation is marked `PathOr`."""
     marks = getattr(annotation, "__metadata__", ())
     mark = next((mark for mark in marks if isinstance(mark, PathOr)), None)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import sections
 from jaxtrain.config.registry import is_known
-from jaxtrain.config.values import by_name, hints, located, settings_of
+from jaxtrain.config.values import by_name, hints, resolve_paths, settings_of
 
 
 def to_gin(root: Any, *, absolute: bool = False) -> str:
@@ -21,7 +21,7 @@ def to_gin(root: Any, *, absolute: bool = False) -> str:
         whatever folder it is read.
     """
     imports = [f"import {module}" for module in root.imports]
-    text = written([getattr(root, name) for name in sections(type(root))], absolute=absolute)
+    text = format_gin([getattr(root, name) for name in sections(type(root))], absolute=absolute)
     return "\n".join([*imports, "", text]) if imports else text
 
 
@@ -31,10 +31,10 @@ def changes(root: Any) -> str:
     Args:
       root: as of `load`.
     """
-    return written([getattr(root, name) for name in sections(type(root))], defaults=False)
+    return format_gin([getattr(root, name) for name in sections(type(root))], defaults=False)
 
 
-def written(instances: Sequence[Any], *, absolute: bool = False, defaults: bool = True) -> str:
+def format_gin(instances: Sequence[Any], *, absolute: bool = False, defaults: bool = True) -> str:
     """Registered dataclasses as gin text, with every value of them and of those they refer to.
 
     Args:
@@ -66,7 +66,7 @@ def _format_block(
     for bound, field in settings_of(type(section)).items():
         value, mark = getattr(section, field.name), by_name(takes[field.name])
         if absolute:
-            value = located(value, takes[field.name])
+            value = resolve_paths(value, takes[field.name])
         if mark is None:
             written = _format_value(value, blocks, absolute, defaults)
         else:

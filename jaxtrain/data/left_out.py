@@ -8,7 +8,7 @@ Facts of this kind are `files`, `files_left_out` and `endings_left_out` of a fol
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 
 Facts = dict[str, float | int | str]
 
@@ -54,7 +54,7 @@ def heldout_facts(
       each: the group of which one example each is held out, such as "class"; it has at most
         `count` examples.
     """
-    of = f"{counted(count, unit)}" if each is None else f"at most {counted(count, unit)} a {each}"
+    of = f"{count_of(count, unit)}" if each is None else f"at most {count_of(count, unit)} a {each}"
     return {
         "heldout_rule": f"Held out the last of {of}, because {setting} = {fraction} of them is "
         "less than one"
@@ -84,11 +84,11 @@ def sentences(facts: Mapping[str, object]) -> list[str]:
     messages = []
     if "files_left_out" in facts:
         messages.append(
-            f"Left out {counted(_int(facts['files_left_out']), 'file')} next to the "
+            f"Left out {count_of(_int(facts['files_left_out']), 'file')} next to the "
             f"{_int(facts['files']):,} that are read ({facts['endings_left_out']}): " + _way(facts)
         )
     if "first_bad_records" in facts:
-        bad = counted(_int(facts["bad_records"]), "record")
+        bad = count_of(_int(facts["bad_records"]), "record")
         messages.append(f"Left out {bad}: {facts['first_bad_records']}")
     whole = ("converted", "heldout_rule", "no_end_of_text")
     return messages + [str(facts[name]) for name in whole if name in facts]

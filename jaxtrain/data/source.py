@@ -249,7 +249,7 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
       UserError: a link leads out of the folder, or an object's name would.
     """
     if isinstance(root, BucketPath):
-        rows = [(row.name.split("/"), row) for row in root.stored()]
+        rows = [(row.name.split("/"), row) for row in root.list_objects()]
         for parts, row in sorted(rows, key=lambda pair: pair[0]):
             if not any(part.startswith(".") for part in parts):
                 yield root / row.name, row.name, row.bytes

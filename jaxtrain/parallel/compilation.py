@@ -174,12 +174,12 @@ def options_of_run(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """`xla_options` of the train step and of evaluation that this version's compiler has."""
 
-    def tried(options: dict[str, str]) -> dict[str, str]:
+    def compile_with(options: dict[str, str]) -> dict[str, str]:
         if options:
             jax.jit(lambda: 0, compiler_options=options).lower().compile()
         return options
 
-    of_steps = with_known_options(xla_options(platform, steps, kind), tried, say)
+    of_steps = with_known_options(xla_options(platform, steps, kind), compile_with, say)
     options = xla_options(platform, kind=kind)
     return of_steps, {name: value for name, value in options.items() if name in of_steps}
 

@@ -172,7 +172,7 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
     return jax.devices()
 
 
-def chosen_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
+def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     """The devices of a run: all of them, or those that were asked for.
 
     Raises:

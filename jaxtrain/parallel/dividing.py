@@ -79,10 +79,10 @@ def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
                     yield Uneven(name, axis, size, part)
 
 
-def shared_by(layout: Layout, shapes: nnx.State) -> int:
+def largest_fsdp(layout: Layout, shapes: nnx.State) -> int:
     """By how many of its devices `fsdp` can share every parameter: the most that divide it.
 
-    Tables that pipe splits too need not divide by both: see `fitted`.
+    Tables that pipe splits too need not divide by both: see `replicate_uneven`.
 
     Args:
       layout: on a mesh with all of fsdp.
@@ -97,7 +97,7 @@ def shared_by(layout: Layout, shapes: nnx.State) -> int:
     return 1
 
 
-def fitted(layout: Layout, shapes: nnx.State) -> Layout:
+def replicate_uneven(layout: Layout, shapes: nnx.State) -> Layout:
     """The layout with tables whole on every stage that do not divide over fsdp and pipe together,
     and whole along tensor where it does not divide a vocabulary (see `gathering`).
 

@@ -247,7 +247,7 @@ class Layout:
             )
 
     @contextlib.contextmanager
-    def inside(self, *axes: str) -> Iterator["Layout"]:
+    def enter_manual(self, *axes: str) -> Iterator["Layout"]:
         """The layout for code inside a `jax.shard_map` over these axes."""
         layout = self.with_manual(*axes)
         with layout.current():
@@ -363,7 +363,7 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     free = set(layout.mesh.axis_names) - (layout.manual - idle)
 
     def run(*shards: Any) -> Any:
-        with layout.inside(*free):
+        with layout.enter_manual(*free):
             return function(*shards)
 
     return jax.shard_map(
@@ -400,7 +400,7 @@ def along(
     others = tuple(set(layout.mesh.axis_names) - layout.manual - set(over))
 
     def explicit(*parts: Any) -> Any:
-        with layout.inside(*over):
+        with layout.enter_manual(*over):
             return function(*parts)
 
     def manual(*parts: Any) -> Any:

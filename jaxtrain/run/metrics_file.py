@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.disks import writing
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
 from jaxtrain.run.appended import Appended
@@ -175,7 +175,7 @@ def _parse(file: Place) -> Iterator[_Parsed]:
 
 def _damage(file: Place, damaged: Sequence[_Parsed]) -> str:
     number, _, reason = damaged[0]
-    return f"{file}: {counted(len(damaged), 'damaged line')} (line {number}: {reason})"
+    return f"{file}: {count_of(len(damaged), 'damaged line')} (line {number}: {reason})"
 
 
 def _open(file: Place) -> BinaryIO:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxtrain.config.buckets import BucketPath, Place, place
-from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.data.left_out import sentences
@@ -82,7 +82,7 @@ def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextDa
 def _tell(console: Console, store: Store, out: Place, data: TextData) -> None:
     train, heldout = store.parts["train"], store.parts["heldout"]
     lines = [
-        f"{train.tokens:,} tokens of {counted(train.texts, 'document')} to train on, "
+        f"{train.tokens:,} tokens of {count_of(train.texts, 'document')} to train on, "
         f"{heldout.tokens:,} of "
         f"{heldout.texts:,} held out, {store.bytes:,} bytes in {out}",
         f"To train on them: -b 'TextData.source=\"{out}\"'"

@@ -22,9 +22,9 @@ from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
-    chosen_devices,
     other_gpu_memory,
     platform_of_device,
+    select_devices,
     simulate_devices,
     take_gpu_memory,
 )
@@ -118,7 +118,7 @@ class Trainer:
         if config.mesh.simulated_devices:
             simulate_devices(config.mesh.simulated_devices)
         take_gpu_memory(config.train.gpu_memory_fraction)
-        devices = chosen_devices(devices)
+        devices = select_devices(devices)
         platform, kind = platform_of_device(devices[0]), devices[0].device_kind
         preflight.check(
             config, device_count=len(devices), platform=platform, kind=kind, trains=not read_only

@@ -444,7 +444,7 @@ def _of_sections(given: Sequence[Any]) -> gin_files.Text:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"load_config: there are two {twice[0]}(...) sections; give one of each")
-    return gin_files.Text(writer.written(given), "<settings>")
+    return gin_files.Text(writer.format_gin(given), "<settings>")
 
 
 def _own_modules(given: Sequence[Any]) -> list[str]:

@@ -7,7 +7,7 @@ from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.whole_run import sentence
-from jaxtrain.config.errors import counted, nearest_multiple
+from jaxtrain.config.errors import count_of, nearest_multiple
 from jaxtrain.training.settings import load_config
 
 # Llama's shape: heads of 128, 128 numbers of width for each layer (7B to 70B have 102 to 128), a
@@ -73,7 +73,7 @@ def sentences(budget: Budget, found: Plan) -> list[str]:
     watts = found.target.chip.watts
     shape = bindings_for(budget, found.target.devices)
     return [
-        f"On {found.target.name}, a Llama of {counted(model.num_layers, 'layer')}, "
+        f"On {found.target.name}, a Llama of {count_of(model.num_layers, 'layer')}, "
         f"{model.embed_dim} wide, {found.per_step:,} tokens a batch: {time.seconds:.3g} s a step, "
         f"MFU {time.mfu:.1%}.",
         sentence(run, unit="tokens", error_bar=time.error_bar, watts=watts),

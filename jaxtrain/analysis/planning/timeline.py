@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.table import Table
 
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import write_atomically
 from jaxtrain.training.pipeline.table import Action, Timetable, Work, needs, result
 
@@ -235,8 +235,8 @@ def _title(timeline: Timeline) -> str:
     schedule = timeline.schedule
     virtual = f" x {schedule.virtual_stages} virtual stages" if schedule.virtual_stages > 1 else ""
     return (
-        f"{schedule.name}: {counted(schedule.ranks, 'rank')}{virtual}, "
-        f"{counted(schedule.microbatches, 'microbatch')}"
+        f"{schedule.name}: {count_of(schedule.ranks, 'rank')}{virtual}, "
+        f"{count_of(schedule.microbatches, 'microbatch')}"
         f"{', in lockstep' if timeline.lockstep else ''}"
     )
 

@@ -5,7 +5,7 @@ import math
 
 from jaxtrain.analysis.planning.budget import amount
 from jaxtrain.analysis.planning.units import human_seconds
-from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.errors import UserError, count_of
 
 _DAY, _HOUR = 86_400.0, 3_600.0
 LEAST_HOURS = 0.01  # device-hours below which nobody counts cost and energy
@@ -79,7 +79,7 @@ def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None)
     seconds = run.days * _DAY
     least, most = (human_seconds(seconds * (1 + sign * error_bar)) for sign in (-1, 1))
     words = (
-        f"The run: {counted(run.steps, 'step')}, {amount(run.examples)} {unit}, "
+        f"The run: {count_of(run.steps, 'step')}, {amount(run.examples)} {unit}, "
         f"{human_seconds(seconds)} ({least} to {most})"
     )
     if run.device_hours < LEAST_HOURS:

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.analysis.verify import sample
 from jaxtrain.analysis.verify.figures import EQUAL, Finding, NotChecked
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import token_model
 from jaxtrain.nn.attention.context import along_context
@@ -136,7 +136,7 @@ class Documents:
 
     def _number(self) -> str:
         segment_ids: Any = self.batch.segment_ids
-        return counted(int(segment_ids.max(1).sum()), "document")
+        return count_of(int(segment_ids.max(1).sum()), "document")
 
     def _difference(self, which: int, other: np.ndarray, where_BT: np.ndarray) -> float:
         """The largest difference where it counts, relative to the largest value."""

@@ -46,7 +46,7 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, Bucket
     folder = cache_folder("stores") / part_digest(str(store).encode() + content)[:32]
     tokens, others = zip(*(files_of(folder, split) for split in SPLITS), strict=True)
     if not is_store(folder):
-        sizes = {row.name: row.bytes for row in store.stored()}
+        sizes = {row.name: row.bytes for row in store.list_objects()}
         of_tokens = sum(sizes.get(file.name, 0) for file in tokens)
         whole = of_tokens <= WHOLE_BYTES
         wanted = [file.name for file in (*others, *(tokens if whole else ()))]

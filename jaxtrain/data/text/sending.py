@@ -50,7 +50,7 @@ def prepare_in_bucket(
     folder = cache_folder("stores") / part_digest(f"made for {out}".encode())[:32]
     names = [file.name for split in SPLITS for file in files_of(folder, split)]
     names += [*(checksums_of(folder, split).name for split in SPLITS), TOKENIZER_FILE]
-    there = {row.name: row.bytes for row in out.stored()} if out.exists() else {}
+    there = {row.name: row.bytes for row in out.list_objects()} if out.exists() else {}
     if others := sorted(there.keys() - {*names, STORE_FILE, _PROBE}):
         raise UserError(
             f"--out {out}: there are other objects in it, such as {others[0]}; name another folder"

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place
-from jaxtrain.config.errors import UserError, counted, require_at_least
+from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
@@ -425,7 +425,7 @@ class TextData:
             if len(rows.tokens) < needed:
                 raise UserError(
                     f"TextData.source = {self.source!r}: its {split} part has "
-                    f"{counted(count, 'document')} with {counted(len(rows.tokens), 'token')}, "
+                    f"{count_of(count, 'document')} with {count_of(len(rows.tokens), 'token')}, "
                     f"and one row of TextData.sequence_length = {self.sequence_length} needs "
                     f"{needed}; use more text, a smaller TextData.sequence_length or another "
                     f"TextData.heldout_fraction (now {self.heldout_fraction})"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError, counted, require_at_least
+from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.left_out import ending_of, file_facts, heldout_facts
 from jaxtrain.data.source import (
@@ -132,7 +132,7 @@ class Templated:
             way = f"use a smaller one, or {self._section}.heldout_source"
             raise UserError(
                 f"{fraction} = {self.heldout_fraction} cannot split the "
-                f"{counted(len(found), 'record')} of {setting} = {self.source!r}; "
+                f"{count_of(len(found), 'record')} of {setting} = {self.source!r}; "
                 + (way if len(found) > 1 else "give at least 2 records")
             )
         facts = file_facts(len(files), left_out) | records.facts()
@@ -178,7 +178,7 @@ def _files(setting: str, source: str, left_out: Counter[str]) -> list[Place]:
     left_out.update(ending_of(one.name) for one in walked if not plain_name(one).endswith(_ENDINGS))
     if not found:
         raise UserError(
-            f"{setting} = {source!r}: none of its {counted(len(walked), 'file')} is one of "
+            f"{setting} = {source!r}: none of its {count_of(len(walked), 'file')} is one of "
             f"records ({', '.join(_ENDINGS)})"
         )
     return found

@@ -87,26 +87,26 @@ class GoogLeNet(Unstacked):
         inside = [one for module in self.modules if module is not None for one in module]
         validate_norm(self, (*convolutions_of(self.stem), *inside, self.on_the_way(1)))
 
-    def scaled(self, count: int) -> int:
+    def scale_width(self, count: int) -> int:
         """Channels where the paper has `count`."""
         return max(count * self.width // 64, 1)
 
     @property
     def stem(self) -> tuple[Convolution | Pooling, ...]:
         """What comes before the first module."""
-        w, wide = self.width, self.scaled(192)
+        w, wide = self.width, self.scale_width(192)
         first = Convolution(self.channels, w, size=7, stride=2, padding=3)
         return first, POOLING, Convolution(w, w, 1, padding=0), Convolution(w, wide), POOLING
 
     @property
     def modules(self) -> tuple[tuple[Convolution, ...] | None, ...]:
         """The six convolutions of each module; None pools."""
-        found, channels = [], self.scaled(192)
+        found, channels = [], self.scale_width(192)
         for counts in MODULES:
             if counts is None:
                 found.append(None)
                 continue
-            one, in3, out3, in5, out5, pooled = map(self.scaled, counts)
+            one, in3, out3, in5, out5, pooled = map(self.scale_width, counts)
             found.append((
                 Convolution(channels, one, 1, padding=0),
                 Convolution(channels, in3, 1, padding=0), Convolution(in3, out3),
@@ -118,14 +118,14 @@ class GoogLeNet(Unstacked):
 
     def on_the_way(self, channels: int) -> Convolution:
         """Return the convolution of an auxiliary head that reads `channels`."""
-        return Convolution(channels, self.scaled(HEAD_CHANNELS), 1, padding=0)
+        return Convolution(channels, self.scale_width(HEAD_CHANNELS), 1, padding=0)
 
     @property
     def head_width(self) -> int:
         """Of the hidden layer of a head on the way."""
-        return self.scaled(HEAD_WIDTH)
+        return self.scale_width(HEAD_WIDTH)
 
-    def convolved(self, plan: Convolution, key: jax.Array) -> Convolved:
+    def build_convolution(self, plan: Convolution, key: jax.Array) -> Convolved:
         """A convolution, drawn and normed as the settings say."""
         init = drawn(self.initializer, "relu")
         return Convolved(plan, key, chosen_norm(self, epsilon=1e-3), init)
@@ -171,7 +171,9 @@ class Module(nnx.Module):
 
     def __init__(self, sizes: GoogLeNet, plan: tuple[Convolution, ...], key: jax.Array) -> None:
         keys = jax.random.split(key, len(plan))
-        self.all = nnx.List([sizes.convolved(p, k) for p, k in zip(plan, keys, strict=True)])
+        self.all = nnx.List(
+            [sizes.build_convolution(p, k) for p, k in zip(plan, keys, strict=True)]
+        )
 
     def __call__(self, x: jax.Array, running: Running) -> jax.Array:
         """Activations [B, H, W, C] to activations of the same pixels, whole along C."""
@@ -189,7 +191,7 @@ class Head(nnx.Module):
 
     def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
         plan, (first, second, third) = sizes.on_the_way(channels), jax.random.split(key, 3)
-        self.convolution = sizes.convolved(plan, first)
+        self.convolution = sizes.build_convolution(plan, first)
         flat, init = HEAD_SIDE**2 * plan.channels, drawn(sizes.initializer, "relu")
         self.dense = Dense(second, flat, sizes.head_width, init)
         self.out = Dense(third, sizes.head_width, sizes.num_classes, normal(0.01))
@@ -212,7 +214,9 @@ class GoogLeNetModel(nnx.Module):
         key_stem, key_modules, key_heads, key_head = jax.random.split(key, 4)
         stem = convolutions_of(sizes.stem)
         keys = jax.random.split(key_stem, len(stem))
-        self.stem = nnx.List([sizes.convolved(p, k) for p, k in zip(stem, keys, strict=True)])
+        self.stem = nnx.List(
+            [sizes.build_convolution(p, k) for p, k in zip(stem, keys, strict=True)]
+        )
         plans = [plan for plan in sizes.modules if plan is not None]
         keys = jax.random.split(key_modules, len(plans))
         self.modules = nnx.List([Module(sizes, p, k) for p, k in zip(plans, keys, strict=True)])

@@ -262,7 +262,7 @@ def _validate_ways_out(folder: Place, step: int) -> None:
 
 def _list_objects(folder: BucketPath) -> dict[str, Stored]:
     """What a bucket says of each object below a folder, by its name there."""
-    return {row.name: row for row in folder.stored()}
+    return {row.name: row for row in folder.list_objects()}
 
 
 def _md5(row: Stored) -> str | None:

@@ -77,7 +77,7 @@ def put_aside(root: Place, step: int) -> Place:
     # A bucket renames nothing: copied, within the storage, and deleted. A kill while it is copied
     # leaves the checkpoint, to be found damaged again; one while it is deleted leaves the copy.
     in_threads(
-        lambda row: (folder / row.name).copy_to(root / aside.name / row.name), folder.stored()
+        lambda row: (folder / row.name).copy_to(root / aside.name / row.name), folder.list_objects()
     )
     delete(root, step)
     return aside
@@ -133,7 +133,7 @@ def sweep(root: Place) -> list[str]:
 def size(folder: Place) -> int:
     """Bytes of all files in a folder, its links not followed."""
     if isinstance(folder, BucketPath):
-        return sum(row.bytes for row in folder.stored())
+        return sum(row.bytes for row in folder.list_objects())
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 

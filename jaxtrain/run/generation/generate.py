@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.errors import UserError, counted
+from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
@@ -161,13 +161,13 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
     context = f"{type(sizes).__name__}.context_length={sizes.context_length}"
     if room < 1:
         raise UserError(
-            f"a prompt of {counted(length, 'token')} leaves no room in {context}; use at most "
+            f"a prompt of {count_of(length, 'token')} leaves no room in {context}; use at most "
             f"{sizes.context_length - 1}"
         )
     if max_new_tokens > room:
         raise UserError(
             f"--max-new-tokens {max_new_tokens} after a prompt of "
-            f"{counted(length, 'token')} is more than {context}; use at most {room}"
+            f"{count_of(length, 'token')} is more than {context}; use at most {room}"
         )
     return max_new_tokens
 

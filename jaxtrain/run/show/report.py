@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 from jaxtrain.config.writer import changes
 from jaxtrain.data.left_out import SENTENCES, sentences
 from jaxtrain.data.source import Dataset
@@ -185,7 +185,7 @@ def show_mesh(console: Console, layout: Layout) -> None:
         table.add_row(*map(str, place), " ".join(map(str, order[place])))
     console.print(table)
     if len(places) > shown:
-        console.print(f"... and {counted(len(places) - shown, 'more row')}")
+        console.print(f"... and {count_of(len(places) - shown, 'more row')}")
 
 
 def show_attention(console: Console, choice: Choice | None) -> None:
@@ -201,7 +201,7 @@ def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: in
     twice = "; twice around, through the encoder and the decoder" * (stacks > 1)
     padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
     console.print(
-        f"Pipeline: {pipeline.schedule}, {counted(pipeline.microbatches, 'microbatch')} over "
+        f"Pipeline: {pipeline.schedule}, {count_of(pipeline.microbatches, 'microbatch')} over "
         f"{stages.ranks} ranks; layers of each stage: {layers}{padded}{twice}"
     )
 

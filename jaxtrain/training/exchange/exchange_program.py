@@ -143,7 +143,7 @@ class ExchangeProgram(abc.ABC):
         """
 
         def run(*arguments: Any) -> Any:
-            with self.layout.inside("data") as layout:
+            with self.layout.enter_manual("data") as layout:
                 program = dataclasses.replace(self.plain, layout=layout)
                 arguments = jax.tree.map(_without_replica, arguments, is_leaf=is_variable)
                 results = function(program, *arguments)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Literal, get_args
 
-from jaxtrain.config.errors import UserError, counted, did_you_mean, nearest_multiple
+from jaxtrain.config.errors import UserError, count_of, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.execution import validate as validate_scan
@@ -113,7 +113,7 @@ def validate(
     except UserError as error:
         yield str(error)
         return
-    of_stage = f"the {counted(longest, 'layer')} of the longest stage"
+    of_stage = f"the {count_of(longest, 'layer')} of the longest stage"
     yield from validate_scan(scan, num_layers=longest, written=of_stage)
 
 
@@ -396,7 +396,7 @@ def cut_layers(
         raise UserError(
             f"{written}={num_layers} does not fill {num_stages} pipeline stages (Mesh.pipe x "
             f"Pipeline.virtual_stages), one layer each; use {written}={num_stages} or at most "
-            f"{counted(num_layers, 'stage')}"
+            f"{count_of(num_layers, 'stage')}"
         )
     longest = num_layers if longest is None else longest
     assert longest * num_stages >= num_layers, "stages too short for the layers"

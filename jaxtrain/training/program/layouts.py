@@ -65,7 +65,7 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
         return own
     with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
         plain = _layout_on(_abstract(config, own, device_count), config)
-        share = dividing.shared_by(plain, shapes_of(config.train.model))
+        share = dividing.largest_fsdp(plain, shapes_of(config.train.model))
         if share > 1:
             rest = sizes["fsdp"] // share
             return dataclasses.replace(own, data=sizes["data"] * rest, fsdp=share)
@@ -140,5 +140,5 @@ def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Conf
     found = Layout.of(mesh, config.sharding, num_kv_heads)
     with contextlib.suppress(NotRead):
         if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
-            return dividing.fitted(found, shapes_of(config.train.model))
+            return dividing.replicate_uneven(found, shapes_of(config.train.model))
     return found

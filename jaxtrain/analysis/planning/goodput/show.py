@@ -5,7 +5,7 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.goodput.goodput import Change, Goodput
 from jaxtrain.analysis.planning.units import human_seconds
-from jaxtrain.config.errors import counted
+from jaxtrain.config.errors import count_of
 from jaxtrain.run.attempts.failure_rates import FAILURE_RATES
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes
@@ -35,7 +35,7 @@ def show_line(console: Console, goodput: Goodput) -> None:
         console,
         f"Goodput: about {goodput.fraction:.1%} ({low:.1%} to {high:.1%}) of "
         f"{_days(goodput.days(goodput.fraction))} with a save every "
-        f"{counted(goodput.save_every, 'step')}, at {rates}; "
+        f"{count_of(goodput.save_every, 'step')}, at {rates}; "
         "plan --goodput shows more",
     )
 
