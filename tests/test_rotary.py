@@ -40,9 +40,9 @@ def test_a_part_of_one_s_own_names_nothing_that_it_has_not():
 def their_config(sizes: Llama):
     pytest.importorskip("torch", reason="PyTorch is the peer of this test")
     transformers = pytest.importorskip("transformers", reason="transformers is the peer")
-    from jaxtrain.models.weights.llama import FAMILY  # noqa: PLC0415
+    from jaxtrain.models.weights.family import family_for  # noqa: PLC0415
 
-    said = dict(FAMILY.write(sizes))
+    said = family_for(sizes, "llama")[1]
     rope = {**said.pop("rope_scaling"), "rope_theta": said.pop("rope_theta")}
     return transformers.LlamaConfig(**said, rope_parameters=rope)
 

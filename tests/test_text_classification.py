@@ -23,7 +23,7 @@ from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.recurrent.rnn import RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
-from jaxtrain.models.weights.bert_for_sentences import FAMILY
+from jaxtrain.models.weights.family import family_of
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.step import TrainState
 
@@ -56,7 +56,8 @@ def bert_pair(sizes: BERT):
 
     class OfSentences(Pair):
         def names(self):
-            return FAMILY.names(self.sizes)
+            content = {"architectures": ["BertForSequenceClassification"]}
+            return family_of(content, where="").names(self.sizes)
 
         def given(self, batch):
             return {

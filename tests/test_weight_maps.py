@@ -207,6 +207,15 @@ def test_sizes_come_back_from_the_config_json_that_they_make(name):
     assert model_of(content, where="config.json") == (family, MODELS[name])
 
 
+@pytest.mark.parametrize("rope_type", ["llama3", "yarn", "linear"])
+def test_every_scaling_of_positions_comes_back_from_the_file_that_it_makes(rope_type):
+    own = {**GROUPED, "head_dim": 4, "rope_type": rope_type, "rope_scaling": 2.0}
+    for model in (Llama(**own), GPTOSS(**own, num_experts=5, experts_per_token=3)):
+        family, said = family_for(model, None)
+        content = json.loads(json.dumps({**said, "architectures": [family.architecture]}))
+        assert model_of(content, where="config.json") == (family, model)
+
+
 def test_sizes_that_are_known_nowhere_else_are_refused():
     @dataclasses.dataclass(frozen=True)
     class Own(Unstacked):
@@ -241,12 +250,12 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         vocab_size=None,
         quantization_config={"bits": 4},
     ) == [
-        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "attention_bias = True; here it is False",
+        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
         "quantization_config = {'bits': 4}; here it is None",
-        "rope_type = 'dynamic'; here it is 'default' or 'linear' or 'llama3' or 'yarn'",
-        "hidden_size = '12'; here it is a whole number",
         "vocab_size is missing; here it is a whole number",
+        "hidden_size = '12'; here it is a whole number",
+        "rope_type = 'dynamic'; here it is 'default' or 'linear' or 'llama3' or 'yarn'",
         "Llama.head_dim=7 is no even number above 0; the nearest is 8",
     ]
     assert refused(

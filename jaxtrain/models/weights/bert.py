@@ -1,52 +1,203 @@
-"""BERT for masked language modeling: Hugging Face names and settings."""
+"""BERT and RoBERTa (arXiv 1907.11692): Hugging Face names and settings, one family a head."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.models.weights.bidirectional import (
-    KEYS,
-    encoder_names,
-    normed,
-    read_sizes,
-    write_sizes,
+from jaxtrain.models.weights import config_keys, sentences
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import (
+    CLASSES,
+    Row,
+    constant,
+    holds,
+    number,
+    requires,
+    whole,
 )
 from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.names import Name, layer_norm, linear
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def _encoder(stem: str) -> tuple[Name, ...]:
+    """Return the lines of all below the heads.
+
+    Args:
+      stem: what their names begin with; "" of a model without a head.
+    """
+    layer = f"{stem}encoder.layer.{{L}}"
+    qkv = f"{layer}.attention.self.{{P:query|key|value}}"
+    return (
+        Name(f"{stem}embeddings.word_embeddings.weight", "token_embedding", "VD->VD"),
+        Name(f"{stem}embeddings.position_embeddings.weight", "position_embedding", "CD->CD"),
+        Name(f"{stem}embeddings.token_type_embeddings.weight", "type_embedding", "YD->YD"),
+        *layer_norm(f"{stem}embeddings.LayerNorm", "embedding_norm", "D->D"),
+        *linear(qkv, "layers/qkv", "LPDNH->(NH)D", "LPNH->(NH)"),
+        *linear(f"{layer}.attention.output.dense", "layers/out", "LNHD->D(NH)", "LD->D"),
+        *layer_norm(f"{layer}.attention.output.LayerNorm", "layers/attention_norm", "LD->D"),
+        *linear(f"{layer}.intermediate.dense", "layers/up", "LDF->FD", "LF->F"),
+        *linear(f"{layer}.output.dense", "layers/down", "LFD->DF", "LD->D"),
+        *layer_norm(f"{layer}.output.LayerNorm", "layers/mlp_norm", "LD->D"),
+    )
+
+
+def _transform(theirs: str) -> tuple[Name, ...]:
+    """Return the lines of the layer of a head."""
+    return linear(theirs, "transform", "DF->FD", "D->D")
+
 
 _HEAD = "cls.predictions"
-_NAMES = (
-    *encoder_names("bert."),
-    Name(f"{_HEAD}.transform.dense.weight", "transform", "DF->FD"),
-    Name(f"{_HEAD}.transform.dense.bias", "transform_bias", "D->D"),
-    *normed(f"{_HEAD}.transform.LayerNorm", "norm", "D->D"),
+_BERT_MASKED = (
+    *_encoder("bert."),
+    *_transform(f"{_HEAD}.transform.dense"),
+    *layer_norm(f"{_HEAD}.transform.LayerNorm", "norm", "D->D"),
     Name(f"{_HEAD}.bias", "bias", "V->V"),
 )
-
-
-def _write(model: BERT) -> Mapping[str, Any] | None:
-    if model.objective != "masked_token" or model.first_position or model.pooling is not None:
-        return None
-    return write_sizes(model)
-
-
-def _names(_: BERT) -> tuple[Name, ...]:
-    return _NAMES
-
-
-FAMILY = Family(
-    architecture="BertForMaskedLM",
-    model_type="bert",
-    model=BERT,
-    keys=KEYS,
-    read=read_sizes,
-    write=_write,
-    names=_names,
-    prefix="bert.",
-    copies={
-        f"{_HEAD}.decoder.weight": "bert.embeddings.word_embeddings.weight",
-        f"{_HEAD}.decoder.bias": f"{_HEAD}.bias",
-    },
-    # Places in order, in files of transformers before 4.31; the heads of other tasks.
-    buffers=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
+_ROBERTA_MASKED = (
+    *_encoder("roberta."),
+    *_transform("lm_head.dense"),
+    *layer_norm("lm_head.layer_norm", "norm", "D->D"),
+    Name("lm_head.bias", "bias", "V->V"),
 )
+_CLASSIFIER = (
+    *_encoder("bert."),
+    *_transform("bert.pooler.dense"),
+    Name("classifier.weight", "output", "CD->CD"),
+    Name("classifier.bias", "bias", "C->C"),
+)
+
+
+def _bare(model: BERT) -> tuple[Name, ...]:
+    """Of an encoder without a head, and of the body of a model of classes that begins with one."""
+    has_pooler = model.objective == "token_classification"
+    return (*_encoder(""), *(_transform("pooler.dense") if has_pooler else ()))
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+_OWN: KeyTable = {
+    **irrelevant(
+        "it is of the pooler of the authors' code, which no published model has",
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+        "pooler_size_per_head", "pooler_type",
+    ),
+    "position_embedding_type": only("absolute"),
+}  # fmt: skip
+_POSITIONS = whole("max_position_embeddings", "context_length", 512)
+
+
+def _read_positions(asked: Asked) -> dict[str, Any]:
+    """Positions are counted from the one after the padding token's number, 1: two rows of the
+    table of positions come before."""
+    first = asked.whole("pad_token_id", 1) + 1
+    context_length = asked.whole("max_position_embeddings", 512) - first
+    return {"context_length": context_length, "first_position": first}
+
+
+_ROBERTA_POSITIONS = Row(
+    used("max_position_embeddings"),
+    _read_positions,
+    lambda model: {"max_position_embeddings": model.context_length + model.first_position},
+)
+
+
+def _rows(keys: KeyTable, positions: Row) -> tuple[Row, ...]:
+    """Return the rows of an encoder.
+
+    Args:
+      keys: the shared key table of the kind of head.
+      positions: the row of the table of positions.
+    """
+    return (
+        Row({**keys, **_OWN}),
+        whole("vocab_size", "vocab_size"),
+        whole("num_hidden_layers", "num_layers"),
+        whole("hidden_size", "embed_dim"),
+        whole("num_attention_heads", "num_heads"),
+        whole("intermediate_size", "mlp_dim"),
+        positions,
+        whole("type_vocab_size", "token_types", 2),
+        number("layer_norm_eps", "norm_eps", 1e-12),
+        constant("hidden_act", "gelu"),
+        constant("tie_word_embeddings", True),
+        constant("is_decoder", False),
+    )
+
+
+def _bert_rows(keys: KeyTable) -> tuple[Row, ...]:
+    return (*_rows(keys, _POSITIONS), holds(first_position=0))
+
+
+def _roberta_rows(keys: KeyTable) -> tuple[Row, ...]:
+    return (
+        *_rows(keys, _ROBERTA_POSITIONS),
+        requires(lambda model: model.first_position > 0),
+        Row(write=lambda model: {"pad_token_id": model.first_position - 1}),
+    )
+
+
+_MASKED = holds(objective="masked_token", pooling=None)
+_POOLING = (
+    Row(read=sentences.read_pooling),
+    requires(lambda model: model.pooling is not None),
+)
+
+_bert = functools.partial(Family, model_type="bert", model=BERT)
+_roberta = functools.partial(Family, model_type="roberta", model=BERT)
+_bare_encoder = {
+    "names": _bare,
+    "prefix": "",
+    "copies": {},
+    "buffers": r"embeddings\.position_ids|pooler\..*",
+    "beside": sentences.written_beside,
+}
+FAMILIES = (
+    _bert(
+        architecture="BertForMaskedLM",
+        rows=(*_bert_rows(config_keys.LANGUAGE), _MASKED),
+        names=lambda _: _BERT_MASKED,
+        prefix="bert.",
+        copies={
+            f"{_HEAD}.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            f"{_HEAD}.decoder.bias": f"{_HEAD}.bias",
+        },
+        # Places in order, in files of transformers before 4.31; the heads of other tasks.
+        buffers=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
+    ),
+    # Sentence encoders.
+    _bert(
+        architecture="BertModel",
+        rows=(*_bert_rows(config_keys.ENCODER), *_POOLING),
+        **_bare_encoder,
+    ),
+    # Theirs classifies a text at its first token; ours every token, the first one included.
+    _bert(
+        architecture="BertForSequenceClassification",
+        rows=(
+            *_bert_rows(config_keys.CLASSES), CLASSES, holds(objective="token_classification")
+        ),
+        names=lambda _: _CLASSIFIER,
+        prefix="bert.",
+        copies={},
+        buffers=r"bert\.embeddings\.position_ids",
+    ),
+    _roberta(
+        architecture="RobertaForMaskedLM",
+        rows=(*_roberta_rows(config_keys.LANGUAGE), _MASKED),
+        names=lambda _: _ROBERTA_MASKED,
+        prefix="roberta.",
+        copies={
+            "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+            "lm_head.decoder.bias": "lm_head.bias",
+        },
+        buffers=r"roberta\.embeddings\.position_ids|roberta\.pooler\..*",
+    ),
+    _roberta(
+        architecture="RobertaModel",
+        rows=(*_roberta_rows(config_keys.ENCODER), *_POOLING),
+        **_bare_encoder,
+    ),
+)  # fmt: skip

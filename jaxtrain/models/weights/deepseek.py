@@ -1,16 +1,29 @@
-"""Shared Hugging Face names and settings of DeepSeek-V2 and DeepSeek-V3."""
+"""DeepSeek-V2 and DeepSeek-V3: Hugging Face names and settings."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
+from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.deepseek import DeepSeek
-from jaxtrain.models.weights import config_keys, rope
+from jaxtrain.models.weights import config_keys, float8, rope
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import (
+    Row,
+    constant,
+    derive,
+    flag,
+    holds,
+    ignore,
+    number,
+    read_rows,
+    whole,
+    write_rows,
+)
+from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
-PREFIX = "model."
-COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
+_PREFIX = "model."
+_COPIES = {"lm_head.weight": "model.embed_tokens.weight"}
 
 # A layer's tensors: the name after "model.layers.N.", ours in the layer, our dimensions and theirs.
 Lines = tuple[tuple[str, str, str], ...]
@@ -59,154 +72,210 @@ _PREDICTION: Lines = (
 )
 
 
-def names(model: DeepSeek) -> tuple[Name, ...]:
-    """The map between the names of both."""
-    return tuple(_names(model))
+def _names(model: DeepSeek) -> tuple[Name, ...]:
+    return tuple(_lines(model))
 
 
-def _names(model: DeepSeek) -> Iterator[Name]:
+def _lines(model: DeepSeek) -> Iterator[Name]:
     attention = (*_ATTENTION, *(_QUERIES if model.query_rank is None else _LATENT_QUERIES))
     yield Name("model.embed_tokens.weight", "token_embedding", "VD->VD")
-    for number in range(model.dense_layers):
+    for at in range(model.dense_layers):
         for theirs, ours, form in (*attention, *_DENSE):
-            ours = f"first_layers/{number}/{ours}"
-            yield Name(f"model.layers.{number}.{theirs}", ours, form)
+            ours = f"first_layers/{at}/{ours}"
+            yield Name(f"model.layers.{at}.{theirs}", ours, form)
     of_experts = (*_EXPERTS, *(_BIAS if model.router == "sigmoid" else ()))
     for theirs, ours, form in (*attention, *of_experts):
         yield Name(
             f"model.layers.{{L}}.{theirs}", f"layers/{ours}", f"L{form}", first=model.dense_layers
         )
-    for number in range(model.predicted_tokens - 1):
-        layer = f"model.layers.{model.num_layers + number}"
+    for at in range(model.predicted_tokens - 1):
+        layer = f"model.layers.{model.num_layers + at}"
         for theirs, ours, form in (*_PREDICTION, *attention, *of_experts):
-            yield Name(f"{layer}.{theirs}", f"predictors/{number}/{ours}", form)
+            yield Name(f"{layer}.{theirs}", f"predictors/{at}/{ours}", form)
     yield Name("model.norm.weight", "norm_scale", "D->D")
     if not model.tie_embeddings:
         yield Name("lm_head.weight", "output", "VD->VD")
 
 
-KEYS: KeyTable = {
-    **config_keys.LANGUAGE,
-    **rope.KEYS,
-    **used(
-        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
-        "num_hidden_layers", "first_k_dense_replace", "num_attention_heads",
-        "num_key_value_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
-        "qk_rope_head_dim", "v_head_dim", "n_shared_experts", "n_routed_experts",
-        "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob",
-        "routed_scaling_factor", "max_position_embeddings", "rms_norm_eps",
-        "tie_word_embeddings", "aux_loss_alpha",
+_YARN = (
+    *rope.SCALINGS["yarn"],
+    # Where both are one, positions turn and do not stretch.
+    Row(
+        used("mscale", "mscale_all_dim"),
+        lambda scaling: {"rope_score_factor": scaling.number("mscale_all_dim")},
+        lambda model: {
+            "mscale": model.rope_score_factor,
+            "mscale_all_dim": model.rope_score_factor,
+        },
     ),
-    **irrelevant("qk_nope_head_dim and qk_rope_head_dim say it", "qk_head_dim"),
-    **irrelevant("it lays experts out over devices", "ep_size"),
-    **irrelevant("transformers has no balancing loss of this family", "output_router_logits"),
-    # Balancing here is over a sequence, as the published models were trained.
-    "seq_aux": only(True),
-    "hidden_act": only("silu", "swish"),
-    "attention_bias": only(False),
-    "mlp_bias": only(False),
-    "moe_layer_freq": only(1),
-}  # fmt: skip
-
-
-def read_sizes(
-    asked: Asked, *, dense_layers: int, routed_scale: float, kv_heads: int | None
-) -> dict[str, Any]:
-    """The settings of both, but for the router.
-
-    Args:
-      asked: the config.json.
-      dense_layers, routed_scale: what holds where it does not say.
-      kv_heads: likewise; None: as many as heads.
-    """
-    heads = asked.whole("num_attention_heads")
-    asked.only("num_key_value_heads", [heads], default=kv_heads or heads)
-    latent = asked.content.get("q_lora_rank", 1536)
-    return {
-        "vocab_size": asked.whole("vocab_size"),
-        "num_layers": asked.whole("num_hidden_layers"),
-        "dense_layers": asked.whole("first_k_dense_replace", dense_layers),
-        "embed_dim": asked.whole("hidden_size"),
-        "num_heads": heads,
-        "query_rank": None if latent is None else asked.whole("q_lora_rank", 1536),
-        "key_value_rank": asked.whole("kv_lora_rank", 512),
-        "plain_dim": asked.whole("qk_nope_head_dim", 128),
-        "rotary_dim": asked.whole("qk_rope_head_dim", 64),
-        "value_dim": asked.whole("v_head_dim", 128),
-        "mlp_dim": asked.whole("intermediate_size"),
-        "expert_mlp_dim": asked.whole("moe_intermediate_size"),
-        "shared_experts": asked.whole("n_shared_experts"),
-        "num_experts": asked.whole("n_routed_experts"),
-        "experts_per_token": asked.whole("num_experts_per_tok"),
-        "routed_scale": asked.number("routed_scaling_factor", routed_scale),
-        "context_length": asked.whole("max_position_embeddings"),
-        "norm_eps": asked.number("rms_norm_eps", 1e-6),
-        "tie_embeddings": asked.flag("tie_word_embeddings", False),
-        **_read_rope(asked),
-    }
+)
 
 
 def _read_rope(asked: Asked) -> dict[str, Any]:
     """Rotary positions, of a part of each head."""
     context_length = asked.whole("max_position_embeddings")
-    kind, said = rope.standardize(
+    kind, scaling = rope.standardize(
         asked, theta=10000.0, context_length=context_length, types=("default", "yarn")
     )
-    said.only("partial_rotary_factor", [1.0], default=1.0)
-    found: dict[str, Any] = {"rope_theta": said.number("rope_theta"), "rope_scaling": 1.0}
+    rope.reject_fraction(scaling)
+    found = {"rope_theta": scaling.number("rope_theta"), "rope_scaling": 1.0}
     if kind == "yarn":
-        found |= {
-            "rope_scaling": said.number("factor"),
-            "rope_low_frequency_factor": said.number("beta_slow", 1.0) or 1.0,
-            "rope_high_frequency_factor": said.number("beta_fast", 32.0) or 32.0,
-            "rope_original_context_length": said.whole("original_max_position_embeddings"),
-            "rope_score_factor": said.number("mscale_all_dim"),
-        }
-        # Where both are one, positions turn and do not stretch.
-        said.only("mscale", [found["rope_score_factor"]], default=None)
-        said.only("attention_factor", [None], default=None)
-        said.only("truncate", [True], default=True)
+        found |= read_rows(_YARN, scaling)
+        scaling.only("mscale", [found["rope_score_factor"]], default=None)
+        scaling.only("attention_factor", [None], default=None)
+        scaling.only("truncate", [True], default=True)
     return found
 
 
-def write_sizes(model: DeepSeek) -> dict[str, Any]:
-    """What config.json says of them, but for the router."""
+def _write_rope(model: DeepSeek) -> dict[str, Any]:
     scaling = None
     if model.rope_scaling != 1:
-        scaling = {
-            "rope_type": "yarn",
-            "type": "yarn",  # its name in the authors' code
-            "factor": model.rope_scaling,
-            "beta_slow": model.rope_low_frequency_factor,
-            "beta_fast": model.rope_high_frequency_factor,
-            "original_max_position_embeddings": model.rope_original_context_length,
-            "mscale": model.rope_score_factor,
-            "mscale_all_dim": model.rope_score_factor,
-        }
+        # "type" is its name in the authors' code.
+        scaling = {"rope_type": "yarn", "type": "yarn", **(write_rows(_YARN, model) or {})}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def _rows(
+    *, dense_layers: int, routed_scale: float, kv_heads: int | None, normalize: Row
+) -> tuple[Row, ...]:
+    """Return the rows of both, but for the router.
+
+    Args:
+      dense_layers, routed_scale, kv_heads: the values of missing keys; kv_heads None: the number of
+        heads.
+      normalize: the row of normalized gates.
+    """
+    return (
+        Row(config_keys.LANGUAGE),
+        whole("vocab_size", "vocab_size"),
+        whole("num_hidden_layers", "num_layers"),
+        whole("first_k_dense_replace", "dense_layers", dense_layers),
+        whole("hidden_size", "embed_dim"),
+        whole("num_attention_heads", "num_heads"),
+        derive(
+            "num_key_value_heads",
+            lambda asked: asked.whole("num_attention_heads"),
+            lambda model: model.num_heads,
+            default=kv_heads,
+        ),
+        whole("q_lora_rank", "query_rank", 1536, null=True),
+        whole("kv_lora_rank", "key_value_rank", 512),
+        whole("qk_nope_head_dim", "plain_dim", 128),
+        whole("qk_rope_head_dim", "rotary_dim", 64),
+        whole("v_head_dim", "value_dim", 128),
+        whole("intermediate_size", "mlp_dim"),
+        whole("moe_intermediate_size", "expert_mlp_dim"),
+        whole("n_shared_experts", "shared_experts"),
+        whole("n_routed_experts", "num_experts"),
+        whole("num_experts_per_tok", "experts_per_token"),
+        number("routed_scaling_factor", "routed_scale", routed_scale),
+        normalize,
+        whole("max_position_embeddings", "context_length"),
+        number("rms_norm_eps", "norm_eps", 1e-6),
+        flag("tie_word_embeddings", "tie_embeddings", False),
+        Row(rope.KEYS, _read_rope, _write_rope),
+        constant("hidden_act", "silu", "swish"),
+        constant("attention_bias", False),
+        ignore("qk_nope_head_dim and qk_rope_head_dim say it", "qk_head_dim"),
+        ignore("it lays experts out over devices", "ep_size"),
+        ignore("transformers has no balancing loss of this family", "output_router_logits"),
+        # Balancing here is over a sequence, as the published models were trained.
+        Row({"seq_aux": only(True), "mlp_bias": only(False), "moe_layer_freq": only(1)}),
+    )
+
+
+_GREEDY, _LIMITED = "greedy", "group_limited_greedy"
+
+
+def _read_groups(asked: Asked) -> dict[str, Any]:
+    if asked.content.get("topk_method") != _LIMITED:
+        return {"expert_groups": 1, "groups_per_token": 1}
     return {
-        "vocab_size": model.vocab_size,
-        "num_hidden_layers": model.num_layers,
-        "first_k_dense_replace": model.dense_layers,
-        "hidden_size": model.embed_dim,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_heads,
-        "q_lora_rank": model.query_rank,
-        "kv_lora_rank": model.key_value_rank,
-        "qk_nope_head_dim": model.plain_dim,
-        "qk_rope_head_dim": model.rotary_dim,
-        "v_head_dim": model.value_dim,
-        "intermediate_size": model.mlp_dim,
-        "moe_intermediate_size": model.expert_mlp_dim,
-        "n_shared_experts": model.shared_experts,
-        "n_routed_experts": model.num_experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "routed_scaling_factor": model.routed_scale,
-        "norm_topk_prob": model.normalize_gates,
-        "max_position_embeddings": model.context_length,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": scaling,
-        "hidden_act": "silu",
-        "attention_bias": False,
+        "expert_groups": asked.whole("n_group"),
+        "groups_per_token": asked.whole("topk_group"),
     }
+
+
+def _write_groups(model: DeepSeek) -> dict[str, Any]:
+    return {
+        "topk_method": _GREEDY if model.expert_groups == 1 else _LIMITED,
+        "n_group": model.expert_groups,
+        "topk_group": model.groups_per_token,
+    }
+
+
+# Softmax router with group-limited routing.
+_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    model=DeepSeek,
+    rows=(
+        *_rows(
+            dense_layers=0,
+            routed_scale=1.0,
+            kv_heads=None,
+            normalize=constant("norm_topk_prob", False),
+        ),
+        Row(
+            {**used("n_group", "topk_group"), "topk_method": only(_GREEDY, _LIMITED)},
+            _read_groups,
+            _write_groups,
+        ),
+        constant("scoring_func", "softmax"),
+        number("aux_loss_alpha", "balance_weight", 0.001),
+        ignore("transformers puts qk_rope_head_dim in its place", "head_dim"),
+        holds(router="softmax", normalize_gates=False, bias_speed=0.0, predicted_tokens=1),
+    ),
+    aliases={"num_experts": "n_routed_experts"},
+    names=_names,
+    prefix=_PREFIX,
+    copies=_COPIES,
+)
+# A module that predicts has a second copy of the embedding and the output matrix.
+_PREDICTION_COPIES = {
+    f"model.layers.{number}.{name}": shared
+    for number in range(1, 128)
+    for name, shared in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    )
+}
+# DeepSeek-V3 and R1; sigmoid router with a balancing bias.
+_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    model=DeepSeek,
+    rows=(
+        *_rows(
+            dense_layers=3,
+            routed_scale=2.5,
+            kv_heads=128,
+            normalize=flag("norm_topk_prob", "normalize_gates", True),
+        ),
+        constant("topk_method", "noaux_tc"),
+        whole("n_group", "expert_groups", 8),
+        whole("topk_group", "groups_per_token", 4),
+        constant("scoring_func", "sigmoid"),
+        constant("rope_interleave", True),
+        number("aux_loss_alpha", "balance_weight", 0.0001),
+        derive("head_dim", lambda asked: asked.content.get("qk_rope_head_dim", 64)),
+        Row(
+            irrelevant("logits come from the layers before", "num_nextn_predict_layers"),
+            write=lambda model: {"num_nextn_predict_layers": model.predicted_tokens - 1},
+        ),
+        holds(router="sigmoid"),
+    ),
+    aliases={
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+    names=_names,
+    prefix=_PREFIX,
+    copies={**_COPIES, **_PREDICTION_COPIES},
+    dequantized=(float8.METHOD,),
+    # The published models' module that predicts a second token, where it is not asked for:
+    # transformers skips it too.
+    buffers=r"model\.layers\.61\..*",
+)
+
+FAMILIES = (_V2, _V3)

@@ -1,6 +1,7 @@
 """Family of published models: names and settings, in both directions."""
 
 import dataclasses
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.weights import awq
 from jaxtrain.models.weights.asked import Asked
 from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
+from jaxtrain.models.weights.config_rows import Row, read_rows, write_rows
 from jaxtrain.models.weights.names import Name
 
 # What families raise for values that nobody foresaw.
@@ -21,15 +23,14 @@ _OTHER_KINDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticEr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models whose config.json and tensors follow one pattern; `FAMILY` of a file of this package.
+    """Models whose config.json and tensors follow one pattern; one of `FAMILIES` of a file of
+    this package.
 
     Attributes:
       architecture: what config.json calls it, "LlamaForCausalLM".
       model_type: and in short, "llama".
       model: the class of our sizes.
-      keys: what each key of a config.json is here.
-      read: the settings of `model` that a config.json asks for.
-      write: what config.json says of sizes; None: they are no model of this family.
+      rows: the keys of its config.json and the settings of `model`, in the order of the file.
       names: the map between its tensors and our parameters.
       prefix: what all names but that of an output matrix begin with; files of a model without its
         output matrix may lack it.
@@ -46,9 +47,7 @@ class Family:
     architecture: str
     model_type: str
     model: type
-    keys: KeyTable
-    read: Callable[[Asked], Mapping[str, Any]]
-    write: Callable[[Any], Mapping[str, Any] | None]
+    rows: tuple[Row, ...]
     names: Callable[[Any], tuple[Name, ...]]
     prefix: str
     copies: Mapping[str, str]
@@ -58,12 +57,28 @@ class Family:
     dequantized: tuple[str, ...] = (awq.METHOD,)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def keys(self) -> KeyTable:
+        """The entry of each key of a config.json; a later row overrides an earlier one."""
+        return {key: entry for row in self.rows for key, entry in row.keys.items()}
+
+    def read(self, asked: Asked) -> dict[str, Any]:
+        """Return the settings of `model` that a config.json asks for."""
+        return read_rows(self.rows, asked)
+
+    def write(self, model: Any) -> dict[str, Any] | None:
+        """Return the config.json of sizes; None: they are no model of this family."""
+        return write_rows(self.rows, model)
+
 
 def families() -> list[Family]:
-    """All of them."""
+    """Return all families, of a file one after the other."""
     modules = pkgutil.iter_modules(jaxtrain.models.weights.__path__, "jaxtrain.models.weights.")
-    found = [vars(importlib.import_module(module.name)).get("FAMILY") for module in modules]
-    return [one for one in found if isinstance(one, Family)]
+    return [
+        family
+        for module in modules
+        for family in getattr(importlib.import_module(module.name), "FAMILIES", ())
+    ]
 
 
 def family_of(content: Mapping[str, Any], *, where: str) -> Family:
@@ -137,7 +152,7 @@ def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, A
         fits = isinstance(model, family.model) and not has_pattern
         said = family.write(model) if fits else None
         if said is not None:
-            fitting.append((family, dict(said)))
+            fitting.append((family, said))
     if not fitting:
         raise UserError(
             f"Train.model=@{type(model).__name__}() with these settings is no architecture that "

@@ -1,20 +1,167 @@
-"""Gemma: Hugging Face names and settings."""
+"""Gemma, Gemma 2 and Gemma 3 (text): Hugging Face names and settings."""
 
-from jaxtrain.config.key_table import irrelevant, only
+from typing import Any
+
+from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.gemma import Gemma
-from jaxtrain.models.weights import gemma_settings, grouped_query
+from jaxtrain.models.transformers.gemma2 import Gemma2
+from jaxtrain.models.transformers.gemma3 import Gemma3
+from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.weights import grouped_query, rope
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import Row, constant, ignore, number, whole, write_only
+from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL, family, layer_types
+from jaxtrain.models.weights.names import Name
 
-FAMILY = grouped_query.family(
+_ACTIVATION = "gelu_pytorch_tanh"
+_HEAD_DIM = whole("head_dim", "head_dim", 256)
+_TIED = constant("tie_word_embeddings", True)
+_CAUSAL = Row({"use_bidirectional_attention": only(None, False)})
+# In files of all but the first Gemma.
+_HIDDEN_ACTIVATION = (
+    constant("hidden_activation", _ACTIVATION),
+    ignore("transformers reads hidden_activation", "hidden_act"),
+)
+
+
+def _rows(kv_heads: int, gate: Row) -> tuple[Row, ...]:
+    """Return the rows of Gemma and Gemma 2; `kv_heads` where the file has none."""
+    own = grouped_query.rows(
+        norm_eps=1e-6, context_length=8192, rope_theta=10000.0, kv_heads=kv_heads,
+        head_dim=_HEAD_DIM, tied=_TIED, gate=gate,
+    )  # fmt: skip
+    return (*own, constant("attention_bias", False), _CAUSAL)
+
+
+_GEMMA = family(
     architecture="GemmaForCausalLM",
     model_type="gemma",
     model=Gemma,
-    keys={
-        **gemma_settings.KEYS,
+    rows=(
         # "gelu" is what the first files say, and transformers takes it for the other.
-        "hidden_act": only(gemma_settings.ACTIVATION, "gelu"),
-        **irrelevant("transformers reads hidden_act", "hidden_activation"),
-    },
-    read=gemma_settings.read,
-    write=gemma_settings.write,
+        *_rows(16, constant("hidden_act", _ACTIVATION, "gelu")),
+        ignore("transformers reads hidden_act", "hidden_activation"),
+        write_only(hidden_activation=_ACTIVATION),
+    ),
     names=grouped_query.dense_names,
 )
+# Where a part has a norm on either side, it takes the second of Llama's two names.
+_NORMS_ON_BOTH_SIDES = (
+    Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
+    Name(
+        "model.layers.{L}.post_attention_layernorm.weight",
+        "layers/after_attention_norm_scale",
+        "LD->D",
+    ),
+    Name("model.layers.{L}.pre_feedforward_layernorm.weight", "layers/mlp_norm_scale", "LD->D"),
+    Name(
+        "model.layers.{L}.post_feedforward_layernorm.weight",
+        "layers/after_mlp_norm_scale",
+        "LD->D",
+    ),
+)
+
+
+def _names(model: GroupedQuerySizes) -> tuple[Name, ...]:
+    """Return the lines of a model with a norm on either side of each part."""
+    around, parts = grouped_query.around(model), (*grouped_query.PROJECTIONS, *_NORMS_ON_BOTH_SIDES)
+    return (*around, *parts, *grouped_query.MLP)
+
+
+def _read_query_width(asked: Asked) -> dict[str, Any]:
+    width = asked.whole("query_pre_attn_scalar", 256)
+    return {"query_width": None if width == asked.whole("head_dim", 256) else width}
+
+
+_QUERY_WIDTH = Row(
+    used("query_pre_attn_scalar"),
+    _read_query_width,
+    lambda model: {"query_pre_attn_scalar": model.query_width or model.head_dim},
+)
+_WINDOW = whole("sliding_window", "sliding_window", 4096)
+
+_GEMMA2 = family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    model=Gemma2,
+    rows=(
+        *_rows(4, write_only(hidden_act=_ACTIVATION)),
+        *_HIDDEN_ACTIVATION,
+        # A cap that is null is none, and one that is not there the family's.
+        number("attn_logit_softcapping", "attention_softcap", 50.0, null=True),
+        number("final_logit_softcapping", "logit_softcap", 30.0, null=True),
+        layer_types(2),
+        _WINDOW,
+        _QUERY_WIDTH,
+        ignore("sliding_window says it", "sliding_window_size"),
+    ),
+    names=_names,
+)
+
+
+def _read_rope(asked: Asked) -> dict[str, Any]:
+    """Rotary positions: an object for each kind of layer in files of transformers 5.
+
+    `rope_scaling` and theta of older files complete those of layers that see all tokens.
+    """
+    both = asked.table("rope_parameters")
+    for key in both.content:
+        if key not in (LOCAL, GLOBAL):
+            asked.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
+    scaling = asked.table("rope_scaling").content
+    if "type" in scaling and "rope_type" not in scaling:
+        asked.reject("rope_scaling.type, which transformers does not read; here it is rope_type")
+    near = {"rope_theta": asked.number("rope_local_base_freq", 10000.0)}
+    far = {"rope_theta": asked.number("rope_theta", 1000000.0)}
+    near |= both.table(LOCAL).content
+    far |= {**both.table(GLOBAL).content, **scaling}
+    kind = rope.validate_type(asked, far, ("default", "linear"))
+    rope.validate_type(asked, near, ("default",))
+    local, far_said = asked.inner(near), asked.inner(far)
+    for one in (local, far_said):
+        rope.reject_fraction(one)
+    return {
+        "rope_theta": far_said.number("rope_theta"),
+        "rope_scaling": far_said.number("factor") if kind == "linear" else 1.0,
+        "local_rope_theta": local.number("rope_theta"),
+    }
+
+
+def _write_rope(model: Gemma3) -> dict[str, Any]:
+    slowed = model.rope_scaling != 1
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_local_base_freq": model.local_rope_theta,
+        "rope_scaling": {"rope_type": "linear", "factor": model.rope_scaling} if slowed else None,
+    }
+
+
+_GEMMA3 = family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    model=Gemma3,
+    rows=(
+        *grouped_query.width_rows(
+            context_length=131072, norm_eps=1e-6, kv_heads=4, head_dim=_HEAD_DIM, tied=_TIED
+        ),
+        constant("attention_bias", False),
+        _CAUSAL,
+        constant("final_logit_softcapping", None),
+        constant("attn_logit_softcapping", None),
+        *_HIDDEN_ACTIVATION,
+        layer_types(6, "sliding_window_pattern"),
+        _WINDOW,
+        _QUERY_WIDTH,
+        Row({**rope.KEYS, **used("rope_local_base_freq")}, _read_rope, _write_rope),
+        # In a file that transformers 5 wrote; layer_types, which it writes too, says it.
+        ignore("layer_types says it", "_sliding_window_pattern"),
+        ignore(
+            "it is of types of rotary scaling that are not supported of this family",
+            "original_max_position_embeddings",
+        ),
+        Row({"partial_rotary_factor": only(1.0)}),
+    ),
+    names=lambda model: (*_names(model), *grouped_query.HEAD_NORMS),
+)  # fmt: skip
+
+FAMILIES = (_GEMMA, _GEMMA2, _GEMMA3)

@@ -1,26 +1,26 @@
-"""Mamba: Hugging Face names and settings."""
+"""Mamba and Mamba 2: Hugging Face names and settings."""
 
-from collections.abc import Mapping
+import functools
 from typing import Any
 
-from jaxtrain.config.key_table import only, used
+from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.state_space.mamba import Mamba
-from jaxtrain.models.weights import mamba_keys
+from jaxtrain.models.state_space.mamba2 import Mamba2
+from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import Row, constant, derive, number, whole
 from jaxtrain.models.weights.family import Family
-from jaxtrain.models.weights.names import Name
+from jaxtrain.models.weights.names import Name, linear, one_after_the_other
 
 _LAYER = "backbone.layers.{L}"
 _MIXER = f"{_LAYER}.mixer"
-_NAMES = (
+_MAMBA_NAMES = (
     Name("backbone.embeddings.weight", "token_embedding", "VD->VD"),
     Name(f"{_LAYER}.norm.weight", "layers/norm_scale", "LD->D"),
     Name(f"{_MIXER}.in_proj.weight", "layers/in", "LPDF->(PF)D"),
-    Name(f"{_MIXER}.conv1d.weight", "layers/conv", "LKF->F()K"),
-    Name(f"{_MIXER}.conv1d.bias", "layers/conv_bias", "LF->F"),
+    *linear(f"{_MIXER}.conv1d", "layers/conv", "LKF->F()K", "LF->F"),
     Name(f"{_MIXER}.x_proj.weight", "layers/select", "LFR->RF"),
-    Name(f"{_MIXER}.dt_proj.weight", "layers/step", "LRF->FR"),
-    Name(f"{_MIXER}.dt_proj.bias", "layers/step_bias", "LF->F"),
+    *linear(f"{_MIXER}.dt_proj", "layers/step", "LRF->FR", "LF->F"),
     Name(f"{_MIXER}.A_log", "layers/decay", "LFS->FS"),
     Name(f"{_MIXER}.D", "layers/skip", "LF->F"),
     Name(f"{_MIXER}.out_proj.weight", "layers/out", "LFD->DF"),
@@ -28,60 +28,135 @@ _NAMES = (
 )
 
 
-def _read(asked: Asked) -> Mapping[str, Any]:
-    width, expand, rank = asked.whole("hidden_size"), asked.whole("expand", 2), None
-    asked.only("intermediate_size", [width * expand], default=width * expand)
-    if asked.content.get("time_step_rank", "auto") != "auto":
-        rank = asked.whole("time_step_rank")
-    return {
-        "vocab_size": asked.whole("vocab_size"),
-        "num_layers": asked.whole("num_hidden_layers"),
-        "embed_dim": width,
-        "expand": expand,
-        "state_dim": asked.whole("state_size", 16),
-        "step_rank": None if rank == -(-width // 16) else rank,
-        "conv_width": asked.whole("conv_kernel", 4),
+def _mamba2_names(model: Mamba2) -> tuple[Name, ...]:
+    inner, states, heads = model.layer.inner_dim, 2 * model.state_dim, model.layer.num_heads
+    return (
+        Name("backbone.embeddings.weight", "token_embedding", "VD->VD"),
+        Name(f"{_LAYER}.norm.weight", "layers/norm_scale", "LD->D"),
+        *one_after_the_other(
+            f"{_MIXER}.in_proj.weight",
+            ("layers/in", "LPDF->(PF)D", 2 * inner),
+            ("layers/select", "LDR->RD", states),
+            ("layers/step", "LDN->ND", heads),
+        ),
+        *one_after_the_other(
+            f"{_MIXER}.conv1d.weight",
+            ("layers/conv", "LKF->F()K", inner),
+            ("layers/select_conv", "LKR->R()K", states),
+        ),
+        *one_after_the_other(
+            f"{_MIXER}.conv1d.bias",
+            ("layers/conv_bias", "LF->F", inner),
+            ("layers/select_conv_bias", "LR->R", states),
+        ),
+        Name(f"{_MIXER}.dt_bias", "layers/step_bias", "LN->N"),
+        Name(f"{_MIXER}.A_log", "layers/decay", "LN->N"),
+        Name(f"{_MIXER}.D", "layers/skip", "LN->N"),
+        Name(f"{_MIXER}.norm.weight", "layers/gated_norm_scale", "LF->F"),
+        Name(f"{_MIXER}.out_proj.weight", "layers/out", "LFD->DF"),
+        Name("backbone.norm_f.weight", "norm_scale", "D->D"),
+    )
+
+
+_KEYS: KeyTable = {
+    **config_keys.LANGUAGE,
+    **irrelevant(
+        "values are drawn only where training starts anew",
+        "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme",
+        "time_step_scale", "rescale_prenorm_residual",
+    ),
+    **irrelevant(
+        "it changes how transformers computes, and no logits",
+        "residual_in_fp32", "use_mambapy", "use_associative_scan", "chunk_size",
+        "fused_add_norm",
+    ),
+    **irrelevant("it is a size of the authors' code, for which transformers has another key",
+                 "d_inner", "d_model", "n_layer", "pad_vocab_size_multiple"),
+    "ssm_cfg": only({}),
+    "rms_norm": only(True),
+}  # fmt: skip
+
+
+def _rows(*mixer: Row, tied: Row) -> tuple[Row, ...]:
+    """Return the rows of one version.
+
+    Args:
+      mixer: the rows of the sizes inside a layer.
+      tied: the row of tied embeddings.
+    """
+    return (
+        Row(_KEYS),
+        whole("vocab_size", "vocab_size"),
+        whole("num_hidden_layers", "num_layers"),
+        whole("hidden_size", "embed_dim"),
+        *mixer,
+        whole("conv_kernel", "conv_width", 4),
         # Not theirs: they have no limit, and the published ones were trained on 2,048 tokens.
-        "context_length": asked.whole("max_position_embeddings", 2048),
-        "norm_eps": asked.number("layer_norm_epsilon", 1e-5),
-    }
+        whole("max_position_embeddings", "context_length", 2048),
+        number("layer_norm_epsilon", "norm_eps", 1e-5),
+        constant("hidden_act", "silu", "swish"),
+        constant("use_bias", False),
+        constant("use_conv_bias", True),
+        tied,
+    )
 
 
-def _write(model: Mamba) -> Mapping[str, Any]:
-    return {
-        "vocab_size": model.vocab_size,
-        "num_hidden_layers": model.num_layers,
-        "hidden_size": model.embed_dim,
-        "intermediate_size": model.layer.inner_dim,
-        "expand": model.expand,
-        "state_size": model.state_dim,
-        "time_step_rank": model.layer.step_rank,
-        "conv_kernel": model.conv_width,
-        "max_position_embeddings": model.context_length,
-        "layer_norm_epsilon": model.norm_eps,
-        "hidden_act": "silu",
-        "use_bias": False,
-        "use_conv_bias": True,
-        "tie_word_embeddings": True,
-    }
+def _inner_dim(asked: Asked) -> int:
+    return asked.whole("hidden_size") * asked.whole("expand", 2)
 
 
-def _names(_: Mamba) -> tuple[Name, ...]:
-    return _NAMES
+def _read_step_rank(asked: Asked) -> dict[str, Any]:
+    if asked.content.get("time_step_rank", "auto") == "auto":
+        return {"step_rank": None}
+    rank = asked.whole("time_step_rank")
+    return {"step_rank": None if rank == -(-asked.whole("hidden_size") // 16) else rank}
 
 
-FAMILY = Family(
-    architecture="MambaForCausalLM",
-    model_type="mamba",
-    model=Mamba,
-    keys={
-        **mamba_keys.KEYS,
-        **used("intermediate_size", "time_step_rank"),
-        "tie_word_embeddings": only(True),
-    },
-    read=_read,
-    write=_write,
-    names=_names,
-    prefix="backbone.",
-    copies={"lm_head.weight": "backbone.embeddings.weight"},
+_family = functools.partial(
+    Family, prefix="backbone.", copies={"lm_head.weight": "backbone.embeddings.weight"}
 )
+_EXPAND = whole("expand", "expand", 2)
+
+FAMILIES = (
+    _family(
+        architecture="MambaForCausalLM",
+        model_type="mamba",
+        model=Mamba,
+        rows=_rows(
+            derive("intermediate_size", _inner_dim, lambda model: model.layer.inner_dim),
+            _EXPAND,
+            whole("state_size", "state_dim", 16),
+            Row(
+                used("time_step_rank"),
+                _read_step_rank,
+                lambda model: {"time_step_rank": model.layer.step_rank},
+            ),
+            tied=constant("tie_word_embeddings", True),
+        ),
+        names=lambda _: _MAMBA_NAMES,
+    ),
+    _family(
+        architecture="Mamba2ForCausalLM",
+        model_type="mamba2",
+        model=Mamba2,
+        rows=_rows(
+            _EXPAND,
+            derive(
+                "num_heads",
+                lambda asked: _inner_dim(asked) // max(asked.whole("head_dim", 64), 1),
+                lambda model: model.layer.num_heads,
+                default=128,
+            ),
+            whole("head_dim", "head_dim", 64),
+            constant("n_groups", 1, default=8),
+            whole("state_size", "state_dim", 128),
+            Row({
+                **irrelevant("steps have no low rank in this version", "time_step_rank"),
+                "time_step_limit": only([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
+                "norm_before_gate": only(False),
+            }),
+            tied=constant("tie_word_embeddings", True, default=False),
+        ),
+        names=_mamba2_names,
+    ),
+)  # fmt: skip

@@ -127,6 +127,35 @@ class Name:
         return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
 
 
+def layer_norm(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
+    """Return the two lines of a layer norm: its scale and its bias.
+
+    Args:
+      theirs: what the names of both begin with there.
+      ours: likewise here.
+      form: of each.
+    """
+    return (
+        Name(f"{theirs}.weight", f"{ours}_scale", form),
+        Name(f"{theirs}.bias", f"{ours}_bias", form),
+    )
+
+
+def linear(theirs: str, ours: str, form: str, bias: str) -> tuple[Name, Name]:
+    """Return the two lines of a linear layer: its weight and its bias.
+
+    Args:
+      theirs: what the names of both begin with there.
+      ours: the name of the weight here; that of the bias ends in "_bias".
+      form: of the weight.
+      bias: the form of the bias.
+    """
+    return (
+        Name(f"{theirs}.weight", ours, form),
+        Name(f"{theirs}.bias", f"{ours}_bias", bias),
+    )
+
+
 def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name, ...]:
     """The lines of parameters that are one tensor there.
 

@@ -1,4 +1,4 @@
-"""RoPE settings of a config.json: `rope_scaling` and `rope_parameters`.
+"""RoPE settings of a config.json, read and written: `rope_scaling` and `rope_parameters`.
 
 Older files have `rope_theta` next to an object `rope_scaling`, those of transformers 5 all of it in
 `rope_parameters`. A file may mix both; transformers then completes one object, and so does this.
@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, unsupported, used
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import Row, number, read_rows, whole, write_rows
 
 # Where config.json has rotary positions.
 KEYS = used(
@@ -28,6 +29,89 @@ _OF_TYPE = {
     ),
 }  # fmt: skip
 _EVERY = {key for keys in _OF_TYPE.values() for key in keys}
+
+
+def _turns(key: str, setting: str, default: float) -> Row:
+    """The row of a number of turns, of which 0 means the default."""
+    return Row(
+        used(key),
+        lambda rope: {setting: rope.number(key, default) or default},
+        lambda model: {key: getattr(model, setting)},
+    )
+
+
+_FACTOR = number("factor", "rope_scaling")
+_ORIGINAL = whole("original_max_position_embeddings", "rope_original_context_length")
+# The settings of each scaling.
+SCALINGS: Mapping[str, tuple[Row, ...]] = {
+    "default": (),
+    "linear": (_FACTOR,),
+    "llama3": (
+        _FACTOR,
+        number("low_freq_factor", "rope_low_frequency_factor"),
+        number("high_freq_factor", "rope_high_frequency_factor"),
+        _ORIGINAL,
+    ),
+    "yarn": (
+        _FACTOR,
+        _turns("beta_slow", "rope_low_frequency_factor", 1.0),
+        _turns("beta_fast", "rope_high_frequency_factor", 32.0),
+        _ORIGINAL,
+    ),
+}
+
+
+def rotary(
+    *,
+    theta: float,
+    context_length: int,
+    fraction: bool = False,
+    whole_pairs: bool = True,
+    unsaid: Mapping[str, Any] | None = None,
+) -> Row:
+    """Return the row of rotary positions of a model with `GroupedQuerySizes`.
+
+    Args:
+      theta: the base where the file has none.
+      context_length: the longest context where the file has none.
+      fraction: whether a part of each head may be turned alone; such positions have no scaling.
+      whole_pairs: as in `nn.rotary.Yarn`.
+      unsaid: the object where the file has none.
+    """
+    types = ("default",) if fraction else tuple(SCALINGS)
+
+    def read(asked: Asked) -> dict[str, Any]:
+        length = asked.whole("max_position_embeddings", context_length)
+        kind, rope = standardize(
+            asked, theta=theta, context_length=length, types=types, unsaid=unsaid
+        )
+        found: dict[str, Any] = {"rope_theta": rope.number("rope_theta")}
+        if fraction:
+            found["rope_fraction"] = rope.number("partial_rotary_factor")
+        else:
+            reject_fraction(rope)
+        found |= {"rope_type": "llama3", "rope_scaling": 1.0, **read_rows(SCALINGS[kind], rope)}
+        if kind == "yarn" or found["rope_scaling"] != 1:
+            found["rope_type"] = kind
+        if kind == "yarn":
+            for key in ("attention_factor", "mscale", "mscale_all_dim"):
+                rope.only(key, [None], default=None)
+            rope.only("truncate", [whole_pairs], default=True)
+        return found
+
+    def write(model: Any) -> dict[str, Any]:
+        kind, scaling = model.rope_type, None
+        if model.rope_scaling != 1:
+            scaling = {"rope_type": kind, **(write_rows(SCALINGS[kind], model) or {})}
+            scaling |= {"truncate": False} if kind == "yarn" and not whole_pairs else {}
+        return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+    return Row(KEYS, read, write)
+
+
+def reject_fraction(rope: Asked) -> None:
+    """Collect positions that turn a part of each head alone."""
+    rope.only("partial_rotary_factor", [1.0], default=1.0)
 
 
 def standardize(

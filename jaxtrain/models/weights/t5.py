@@ -1,16 +1,28 @@
 """T5 1.0 and 1.1: Hugging Face names and settings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
+from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import (
+    Row,
+    constant,
+    derive,
+    flag,
+    ignore,
+    number,
+    requires,
+    whole,
+    write_only,
+)
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 
 _MLPS = {"relu": "relu", "gated-gelu": "gated_gelu"}
+_THEIR_MLPS = {ours: theirs for theirs, ours in _MLPS.items()}
 
 
 def _attention(theirs: str, ours: str) -> Iterator[Name]:
@@ -49,80 +61,60 @@ def _names(model: T5) -> tuple[Name, ...]:
     )
 
 
-_KEYS: KeyTable = {
-    **config_keys.LANGUAGE,
-    **used(
-        "vocab_size", "num_layers", "num_decoder_layers", "d_model", "num_heads", "d_kv", "d_ff",
-        "n_positions", "tie_word_embeddings", "scale_decoder_outputs",
-        "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
-    ),
-    **irrelevant("feed_forward_proj says it", "dense_act_fn", "is_gated_act"),
-    **irrelevant("each of the two stacks has its own", "is_decoder"),
-    "is_encoder_decoder": only(True),
-    "feed_forward_proj": only(*_MLPS),
-}  # fmt: skip
-
-
-def _read(asked: Asked) -> Mapping[str, Any]:
-    num_layers = asked.whole("num_layers")
-    asked.only("num_decoder_layers", [num_layers], default=num_layers)
+def _read_scale(asked: Asked) -> dict[str, Any]:
+    """Files of transformers before 5 say it by the tie alone."""
     tied = asked.flag("tie_word_embeddings", True)
-    return {
-        "vocab_size": asked.whole("vocab_size"),
-        "num_layers": num_layers,
-        "embed_dim": asked.whole("d_model"),
-        "num_heads": asked.whole("num_heads"),
-        "head_dim": asked.whole("d_kv"),
-        "mlp_dim": asked.whole("d_ff"),
-        "context_length": asked.whole("n_positions", 512),
-        "mlp": _MLPS.get(asked.content.get("feed_forward_proj", "relu"), "relu"),
-        "tie_embeddings": tied,
-        # Files of transformers before 5 say it by the tie alone.
-        "scale_outputs": asked.flag("scale_decoder_outputs", tied),
-        "buckets": asked.whole("relative_attention_num_buckets", 32),
-        "distance": asked.whole("relative_attention_max_distance", 128),
-        "norm_eps": asked.number("layer_norm_epsilon", 1e-6),
-    }
-
-
-def _write(model: T5) -> Mapping[str, Any] | None:
-    if model.scale_outputs and not model.tie_embeddings:
-        return None  # transformers scales none of an output matrix of its own
-    return {
-        "vocab_size": model.vocab_size,
-        "num_layers": model.num_layers,
-        "num_decoder_layers": model.num_layers,
-        "d_model": model.embed_dim,
-        "num_heads": model.num_heads,
-        "d_kv": model.head_dim,
-        "d_ff": model.mlp_dim,
-        "n_positions": model.context_length,
-        "feed_forward_proj": next(name for name, own in _MLPS.items() if own == model.mlp),
-        "tie_word_embeddings": model.tie_embeddings,
-        "scale_decoder_outputs": model.scale_outputs,
-        "relative_attention_num_buckets": model.buckets,
-        "relative_attention_max_distance": model.distance,
-        "layer_norm_epsilon": model.norm_eps,
-        "is_encoder_decoder": True,
-        "decoder_start_token_id": 0,
-        "pad_token_id": 0,
-    }
+    return {"scale_outputs": asked.flag("scale_decoder_outputs", tied)}
 
 
 _EMBEDDING = "shared.weight"
-FAMILY = Family(
+_T5 = Family(
     architecture="T5ForConditionalGeneration",
     model_type="t5",
     model=T5,
-    keys=_KEYS,
+    rows=(
+        Row(config_keys.LANGUAGE),
+        # transformers scales none of an output matrix of its own.
+        requires(lambda model: model.tie_embeddings or not model.scale_outputs),
+        whole("vocab_size", "vocab_size"),
+        whole("num_layers", "num_layers"),
+        derive(
+            "num_decoder_layers",
+            lambda asked: asked.whole("num_layers"),
+            lambda model: model.num_layers,
+        ),
+        whole("d_model", "embed_dim"),
+        whole("num_heads", "num_heads"),
+        whole("d_kv", "head_dim"),
+        whole("d_ff", "mlp_dim"),
+        whole("n_positions", "context_length", 512),
+        Row(
+            {"feed_forward_proj": only(*_MLPS)},
+            lambda asked: {
+                "mlp": _MLPS.get(asked.content.get("feed_forward_proj", "relu"), "relu")
+            },
+            lambda model: {"feed_forward_proj": _THEIR_MLPS[model.mlp]},
+        ),
+        flag("tie_word_embeddings", "tie_embeddings", True),
+        Row(
+            used("scale_decoder_outputs"),
+            _read_scale,
+            lambda model: {"scale_decoder_outputs": model.scale_outputs},
+        ),
+        whole("relative_attention_num_buckets", "buckets", 32),
+        whole("relative_attention_max_distance", "distance", 128),
+        number("layer_norm_epsilon", "norm_eps", 1e-6),
+        constant("is_encoder_decoder", True),
+        write_only(decoder_start_token_id=0, pad_token_id=0),
+        ignore("feed_forward_proj says it", "dense_act_fn", "is_gated_act"),
+        ignore("each of the two stacks has its own", "is_decoder"),
+    ),
     aliases={
         "hidden_size": "d_model",
         "num_attention_heads": "num_heads",
         "num_hidden_layers": "num_layers",
         "head_dim": "d_kv",
-    },  # fmt: skip
-    read=_read,
-    write=_write,
+    },
     names=_names,
     prefix="",
     copies={
@@ -133,3 +125,5 @@ FAMILY = Family(
     # Of attention to the source, in the first files: nothing ever read it.
     buffers=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )
+
+FAMILIES = (_T5,)

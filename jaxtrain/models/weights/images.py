@@ -1,0 +1,188 @@
+"""ViT and ResNet-18 to 152: Hugging Face names and settings, running statistics included."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtrain.config.key_table import only, used
+from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
+from jaxtrain.models.transformers.vit import ViT
+from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_rows import (
+    CLASSES,
+    Row,
+    constant,
+    holds,
+    ignore,
+    number,
+    requires,
+    whole,
+)
+from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.names import Name, layer_norm, linear
+
+_CHANNELS = whole("num_channels", "channels", 3)
+
+# -- ViT -------------------------------------------------------------------------------------------
+
+_LAYER = "vit.encoder.layer.{L}"
+_QKV = f"{_LAYER}.attention.attention.{{P:query|key|value}}"
+
+
+def _vit_names(model: ViT) -> tuple[Name, ...]:
+    side = model.patch_size
+    sizes = (("S", side), ("U", side), ("C", model.channels))
+    patches = "vit.embeddings.patch_embeddings.projection"
+    return (
+        Name(f"{patches}.weight", "patches", "(SUC)D->DCSU", sizes=sizes),
+        Name(f"{patches}.bias", "patches_bias", "D->D"),
+        Name("vit.embeddings.cls_token", "class_token", "D->()()D"),
+        Name("vit.embeddings.position_embeddings", "position_embedding", "TD->()TD"),
+        *layer_norm(f"{_LAYER}.layernorm_before", "layers/attention_norm", "LD->D"),
+        *linear(_QKV, "layers/qkv", "LPDNH->(NH)D", "LPNH->(NH)"),
+        *linear(f"{_LAYER}.attention.output.dense", "layers/out", "LNHD->D(NH)", "LD->D"),
+        *layer_norm(f"{_LAYER}.layernorm_after", "layers/mlp_norm", "LD->D"),
+        *linear(f"{_LAYER}.intermediate.dense", "layers/up", "LDF->FD", "LF->F"),
+        *linear(f"{_LAYER}.output.dense", "layers/down", "LFD->DF", "LD->D"),
+        *layer_norm("vit.layernorm", "norm", "D->D"),
+        Name("classifier.weight", "head/weight", "DC->CD"),
+        Name("classifier.bias", "head/bias", "C->C"),
+    )
+
+
+_VIT = Family(
+    architecture="ViTForImageClassification",
+    model_type="vit",
+    model=ViT,
+    rows=(
+        Row(config_keys.CLASSES),
+        _CHANNELS,
+        whole("image_size", "image_size", 224),
+        whole("patch_size", "patch_size", 16),
+        whole("num_hidden_layers", "num_layers", 12),
+        whole("hidden_size", "embed_dim", 768),
+        whole("num_attention_heads", "num_heads", 12),
+        whole("intermediate_size", "mlp_dim", 3072),
+        number("layer_norm_eps", "norm_eps", 1e-12),
+        constant("hidden_act", "gelu"),
+        constant("qkv_bias", True),
+        CLASSES,
+        ignore(
+            "it is of a head for hidden patches or of a pooler, which are not imported",
+            "encoder_stride", "pooler_output_size", "pooler_act",
+        ),
+    ),
+    names=_vit_names,
+    prefix="vit.",
+    copies={},
+    buffers=r"vit\.pooler\..*",
+)  # fmt: skip
+
+# -- ResNet ----------------------------------------------------------------------------------------
+
+_WIDENING = {"basic": 1, "bottleneck": 4}  # channels after a stage over its width
+_NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
+_NORM_EPS = 1e-5  # of PyTorch's batch norms; no config.json says another
+
+
+def _convolution_and_norm(theirs: str, ours: str) -> Iterator[Name]:
+    """A convolution and its batch norm."""
+    yield Name(f"{theirs}.convolution.weight", f"{ours}/kernel", "HWCD->DCHW")
+    for there, here in _NORM.items():
+        yield Name(f"{theirs}.normalization.{there}", f"{ours}/{here}", "D->D")
+
+
+def _resnet_names(model: ResNet) -> tuple[Name, ...]:
+    counts = BLOCKS_PER_STAGE[model.depth]
+    places = [(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
+    found = list(_convolution_and_norm("resnet.embedder.embedder", "stem"))
+    for at, (place, block) in enumerate(zip(places, model.blocks(), strict=True)):
+        theirs, ours = "resnet.encoder.stages.{}.layers.{}".format(*place), f"blocks/{at}"
+        for i in range(len(block.convolutions)):
+            found += _convolution_and_norm(f"{theirs}.layer.{i}", f"{ours}/convolutions/{i}")
+        if block.shortcut is not None:
+            found += _convolution_and_norm(f"{theirs}.shortcut", f"{ours}/shortcut")
+    found.append(Name("classifier.1.weight", "head", "DC->CD"))
+    found.append(Name("classifier.1.bias", "head_bias", "C->C"))
+    return tuple(found)
+
+
+def _counts(model: ResNet) -> tuple[str, ...]:
+    """How many batches statistics are of, which PyTorch reads where a norm has no momentum."""
+    means = (name.theirs for name in _resnet_names(model) if name.theirs.endswith(".running_mean"))
+    return tuple(mean.replace("running_mean", "num_batches_tracked") for mean in means)
+
+
+def _read_resnet(asked: Asked) -> dict[str, Any]:
+    kind = _kind(asked.content.get("layer_type") != "basic")
+    if kind == "bottleneck":  # there it puts the stride into the first convolution, of 1x1
+        asked.only("downsample_in_bottleneck", [False], default=False)
+    depths = {
+        depth: list(counts)
+        for depth, counts in BLOCKS_PER_STAGE.items()
+        if _kind(depth in BOTTLENECKS) == kind
+    }
+    asked.only("depths", depths.values(), default=[3, 4, 6, 3])
+    told = asked.content.get("depths") or [3, 4, 6, 3]
+    width = asked.whole("embedding_size", 64)
+    asked.only("hidden_sizes", [_sizes(width, kind)], default=[256, 512, 1024, 2048])
+    return {
+        "depth": next((depth for depth, counts in depths.items() if counts == told), 50),
+        "width": width,
+        "norm_eps": _NORM_EPS,
+    }
+
+
+def _kind(of_bottlenecks: bool) -> str:
+    return "bottleneck" if of_bottlenecks else "basic"
+
+
+def _sizes(width: int, kind: str) -> list[int]:
+    """Channels after each stage."""
+    return [width * _WIDENING[kind] * 2**stage for stage in range(4)]
+
+
+def _write_resnet(model: ResNet) -> dict[str, Any]:
+    kind = _kind(model.depth in BOTTLENECKS)
+    return {
+        "embedding_size": model.first_width,
+        "hidden_sizes": _sizes(model.first_width, kind),
+        "depths": list(BLOCKS_PER_STAGE[model.depth]),
+        "layer_type": kind,
+    }
+
+
+_RESNET = Family(
+    architecture="ResNetForImageClassification",
+    model_type="resnet",
+    model=ResNet,
+    rows=(
+        Row(config_keys.CLASSES),
+        requires(lambda model: model.for_imagenet),
+        holds(norm_eps=_NORM_EPS),
+        _CHANNELS,
+        Row(
+            {
+                **used("embedding_size", "hidden_sizes", "depths"),
+                "layer_type": only("bottleneck", "basic"),
+            },
+            _read_resnet,
+            _write_resnet,
+        ),
+        constant("hidden_act", "relu"),
+        constant("downsample_in_first_stage", False),
+        Row(used("downsample_in_bottleneck"), write=lambda _: {"downsample_in_bottleneck": False}),
+        CLASSES,
+        ignore(
+            "it chooses outputs of a backbone, which a classifier is not",
+            "out_features", "out_indices", "stage_names",
+        ),
+    ),
+    names=_resnet_names,
+    prefix="resnet.",
+    copies={},
+    buffers=r".*\.num_batches_tracked",
+    counts=_counts,
+)  # fmt: skip
+
+FAMILIES = (_VIT, _RESNET)
