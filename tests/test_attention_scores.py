@@ -82,7 +82,14 @@ def test_the_reference_equals_transformers(case: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "case"), [("xla", "both"), ("blocked", "capped"), ("tpu", "both")]
+    ("kernel", "case"),
+    [
+        ("xla", "both"),
+        ("blocked", "capped"),
+        ("blocked", "sinks"),
+        ("blocked", "both"),
+        ("tpu", "both"),
+    ],
 )
 def test_kernels_equal_the_reference(kernel: str, case: str) -> None:
     T = 128 if kernel == "tpu" else 150
@@ -92,12 +99,13 @@ def test_kernels_equal_the_reference(kernel: str, case: str) -> None:
     assert_equal(found_by(run, case, mask_of(case, T), inputs(T, N, K)), expected(case, T))
 
 
-@pytest.mark.parametrize("kernel", ["xla", "tpu", "ring", "ulysses"])
+@pytest.mark.parametrize("kernel", ["xla", "blocked", "tpu", "ring", "ulysses"])
 def test_on_a_mesh_they_equal_the_reference_without(kernel: str) -> None:
     case, T = "both", 128 if kernel == "tpu" else 16
     split = kernel in ("ring", "ulysses")
     layout = make_layout(context=2, tensor=2, fsdp=2) if split else make_layout(fsdp=2, tensor=2)
-    run = functools.partial(attention, kernel="xla", context_parallel="ring")
+    name = "blocked" if kernel == "blocked" else "xla"
+    run = functools.partial(attention, kernel=name, context_parallel="ring")
     if kernel == "tpu":
         run = functools.partial(by_device, KERNELS["tpu"].interpreted, of_one_too=True)
     if kernel == "ulysses":

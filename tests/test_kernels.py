@@ -152,7 +152,11 @@ CHOICES = {
         {"dtype": "float32"}, "xla", "'cudnn' computes in bfloat16 or float16, not in float32",
     ),
     "gpu-capped": ({"capped": True}, "xla", "'triton' has no soft cap of scores"),
-    "cpu-sinks": ({"platform": "cpu", "sinks": True}, "xla", "'blocked' has no attention sinks"),
+    "cpu-sinks": ({"platform": "cpu", "sinks": True}, "blocked", "the first choice on a cpu"),
+    "gpu-sinks": ({"sinks": True}, "xla", "'triton' has no attention sinks"),
+    "gpu-long-sinks": (
+        {"sinks": True, "T": 2048, "S": 2048}, "blocked", "'cudnn' has no attention sinks",
+    ),
     "gpu-wide-heads": ({"head_dim": 256}, "xla", "multiple of 8 up to 128, not 256"),
     "gpu-ring": ({"in_ring": True}, "xla", "'cudnn' gives no log-sum-exp"),
     "old-gpu": (

@@ -96,7 +96,7 @@ def blocked_attention(
       q_BTNH: queries.
       k_BSKH: keys; N is a multiple of K.
       v_BSKH: values.
-      mask: an `attention.Mask` by which every query sees a key, without a cache and sinks.
+      mask: an `attention.Mask` by which every query sees a key, without a cache.
     """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
@@ -106,7 +106,11 @@ def blocked_attention(
         assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
         segments = (mask.segment_ids_BT, mask.segment_ids_BS)
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
-    out = _attend(rule, q.reshape(B, T, K, N // K, H), k[:, :, :, None], v[:, :, :, None], segments)
+    sinks = None
+    if mask.sinks_N is not None:  # of each query: tiles are cut along all of its dimensions
+        sinks = jnp.broadcast_to(mask.sinks_N.reshape(K, N // K, 1), (B, T, K, N // K, 1))
+    q = q.reshape(B, T, K, N // K, H)
+    out = _attend(rule, q, k[:, :, :, None], v[:, :, :, None], segments, sinks)
     return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
 
 
@@ -117,8 +121,9 @@ def _attend(
     k_BSK1H: jax.Array,
     v_BSK1H: jax.Array,
     segments: tuple[jax.Array, jax.Array] | None,
+    sinks_BTKG1: jax.Array | None,
 ) -> jax.Array:
-    return _forward(rule, q_BTKGH, k_BSK1H, v_BSK1H, segments)[0]
+    return _forward(rule, q_BTKGH, k_BSK1H, v_BSK1H, segments, sinks_BTKG1)[0]
 
 
 def _forward(
@@ -127,31 +132,38 @@ def _forward(
     k_BSK1H: jax.Array,
     v_BSK1H: jax.Array,
     segments: tuple[jax.Array, jax.Array] | None,
+    sinks_BTKG1: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     T, S, G = q_BTKGH.shape[1], k_BSK1H.shape[1], q_BTKGH.shape[3]
 
     def tile(parts: tuple[Any, ...], segments: Any) -> tuple[jax.Array, ...]:
-        q_cRH, k_cSH, v_cSH = map(_by_head, parts)
+        q_cRH, k_cSH, v_cSH, *sinks_cR1 = map(_by_head, parts)
         outs, log_sums = [], []
         for queries, keys in rule.blocks(T, S):
             scores_crs = _scores(rule, q_cRH, k_cSH, queries, keys, segments, G)
             top_cr1 = scores_crs.max(-1, keepdims=True)
+            sinks_cr1 = [x[:, queries.start * G : queries.stop * G] for x in sinks_cR1]
+            for sink_cr1 in sinks_cr1:
+                top_cr1 = jnp.maximum(top_cr1, sink_cr1)
             weights_crs = jnp.exp(scores_crs - top_cr1)
             sums_cr1 = weights_crs.sum(-1, keepdims=True)
+            for sink_cr1 in sinks_cr1:  # a key that all see, without a value
+                sums_cr1 += jnp.exp(sink_cr1 - top_cr1)
             outs.append(_product(weights_crs, v_cSH[:, keys], 2, 1) / sums_cr1)
             log_sums.append(top_cr1 + jnp.log(sums_cr1))
         k = parts[0].shape[2]
         out_cRH, log_sums_cR1 = jnp.concatenate(outs, 1), jnp.concatenate(log_sums, 1)
         return _by_place(out_cRH, k, G), _by_place(log_sums_cR1, k, G)
 
-    out_BTKGH, log_sums_BTKG1 = _over_tiles(tile, (q_BTKGH, k_BSK1H, v_BSK1H), segments)
+    parts = (q_BTKGH, k_BSK1H, v_BSK1H, *(() if sinks_BTKG1 is None else (sinks_BTKG1,)))
+    out_BTKGH, log_sums_BTKG1 = _over_tiles(tile, parts, segments)
     # By their name these two are kept, and not what the tiles make on the way to them.
     kept = checkpoint_name((out_BTKGH, log_sums_BTKG1), KEPT)
-    return kept[0], (q_BTKGH, k_BSK1H, v_BSK1H, segments, *kept)
+    return kept[0], (q_BTKGH, k_BSK1H, v_BSK1H, segments, sinks_BTKG1, *kept)
 
 
 def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]:
-    q_BTKGH, k_BSK1H, v_BSK1H, segments, out_BTKGH, log_sums_BTKG1 = kept
+    q_BTKGH, k_BSK1H, v_BSK1H, segments, sinks_BTKG1, out_BTKGH, log_sums_BTKG1 = kept
     T, S, G, H = q_BTKGH.shape[1], k_BSK1H.shape[1], *q_BTKGH.shape[3:]
 
     def tile(parts: tuple[Any, ...], segments: Any) -> tuple[jax.Array, ...]:
@@ -178,7 +190,11 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
         return _by_place(dq_cRH, k, G), _by_place(dk_cSH, k, 1), _by_place(dv_cSH, k, 1)
 
     parts = (q_BTKGH, k_BSK1H, v_BSK1H, out_BTKGH, log_sums_BTKG1, d_out_BTKGH)
-    return *_over_tiles(tile, parts, segments), _no_gradient(segments)
+    d_sinks_BTKG1 = None
+    if sinks_BTKG1 is not None:  # of the result a sink only takes its part away
+        inner_BTKG1 = (out_BTKGH * d_out_BTKGH).sum(-1, keepdims=True)
+        d_sinks_BTKG1 = -jnp.exp(sinks_BTKG1 - log_sums_BTKG1) * inner_BTKG1
+    return *_over_tiles(tile, parts, segments), _no_gradient(segments), d_sinks_BTKG1
 
 
 _attend.defvjp(_forward, _backward)

@@ -26,6 +26,10 @@ _FASTEST_FIRST = {
     "tpu": ("tpu", "xla", "reference"),
 }
 _OTHERWISE = ("xla", "reference")
+# No flash kernel of a GPU has sinks. From this length on, scores of all pairs cost more than blocks
+# in plain JAX: 64 heads of 2,048 tokens are 3 GB a row in float32, with gradients.
+_LONG_WITH_SINKS = 2048
+_OF_SINKS = ("cudnn", "triton", "blocked", "xla", "reference")
 # The others do all pairs of tokens, of which a pattern hides most.
 _OF_PATTERNS = ("sparse", "xla", "reference")
 
@@ -116,6 +120,8 @@ def choose(request: Request) -> Choice:
     """The fastest kernel that can do this on its platform, and why it is that one."""
     passed_over = []
     kernels = _FASTEST_FIRST.get(request.platform, _OTHERWISE)
+    if kernels is _ON_GPUS and request.sinks and request.T >= _LONG_WITH_SINKS:
+        kernels = _OF_SINKS
     for kernel in kernels if request.pattern is None else _OF_PATTERNS:
         reasons = KERNELS[kernel].cannot(request)
         if request.in_ring and not KERNELS[kernel].plain:
@@ -166,10 +172,6 @@ def _not_by_tiles(request: Request) -> list[str]:
 
 def _not_by_splash(request: Request) -> list[str]:
     return _not_in_a_cache(request) + _not_biased(request) + _not_by_pattern(request)
-
-
-def _not_by_blocks(request: Request) -> list[str]:
-    return _not_by_splash(request) + _not_with_sinks(request)
 
 
 def _not_sparse(request: Request) -> list[str]:
@@ -249,7 +251,7 @@ KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
     "sparse": Kernel(run=sparse_attention, cannot=_not_sparse, by_pattern=True),
-    "blocked": Kernel(run=blocked_attention, cannot=_not_by_blocks, skips_hidden=True),
+    "blocked": Kernel(run=blocked_attention, cannot=_not_by_splash, skips_hidden=True),
     "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
     "triton": Kernel(
         run=flash.triton,
