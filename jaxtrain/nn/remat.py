@@ -49,9 +49,10 @@ def named(x: jax.Array, name: str) -> jax.Array:
 # that asks for it.
 _CHEAP = frozenset(
     {
-        "abs", "add", "add_any", "and", "broadcast_in_dim", "clamp", "concatenate",
-        "convert_element_type", "copy", "cos", "div", "eq", "erf", "exp", "exp2", "expand_dims",
-        "expm1", "ge", "gt", "integer_pow", "iota", "le", "log", "log1p", "logistic", "lt", "max",
+        "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
+        "concatenate", "convert_element_type", "copy", "cos", "div", "eq", "erf", "exp", "exp2",
+        "expand_dims", "expm1", "ge", "gt", "integer_pow", "iota", "le", "log", "log1p",
+        "logistic", "lt", "max",
         "mesh_cast", "min", "mul", "name", "ne", "neg", "not", "one_minus_square", "or",
         "pad", "pow", "reshape", "reshard", "rsqrt", "select_n", "sign", "sin", "slice", "split",
         "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "transpose",
