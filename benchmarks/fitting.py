@@ -32,10 +32,6 @@ class Point:
       fits: whether the run is expressed well enough to be fitted on.
       error_bar: that `plan` prints.
       alike: what it has in common with other layouts of the same: chips, model, data, precision.
-      needed: bytes of a device, by the estimate.
-      room: bytes of a device that programs have by default.
-      most: bytes that they have at Train.gpu_memory_fraction=0.94, where that is more.
-      layout: 'zero 1' of GPUs, whose masters are sharded, or 'other'.
     """
 
     name: str
@@ -48,10 +44,6 @@ class Point:
     fits: bool
     error_bar: float
     alike: tuple[str, ...]
-    needed: int
-    room: int
-    most: int
-    layout: str
 
     @property
     def kind(self) -> str:

@@ -30,10 +30,17 @@ from scipy import stats
 
 from benchmarks.calibrated import calibrated_bars
 from benchmarks.fitting import Point, Prediction, fit, left_out, two_of_three
+from benchmarks.published_memory import (
+    AT_ONCE,
+    as_its_stack,
+    parse_bindings,
+    read_all,
+    unfit,
+)
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.fitted import Fitted, family_of, fitted
 from jaxtrain.analysis.planning.machines.links import devices_inside
-from jaxtrain.analysis.planning.machines.targets import Target, most_memory
+from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.timing import Pieces
@@ -48,29 +55,11 @@ FILE = Path(__file__).with_name("published_runs.csv")
 HELD_OUT = Path(__file__).with_name("held_out_runs.csv")
 BLIND = Path(__file__).with_name("blind_runs.csv")
 
-# These stacks make the logits of a sequence at once.
-_AT_ONCE = ("Loss.chunk_size = None",)
 # Sections of bindings that say what is computed, not how it is laid out.
 _OF_THE_WORK = (
     "GPT.", "Llama.", "Mixtral.", "GPTOSS.", "DeepSeek.", "TextData.", "Precision.",
     "Attention.kernel",
 )  # fmt: skip
-
-
-# ZeRO 1 of GPU stacks (Megatron's distributed optimizer, Apex's, DeepSpeed's, llm.c's) shards the
-# float32 masters: docs.nvidia.com/megatron-core, "Distributed Optimizer".
-_SHARDED = "Sharding.masters = 'sharded'"
-# Their performance recipes reduce gradients in bfloat16: NVIDIA/dgxc-benchmarking,
-# nemo_megatron/gpt3_175b_hydra.yaml and nemotron4-340b-synth.yaml (optim.grad_sync_dtype: bf16);
-# NVIDIA-NeMo/Megatron-Bridge, the performance configurations (ddp.grad_reduce_in_fp32 = False).
-_SHORT_SUMS = {"NeMo", "Megatron-Bridge"}
-
-
-def as_its_stack(row: dict[str, str]) -> list[str]:
-    """Bindings that a run's stack implies beyond those of its row."""
-    if "Sharding.zero=1" not in row["bindings"] or chips.CHIPS[row["chip"]].kind != "gpu":
-        return []
-    return [_SHARDED, *["Precision.gradients = 'bfloat16'"] * (row["stack"] in _SHORT_SUMS)]
 
 
 def read(row: dict[str, str]) -> Point:
@@ -80,11 +69,10 @@ def read(row: dict[str, str]) -> Point:
       UserError: this program cannot run what was published.
     """
     name, *words = shlex.split(row["bindings"])
-    bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
+    bindings = parse_bindings(row["bindings"])
     options = dict(itertools.pairwise(words))
     network = float(options["--network"]) if "--network" in options else None
-    implied = as_its_stack(row)
-    config = load_config(name, [*_AT_ONCE, *bindings, *implied])
+    config = load_config(name, [*AT_ONCE, *bindings, *as_its_stack(row)])
 
     @functools.cache
     def planned(policy: str) -> Plan:
@@ -119,10 +107,6 @@ def read(row: dict[str, str]) -> Point:
         made.time.error_bar,
         (row["chip"], str(made.layout.mesh.size),
          *sorted(b for b in bindings if b.startswith(_OF_THE_WORK))),
-        made.total,
-        made.target.chip.hbm_bytes or 0,
-        most_memory(made.target) or made.target.chip.hbm_bytes or 0,
-        "zero 1" if implied else "other",
     )  # fmt: skip
 
 
@@ -259,22 +243,6 @@ def by_stack(predictions: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def unfit(points: Sequence[Point]) -> str:
-    """Runs that ran and do not fit by the estimate, as Markdown."""
-    lines = [
-        "| chips | layout | runs | do not fit | nor at Train.gpu_memory_fraction=0.94 |",
-        "|---|---|---|---|---|",
-    ]
-    for kind, layout in (("tpu", "other"), ("gpu", "other"), ("gpu", "zero 1"), (None, None)):
-        some = [p for p in points if kind is None or (p.kind, p.layout) == (kind, layout)]
-        name = "all" if kind is None else kind.upper()
-        lines.append(
-            f"| {name} | {layout or ''} | {len(some)} | {sum(p.needed > p.room for p in some)} | "
-            f"{sum(p.needed > p.most for p in some)} |"
-        )
-    return "\n".join(lines)
-
-
 def by_chip(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
     """Errors of these runs by chip with the factors that `plan` has, as Markdown."""
     lines = [
@@ -367,7 +335,7 @@ def main(words: Sequence[str] | None = None) -> None:
     say(f"Calibrated by one measured run of the stack:\n\n{calibrated_bars(left)}\n")
     pairs, right = in_order(points, factors_of)
     say(f"{right} of {pairs} pairs of layouts of one model on the same chips in published order\n")
-    say(f"Runs that ran, whose estimate does not fit:\n\n{unfit(points)}\n")
+    say(f"Runs that ran, whose estimate does not fit:\n\n{unfit(read_all(say))}\n")
     say("With the factors that plan has, most of them fitted on these runs:\n")
     say(by_chip(points, factors_of))
     _, values = fit([point for point in points if point.fits])

@@ -14,7 +14,6 @@ from benchmarks.predictions import (
     BLIND,
     FILE,
     HELD_OUT,
-    as_its_stack,
     by_chip,
     by_family,
     by_stack,
@@ -24,7 +23,6 @@ from benchmarks.predictions import (
     hosts_met,
     in_order,
     read,
-    unfit,
     within_bars,
 )
 from jaxtrain import load_config, plan
@@ -269,23 +267,3 @@ def test_a_run_that_sends_a_token_once_to_a_host_exchanges_less():
     assert once.others == pytest.approx(pieces.others * 0.75)
     assert counted_as_dispatched("split", made, pieces).others == pieces.others
     assert dataclasses.replace(once, others=pieces.others) == pieces
-
-
-def test_zero_1_of_gpu_clusters_has_sharded_masters():
-    """On GPUs alone; in recipes that reduce gradients in bfloat16 those sums too."""
-    implied = {row["id"]: as_its_stack(row) for row in [*ROWS, *APART, *NEW]}
-    rows = {row["id"]: row for row in [*ROWS, *APART, *NEW]}
-    some = [name for name, more in implied.items() if more]
-    assert len(some) == 70
-    assert all("Sharding.zero=1" in rows[name]["bindings"] for name in some)
-    assert {rows[name]["stack"] for name in some if len(implied[name]) > 1} == {
-        "NeMo", "Megatron-Bridge",
-    }  # fmt: skip
-    found = load_config("llama_8b", implied["h100-nemo-8b-8"] + ["Sharding.zero = 1"])
-    assert (found.sharding.masters, found.precision.gradients) == ("sharded", "bfloat16")
-
-
-def test_runs_that_do_not_fit_are_counted_by_layout(points):
-    one = dataclasses.replace(points[-1], chip="h100", layout="zero 1", room=10, most=20)
-    given = [dataclasses.replace(one, needed=size) for size in (10, 11, 20, 21)]
-    assert "| GPU | zero 1 | 4 | 3 | 1 |" in unfit(given)

@@ -153,6 +153,7 @@ def test_dots_keeps_the_results_of_products_with_weights():
     found = profile("dots")
     numbers = D + N * H + 2 * K * H + D + 2 * F
     assert found.kept_bytes == found.products == 4 * T * numbers
+    assert found.widest == 4 * T * 2 * F  # gate and up
 
 
 def test_nothing_recomputed_keeps_more_and_scores_besides():
@@ -225,6 +226,40 @@ def test_a_layers_scores_are_there_with_their_gradients(tensor):
         "one layer's attention scores"
         not in memory(flash, layouts.abstract_layout(flash, 8 * tensor), "tpu").parts
     )
+
+
+def test_a_ring_has_the_scores_of_a_chunk_of_queries():
+    """1,024 queries of a rank meet one run of keys, of which each rank has two, at a time."""
+    bindings = [
+        "Mesh.context=4", "Mesh.fsdp=2", "Remat.policy='full'", "Attention.kernel='xla'",
+        "TextData.sequence_length=32768", "Llama.context_length=32768",
+        "Train.global_batch_size=2", "Train.accumulation=1", "TextData.separate_documents=False",
+    ]  # fmt: skip
+    config = load_config("llama_8b", bindings)
+    found = memory(config, layouts.abstract_layout(config, 8), "gpu").parts
+    assert found["one layer's attention scores"] == 3 * 4 * 32 * 1024 * (32768 // 8)
+    # Queries' gradients, and three times those of 8 heads of keys and of values.
+    heads = 32 + 3 * 2 * 8
+    assert found["one layer's gradients in the ring"] == 4 * (32768 // 4) * heads * 128
+    whole = load_config("llama_8b", [*bindings, "Attention.context_parallel='ulysses'"])
+    parts = memory(whole, layouts.abstract_layout(whole, 8), "gpu").parts
+    assert parts["one layer's attention scores"] == 3 * 4 * (32 // 4) * 32768**2
+    assert "one layer's gradients in the ring" not in parts
+
+
+@pytest.mark.parametrize("chunk", [512, None])
+def test_what_others_measure_besides_is_named(chunk):
+    """PyTorch's loss: logits of all places in two bytes, and twice in four; 1.5 GiB of CUDA."""
+    bindings = [f"Loss.chunk_size={chunk}", "Mesh.fsdp=8", "Attention.kernel='xla'"]
+    config = load_config("llama_1b", bindings)
+    train = config.train
+    places = train.global_batch_size // train.accumulation // 8 * train.data.sequence_length
+    vocabulary = train.model.vocab_size
+    counted = 2 * places if chunk is None else 4 * places // train.data.sequence_length * 512
+    logits, libraries = memory(config, layouts.abstract_layout(config, 8), "gpu").left_out.values()
+    assert logits == (10 * places - counted) * vocabulary
+    assert 1 < libraries / 2**30 < 2
+    assert memory(config, layouts.abstract_layout(config, 8), "tpu").left_out == {}
 
 
 @pytest.mark.slow

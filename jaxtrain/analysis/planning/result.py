@@ -235,6 +235,7 @@ class Plan:
                     "gradients": self.estimate.gradients,
                     **self.estimate.parts,
                 },
+                "not_counted": self.estimate.left_out,
             },
             "collectives": self._summary(),
             "traffic": [dataclasses.asdict(row) for row in self.rows],

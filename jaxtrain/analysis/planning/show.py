@@ -85,6 +85,9 @@ def _memory(console: Console, plan: "Plan") -> None:
         table.add_row(name, human_bytes(size), "#" * round(_BAR * size / most))
     table.add_section()
     table.add_row("closed forms together", human_bytes(plan.estimate.total), "")
+    for name, size in plan.estimate.left_out.items():
+        if size:
+            table.add_row(f"not counted: {name}", human_bytes(size), "")
     if plan.estimate.host:
         host = human_bytes(plan.estimate.host)
         table.add_row("beside them, in host memory", host, "")

@@ -73,6 +73,11 @@ def ring_attention(
     )  # fmt: skip
 
 
+def queries_at_once(run: int) -> int:
+    """Return how many queries of a run of tokens have their scores in memory at once."""
+    return max(d for d in range(1, min(run, QUERY_CHUNK) + 1) if run % d == 0)
+
+
 # -- the derivative, around the communication ----------------------------------------------------
 
 
@@ -154,7 +159,7 @@ class _Shapes:
 
     @property
     def Q(self) -> int:  # noqa: N802 - a letter of the legend
-        return max(d for d in range(1, min(self.r, QUERY_CHUNK) + 1) if self.r % d == 0)
+        return queries_at_once(self.r)
 
     def chunks(self, x: jax.Array) -> list[jax.Array]:
         """[B, t, N, ...] to the early and the late run's [n, B, K, G, Q, ...]."""

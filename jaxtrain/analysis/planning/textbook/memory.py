@@ -29,6 +29,7 @@ from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
 from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
@@ -53,6 +54,8 @@ class Memory:
       sent: what of them a step sends there, and reads again.
       gradients_on_host: accumulators and gradients of microbatches there.
       gradients_read: what a step reads of these, to sum them and to update with the sum.
+      left_out: what is in none of the others, and others measure with it: name -> bytes.
+      logits: of a microbatch in the compute dtype, all places at once.
     """
 
     arguments: Arguments
@@ -62,6 +65,8 @@ class Memory:
     sent: int = 0
     gradients_on_host: int = 0
     gradients_read: int = 0
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    logits: int = 0
 
     @property
     def host(self) -> int:
@@ -129,6 +134,10 @@ def _step(config: Config, layout: Layout, platform: str) -> "_Step":
     return _Step(config, within, platform, argument_bytes(config, layout), copied, local)
 
 
+_LOGITS = "logits of all places in float32, with their gradient (PyTorch's loss)"
+# 1,271 MiB on a V100 and 1,573 on an A100: bigscience-workshop/bigscience, train/tr11-176B-ml/
+# chronicles-prequel.md.
+_OF_LIBRARIES = {"CUDA's context and libraries, beside what JAX allocates": 1573 * 2**20}
 # Of schedules that take a stage's gradients in two halves.
 _STASH = "pipeline: for gradients of weights"
 
@@ -171,7 +180,10 @@ class _Step:
         total = self._summed
         on_host = numbers * (total + 2 * each if many else each)
         read = numbers * (total + self._microbatches * (total + each) if many else each)
-        return Memory(self.arguments, gradients, alive, self._offloaded, self._sent, on_host, read)
+        return Memory(
+            self.arguments, gradients, alive, self._offloaded, self._sent, on_host, read,
+            self._left_out, self._logits_at_once,
+        )  # fmt: skip
 
     # -- what is alive all the time --------------------------------------------------------------
 
@@ -324,6 +336,21 @@ class _Step:
         vocabulary = math.ceil(whole / devices)
         return round(tokens * vocabulary * itemsize)
 
+    @property
+    def _logits_at_once(self) -> int:
+        loss = dataclasses.replace(self.config.loss, chunk_size=None)
+        config = dataclasses.replace(self.config, loss=loss)
+        return dataclasses.replace(self, config=config)._logits()
+
+    @property
+    def _left_out(self) -> dict[str, int]:
+        """A loss of PyTorch's has the logits of all places in the compute dtype, and in float32
+        with their gradient."""
+        if self.platform != "gpu":
+            return {}
+        others = self._logits_at_once // self._compute * (self._compute + 2 * 4)
+        return {_LOGITS: max(others - self._logits(), 0), **_OF_LIBRARIES}
+
     def _head(self) -> dict[str, int]:
         return {
             **self._kept,
@@ -344,14 +371,15 @@ class _Step:
         layers = self._model.layers
         held = elements(self._state, self.layout, "weight", "weights", layers=True)
         weights = self._compute * held // layers
-        # Each product's gradient, and where the layer runs again its results too.
-        times = 2 if self.config.remat.kept.repeats_products else 1
-        products = round(times * self._profile.products * self._rows)
+        # Gradients of one kind's products at a time; where the layer runs again all results too.
+        results = self._profile.products if self.config.remat.kept.repeats_products else 0
+        products = round((results + self._profile.widest) * self._rows)
         return {
             **self._kept,
             "gradients": of_layers,
             "one layer's backward pass": products + 2 * self._stream,
             "one layer's attention scores": self._scores(),
+            "one layer's gradients in the ring": self._sums_in_ring(),
             "collective buffers: one layer's weights": 2 * weights * self._gathers,
         }
 
@@ -370,11 +398,33 @@ class _Step:
         sizes = self.layout.mesh.shape
         heads = math.ceil(attention.num_heads / sizes["tensor"])
         of_row = heads * (length // sizes["context"]) * length
-        if self.config.remat.kept.keeps_all:
+        if self._in_ring:
+            run = length // (2 * sizes["context"])
+            of_row, bytes_a_score = heads * queries_at_once(run) * run, 3 * 4
+        elif self.config.remat.kept.keeps_all:
             bytes_a_score = 2 * 4
         else:
             bytes_a_score = 2 * 4 + 1 if self.platform == "tpu" else 3 * 4
         return round(bytes_a_score * of_row * self._rows)
+
+    @property
+    def _in_ring(self) -> bool:
+        """Whether keys travel around `context`, and meet a chunk of queries at a time."""
+        ring = self.config.attention.context_parallel == "ring"
+        return ring and self.layout.mesh.shape["context"] > 1
+
+    def _sums_in_ring(self) -> int:
+        """Bytes of a ring's float32 gradients in one layer: of the queries, and of keys and values
+        at home, on their way and of the block at hand."""
+        attention = self._model.attention
+        if attention is None or not self._in_ring:
+            return 0
+        length = self.config.train.data.abstract_batch(1).inputs.shape[1]
+        sizes = self.layout.mesh.shape
+        of_token = attention.num_heads * attention.key_dim
+        of_token += 3 * attention.num_kv_heads * (attention.key_dim + attention.value_dim)
+        tokens = self._rows * length / sizes["context"]
+        return round(4 * tokens * of_token / sizes["tensor"])
 
     def _streaming(self) -> dict[str, int]:
         """The update: what it reads has another place than what it writes, and both wait."""
@@ -418,7 +468,9 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
     )
     if sizes["pipe"] == 1:
         sent = on_host * config.train.accumulation
-        return Memory(arguments, gradients, {"activations": activations}, on_host, sent)
+        more = _OF_LIBRARIES if platform == "gpu" else {}
+        parts = {"activations": activations}
+        return Memory(arguments, gradients, parts, on_host, sent, left_out=dict(more))
     table = waiting(pipeline, sizes["pipe"], passes_of(config.train.model))
     stages = sizes["pipe"] * pipeline.virtual_stages
     waits = {

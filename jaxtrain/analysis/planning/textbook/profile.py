@@ -41,6 +41,7 @@ class LayerProfile:
       offloaded: what it has in the memory of the device's host.
       products: the results of its matrix products with weights, which elementwise work between
         them is fused into.
+      widest: those of the kind that has most, such as the MLP's, whose gradients live together.
       stream: the activation that goes from layer to layer.
       hidden: the same where it is whole along the sequence's tensor axis (sequence parallelism).
     """
@@ -48,6 +49,7 @@ class LayerProfile:
     kept: tuple[tuple[str, int], ...]
     offloaded: int
     products: int
+    widest: int
     stream: int
     hidden: int
 
@@ -84,12 +86,15 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     plain, platform = _of_a_layer(config, layout, platform)
     products = _residuals_of(plain, platform, Remat(policy="dots"))
     found = _residuals_of(plain, platform, config.remat)
-    total = sum(size for _, size in products.kept)
+    kinds = dict(products.kept)
     if config.train.model.experts is not None:
         # 'dots' has none of the products of experts, which are several at a time.
         of_experts = _residuals_of(plain, platform, Remat(policy="elementwise")).kept
-        total += dict(of_experts).get("experts", 0) - dict(products.kept).get("experts", 0)
-    return LayerProfile(found.kept, found.offloaded, total, products.stream, products.hidden)
+        kinds["experts"] = dict(of_experts).get("experts", 0)
+    total, widest = sum(kinds.values()), max(kinds.values())
+    return LayerProfile(
+        found.kept, found.offloaded, total, widest, products.stream, products.hidden
+    )
 
 
 def layer_stash(config: Config, layout: Layout, platform: str) -> int:

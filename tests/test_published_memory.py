@@ -1,0 +1,125 @@
+"""Memory of published runs: what their sources state, and how runs that do not fit are counted."""
+
+import csv
+import dataclasses
+import re
+
+import pytest
+
+from benchmarks.published_memory import (
+    FILES,
+    GIB,
+    Held,
+    against_peaks,
+    allocate_as_stack,
+    as_its_stack,
+    parse_bindings,
+    read_memory,
+    statements,
+    unfit,
+)
+from jaxtrain import load_config
+from jaxtrain.analysis.planning.machines.targets import parse_target
+
+ROWS = {row["id"]: row for file in FILES for row in csv.DictReader(file.open(newline=""))}
+ONE = Held("a", "A", "dense", "h100", "zero 1", 10, {}, 10, 10, 20, None)
+
+
+def test_lines_are_of_runs_and_have_a_source():
+    assert statements().keys() <= ROWS.keys()
+    for name, line in statements().items():
+        assert len(line["source"]) > 20, name
+        assert any(line[column] for column in line.keys() - {"id", "source"}), name
+        assert line["sums"] in ("", "float32", "whole"), name
+        assert not line["repeated"] or 0 < float(line["repeated"]) <= 1, name
+        assert not line["gib"] or 10 < float(line["gib"]) < 200, name
+    assert sum(bool(line["gib"]) for line in statements().values()) >= 30
+
+
+def test_what_is_offloaded_is_what_rows_say():
+    """A row whose own notes have its layers' inputs in host memory is planned so."""
+    for name, row in ROWS.items():
+        words = f"{row.get('remat', '')} {row['notes']}"
+        if re.search(r"\binputs?\b[^;]*offloaded", words):
+            assert "'residual'" in statements()[name]["bindings"], name
+            assert "Remat.offload" in statements()[name]["bindings"], name
+
+
+@pytest.mark.parametrize("name", ["v6e-8b-8", "h100x-tt-8b-8", "h200-kf-01", "7x-405b-256"])
+def test_bindings_are_settings(name):
+    config = load_config("llama_8b", parse_bindings(statements()[name]["bindings"]))
+    kept = config.remat.policy, config.remat.save, config.remat.offload, config.precision.params
+    assert kept != ("none", (), (), "float32")
+
+
+def test_zero_1_of_gpu_clusters_has_sharded_masters():
+    """On GPUs alone; in recipes that reduce gradients in bfloat16 those sums too."""
+    implied = {name: as_its_stack(row) for name, row in ROWS.items()}
+    some = [name for name, more in implied.items() if more]
+    assert len(some) == 70
+    assert all("Sharding.zero=1" in ROWS[name]["bindings"] for name in some)
+    assert {ROWS[name]["stack"] for name in some if len(implied[name]) > 1} == {
+        "NeMo", "Megatron-Bridge",
+    }  # fmt: skip
+    found = load_config("llama_8b", implied["h100-nemo-8b-8"] + ["Sharding.zero = 1"])
+    assert (found.sharding.masters, found.precision.gradients) == ("sharded", "bfloat16")
+
+
+def test_runs_that_do_not_fit_are_counted_by_layout():
+    given = [dataclasses.replace(ONE, needed=size) for size in (10, 11, 20, 21)]
+    assert "| GPU | zero 1 | 4 | 3 | 1 | 0 |" in unfit(given)
+
+
+def test_estimates_are_held_against_peaks():
+    given = [
+        dataclasses.replace(ONE, needed=2 * size, allocated=size, published=10)
+        for size in (10, 11, 13)
+    ]
+    assert "| A | 3 | 2.20 | 1.10 | 2 | 1.00-1.30 |" in against_peaks([*given, ONE])
+
+
+def test_what_a_stack_allocates_otherwise():
+    """FSDP with 2 microbatches: sums of 4 bytes in place of 6, no copy of 2, a logit of 10."""
+    row = {"stack": "torchtitan", "notes": ""}
+    config = load_config("llama_8b", ["Mesh.fsdp=8", "Train.accumulation=2"])
+    machine = parse_target("h100:1x8")
+    parts = {
+        "parameters": 400, "gradients": 600, "parameters in the compute dtype": 200,
+        "activations: mlp": 1000, "logits": 20,
+    }  # fmt: skip
+    found = allocate_as_stack(row, config, machine, parts, {"logits": "10"}, 20)
+    assert found == 400 + 400 + 1000 + 10 * 10
+    assert allocate_as_stack({**row, "stack": "MaxText"}, config, machine, parts, {}, 20) == 2220
+    half = allocate_as_stack(row, config, machine, parts, {"offloaded": "0.5"}, 20)
+    assert half == 400 + 400 + 500 + 20
+    # Whole sums in float32 of weights that are split over 8 devices, a hundred numbers each.
+    whole = allocate_as_stack(row, config, machine, parts, {"sums": "whole"}, 20)
+    assert whole == 400 + 4 * 800 + 2 * 800 + 1000 + 20
+
+
+def test_a_pipeline_of_one_forward_and_one_backward_waits_for_fewer_microbatches():
+    """4 stages have 4 microbatches each at most; in lockstep 7."""
+    row = {"stack": "Megatron-LM", "notes": ""}
+    bindings = [
+        "Mesh.pipe=4", "Mesh.fsdp=2", "Pipeline.schedule='1f1b'", "Pipeline.microbatches=8",
+        "Pipeline.backward='residuals'", "Precision.gradients='bfloat16'",
+    ]  # fmt: skip
+    config = load_config("llama_8b", bindings)
+    parts = {"parameters": 4, "gradients": 100, "activations: mlp": 700}
+    found = allocate_as_stack(row, config, parse_target("h100:1x8"), parts, {}, 0)
+    assert found == 4 + 50 + 400
+
+
+def test_a_run_that_repeats_a_part_of_its_layers_lies_between():
+    row = ROWS["fms-h100-13b"]
+    some = float(statements()["fms-h100-13b"]["repeated"])
+    found = read_memory(row)
+    all_, none = (
+        read_memory({**row, "id": "another", "bindings": row["bindings"].replace("'dots'", policy)})
+        for policy in ("'full'", "'elementwise'")
+    )
+    assert all_.needed < found.needed < none.needed
+    between = all_.needed + (1 - some) * (none.needed - all_.needed)
+    assert found.needed == pytest.approx(between, abs=2)
+    assert found.most == pytest.approx(0.94 / 0.75 * found.room)
+    assert found.needed / GIB > 30  # an activation of 40 layers of 8,192 tokens
