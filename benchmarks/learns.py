@@ -38,7 +38,7 @@ from benchmarks import side_by_side
 from benchmarks.rows import Table
 from jaxtrain import load_config
 from jaxtrain.config.files import write_atomically
-from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.metrics.files import lines_of
 
 HEAD = ("row", "model", "parameters", "mesh", "published", "ours", "minutes")
 

@@ -23,8 +23,9 @@ from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.analysis.profiling.costs import CONTAINERS
 from jaxtrain.parallel.compilation import xla_options
-from jaxtrain.training.pipeline.schedules import SCHEDULES, make_schedule
+from jaxtrain.training.pipeline.schedules import SCHEDULES
 from jaxtrain.training.pipeline.table import Timetable, Work
+from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.settings import load_config
 
 _ACTION = re.compile(r'op_name="[^"]*/closed_call/stage/cond"')

@@ -94,7 +94,7 @@ def measure(rounds: int) -> dict[str, Any]:
         report = folder / "stderr"
         for number in range(rounds):
             rows["--help"].append(start(HELP, None, report))
-            code = "from jaxtrain.run import commands"
+            code = "from jaxtrain.run.commands import train"
             rows["imports of train"].append(start(("-c", code), None, report))
             cache = {"JAXTRAIN_CACHE": str(folder / f"cache{number}")}
             for row in ("first step, cold", "first step, warm"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.analysis.options import add_analysis_commands
-from jaxtrain.run.options import add_run_commands, adder
+from jaxtrain.run.commands.options import add_run_commands, adder
 from jaxtrain.run.status import FAILED, USER_ERROR
 
 
@@ -92,14 +92,14 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 
             return show_configs(terminal())
         if arguments.command == "init":
-            from jaxtrain.run.init import init
+            from jaxtrain.run.commands.init import init
 
             return init(arguments, terminal())
         if arguments.command == "plot":
             from jaxtrain.run.show.compare import plot
 
             return plot(terminal(), arguments.runs, arguments.png, arguments.html, arguments.words)
-        from jaxtrain.run.sweep import sweep
+        from jaxtrain.run.commands.sweep import sweep
 
         return sweep(arguments)
     except UserError as error:
@@ -131,7 +131,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _run_command(arguments: argparse.Namespace) -> int:
     """Runs a parsed command; whatever it raises becomes a sentence and a status."""
-    from jaxtrain.run.malloc import share_arenas
+    from jaxtrain.run.garbage import share_arenas
 
     share_arenas()
     import jax
@@ -197,7 +197,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 def _of_full_disk(error: OSError) -> str | None:
     """The sentence for a disk that is full; None: it is another error."""
-    from jaxtrain.config.disks import FullDiskError, full_disk, room
+    from jaxtrain.config.files import FullDiskError, full_disk, room
 
     if isinstance(error, FullDiskError):
         return str(error)
@@ -209,7 +209,7 @@ def _of_full_disk(error: OSError) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxtrain.run import commands as run
+    from jaxtrain.run.commands import train as run
     from jaxtrain.run.huggingface import commands as huggingface
 
     match arguments.command:
@@ -239,15 +239,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return quantization.quantize(arguments)
         case "data":
-            from jaxtrain.run import data
+            from jaxtrain.run.commands import data
 
             return data.command(arguments)
         case "tokenizer":
-            from jaxtrain.run import train_tokenizer
+            from jaxtrain.run.commands import train_tokenizer
 
             return train_tokenizer.command(arguments)
         case "prepare":
-            from jaxtrain.run import prepare
+            from jaxtrain.run.commands import prepare
 
             return prepare.command(arguments)
     return _analyse(arguments)

@@ -48,7 +48,7 @@ from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.parallel.sharding import Accumulate, Layout, Masters  # noqa: E402
-from jaxtrain.run.predict import Says, predict  # noqa: E402
+from jaxtrain.run.inference.predict import Says, predict  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
 from jaxtrain.training.objectives.objective import objective_named  # noqa: E402

@@ -85,7 +85,7 @@ def make_tokenizer(kind: str, folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> None:
-    from jaxtrain.data.tokenizer import FileTokenizer
+    from jaxtrain.data.file_tokenizer import FileTokenizer
 
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode("Hello line 7, \U0001f600")

@@ -220,7 +220,7 @@ def _make_checkpoint(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> None:
     import jax
 
-    from jaxtrain.run.ancestry import of_checkpoint
+    from jaxtrain.run.checkpoint.ancestry import of_checkpoint
     from jaxtrain.run.checkpoint.store import Checkpoints
     from jaxtrain.training.settings import Checkpoint
 
@@ -254,9 +254,9 @@ RUN = {
 
 
 def _read_run(folder: Path) -> None:
-    from jaxtrain.run import ancestry
     from jaxtrain.run.attempts import goodput, records
-    from jaxtrain.run.metrics_file import drop_lines_past, lines_of
+    from jaxtrain.run.checkpoint import ancestry
+    from jaxtrain.run.metrics.files import drop_lines_past, lines_of
     from jaxtrain.run.show import compare
 
     lines = lines_of(folder)

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.cli import main, parser
 from jaxtrain.config.shipped import configs_folder
-from jaxtrain.run.completion import SHELLS
+from jaxtrain.run.commands.completion import SHELLS
 from jaxtrain.training.settings import load_config
 
 
@@ -88,7 +88,7 @@ def test_each_option_of_each_command_is_in_the_script(shell, capsys):
 
 
 def test_the_program_to_go_on_with_is_the_environment_s(tmp_path, monkeypatch):
-    from jaxtrain.run.commands import _program
+    from jaxtrain.run.commands.train import _program
 
     own = tmp_path / ".venv" / "bin" / "jaxtrain"
     own.parent.mkdir(parents=True)

@@ -18,7 +18,8 @@ from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.models.recurrent.gru import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.run.show.confusion import class_names, confusion_figure
+from jaxtrain.run.metrics.files import class_names
+from jaxtrain.run.show.confusion import confusion_figure
 from jaxtrain.training.objectives.confusion import (
     CONFUSION,
     evaluation_sums,

@@ -15,11 +15,11 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.source import is_store
 from jaxtrain.data.text import columnar
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.saved_datasets import INFO_KEYS, STATE_KEYS
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import is_store
 
 TEXTS = [f'record {number}: "tea", \u2028\r\nand cake\n' for number in range(20)]
 

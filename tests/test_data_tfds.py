@@ -17,7 +17,7 @@ from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.source import TextData
-from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.metrics.files import lines_of
 
 FIXTURES = Path(__file__).parent / "fixtures_tfds"
 

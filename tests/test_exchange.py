@@ -18,8 +18,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.execution import Execution
-from jaxtrain.run.metrics import MetricsLog
-from jaxtrain.run.metrics_file import read_lines
+from jaxtrain.run.metrics.files import read_lines
+from jaxtrain.run.metrics.log import MetricsLog
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange

@@ -23,8 +23,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.training.exchange import exchange as settings
-from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.graphs import neighbours
+from jaxtrain.training.exchange.exchange import Exchange, neighbours
 from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.power_sgd import narrow
 from jaxtrain.training.exchange.rules import mix_with_neighbours

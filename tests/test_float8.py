@@ -25,7 +25,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.dot import einsum_of
 from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
 from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.parallel.mesh import Mesh, make_mesh
@@ -292,7 +292,7 @@ def lower_for(target, matmul):
         model,
         layout,
         precision=Precision(compute="bfloat16", matmul=matmul),
-        execution=Execution(kernel="xla", einsum=EINSUMS[matmul]),
+        execution=Execution(kernel="xla", einsum=einsum_of(matmul)),
     )
     with layout.active():
         return CompiledStep(program).lower(text_batch(rows=16, length=128, vocab_size=128))

@@ -13,11 +13,9 @@ from orbax.checkpoint._src.serialization import serialization
 from test_checkpoint_failures import can_mount, small_disk, small_files
 
 from jaxtrain.cli import main
-from jaxtrain.config.disks import FullDiskError, full_disk, room
-from jaxtrain.config.files import write_atomically
-from jaxtrain.run.appended import Appended
+from jaxtrain.config.files import Appended, FullDiskError, full_disk, room, write_atomically
 from jaxtrain.run.checkpoint.sealing import pass_over_late_complaints
-from jaxtrain.run.metrics_file import MetricsFiles, read_lines
+from jaxtrain.run.metrics.files import MetricsFiles, read_lines
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 ROOM = rf"{os.strerror(errno.EFBIG)}; [\d,]+ bytes are free there, of the [\d,]+ of the file system"

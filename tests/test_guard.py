@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.metrics import MetricsLog
+from jaxtrain.run.metrics.log import MetricsLog
 from jaxtrain.training import guard as guarding
 from jaxtrain.training.guard import BadStepError, Guard, History, Rewind, Rewinds, judge
 

@@ -16,8 +16,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.metrics import MetricsLog
-from jaxtrain.run.metrics_file import METRICS_FILE, read_lines
+from jaxtrain.run.metrics.files import METRICS_FILE, read_lines
+from jaxtrain.run.metrics.log import MetricsLog
 from jaxtrain.training.guard import Guard, History
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule

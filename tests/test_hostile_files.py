@@ -18,8 +18,8 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.config import untrusted
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.text.chat_template import ChatTemplate, TemplateError
-from jaxtrain.data.tokenizer import FileTokenizer
 
 PACKAGE = Path(__file__).parent.parent / "jaxtrain"
 READERS = hostile_readers.readers()
@@ -354,6 +354,7 @@ PARSERS = {
 COVERED = {
     "config/reader.py": "config.gin",
     "config/untrusted.py": "model llama",
+    "data/file_tokenizer.py": "tokenizer.json bpe",
     "data/guarded_tokenizer.py": "tokenizer.json bpe",
     "data/images/saved.py": "saved images",
     "data/images/stores.py": "image folder",
@@ -365,7 +366,7 @@ COVERED = {
     "data/text/store.py": "token store",
     "data/text/token_files.py": "megatron tokens",
     "data/vectors/columns.py": "vectors.csv",
-    "data/verified.py": "token store",
+    "data/token_arrays.py": "token store",
     "models/weights/float8.py": "model llama",
     "models/weights/gguf.py": "gguf",
     "models/weights/mxfp4.py": "model llama",
@@ -374,10 +375,9 @@ COVERED = {
 EXCEPTIONS = {
     "config/swept.py": "a value of the command line",
     "config/values.py": "a value that gin has read",
-    "data/ranged.py": "bytes of a bucket's object, of a length that is checked",
     "data/tokenizer.py": "bytes of a text",
     "training/offload/files.py": "the run's own files, written by this process",
-    "run/best.py": "bits of a number that other processes sent",
+    "run/metrics/best.py": "bits of a number that other processes sent",
     "run/checkpoint/forgotten.py": "what TensorStore's repr says",
     "run/checkpoint/store.py": "what was just written, for a copy",
     "run/checkpoint/manifest.py": "the file that `read` has checked byte for byte",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.__main__ import main
-from jaxtrain.run.init import FILES
+from jaxtrain.run.commands.init import FILES
 
 ROOT = Path(__file__).parent.parent
 

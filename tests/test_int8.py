@@ -27,8 +27,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.products.contract import contract
-from jaxtrain.nn.products.dot import sides
-from jaxtrain.nn.products.eight_bit import EINSUMS
+from jaxtrain.nn.products.dot import einsum_of, sides
 from jaxtrain.nn.products.int8 import int8_einsum, quantize
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat
 from jaxtrain.parallel.mesh import Mesh, make_mesh
@@ -235,7 +234,7 @@ def test_two_of_three_products_of_the_layers_are_int8_and_no_others(sizes):
     layout, found = make_layout(**sizes), {}
     for matmul in ("compute", "int8"):
         settings = Precision(compute="bfloat16", matmul=matmul)
-        execution = dataclasses.replace(INT8, einsum=EINSUMS[matmul])
+        execution = dataclasses.replace(INT8, einsum=einsum_of(matmul))
         program = make_program(MODEL, layout, precision=settings, execution=execution)
         with layout.active():
             step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
@@ -261,8 +260,8 @@ def test_what_is_kept_is_what_is_kept_otherwise(sizes, policy):
     def kept(matmul):
         def mlp(x, up, down):
             x = shard(checkpoint_name(x, RESIDUAL), ("batch", "length", "embed"))
-            h = jax.nn.gelu(contract("BTD,DF->BTF", x, up, by=EINSUMS[matmul]))
-            return jnp.sin(contract("BTF,FD->BTD", h, down, STREAM, by=EINSUMS[matmul]))
+            h = jax.nn.gelu(contract("BTD,DF->BTF", x, up, by=einsum_of(matmul)))
+            return jnp.sin(contract("BTF,FD->BTD", h, down, STREAM, by=einsum_of(matmul)))
 
         layer = remat(mlp, POLICIES[policy], prevent_cse=False)
         back = jax.eval_shape(lambda *given: jax.vjp(layer, *given)[1], x, *params)
@@ -277,7 +276,7 @@ def test_loss_scaling_does_for_float16_what_it_does_otherwise():
     found = {}
     for matmul in ("compute", "int8"):
         settings = Precision(compute="float16", loss_scale=2.0**15, matmul=matmul)
-        execution = dataclasses.replace(INT8, einsum=EINSUMS[matmul])
+        execution = dataclasses.replace(INT8, einsum=einsum_of(matmul))
         program = make_program(MODEL, make_layout(fsdp=1), precision=settings, execution=execution)
         batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
         with program.layout.active():

@@ -13,7 +13,7 @@ from jaxtrain.data.kept import with_stores
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.text import tokenizing
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.verified import Verified
+from jaxtrain.data.token_arrays import Verified
 
 
 @pytest.fixture

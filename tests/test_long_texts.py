@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data import long_texts
+from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.long_texts import cut, tokens_of
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import ByteTokenizer, FileTokenizer
+from jaxtrain.data.tokenizer import ByteTokenizer
 
 PARTS = [
     *"".join(CORPUS).splitlines(keepends=True), "\n", "\n\n", "  \n", "/ slash\n", ");\n", "</s>",

@@ -16,7 +16,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.eight_bit import EINSUMS, validate
+from jaxtrain.nn.products.dot import einsum_of
+from jaxtrain.nn.products.eight_bit import validate
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
@@ -29,7 +30,7 @@ OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 
 def first_loss(matmul, layout, **changes):
-    execution = dataclasses.replace(PLAIN, einsum=EINSUMS[matmul])
+    execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
     program = dataclasses.replace(make_program(MODEL, layout, execution=execution), **changes)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with layout.active():
@@ -55,7 +56,7 @@ def losses(matmul) -> np.ndarray:
     """Of the same batch 40 times, from three seeds."""
     layout = make_layout(fsdp=1)
     settings = Precision(compute="bfloat16", matmul=matmul)
-    execution = dataclasses.replace(PLAIN, einsum=EINSUMS[matmul])
+    execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
     program = make_program(MODEL, layout, precision=settings, execution=execution)
     step = CompiledStep(program)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))

@@ -8,8 +8,8 @@ from conftest import needs_libtpu
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.training.pipeline.schedules import make_schedule
 from jaxtrain.training.pipeline.slots import slots
+from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.settings import load_config
 
 RANKS, MICROBATCHES, WIDTH, TOKENS = 4, 16, 512, 8 * 256

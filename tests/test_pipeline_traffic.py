@@ -17,8 +17,9 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.pipeline.pair_parts import PairParts
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.slots import sends
+from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
 
 pytestmark = needs_libtpu

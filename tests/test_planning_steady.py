@@ -6,8 +6,9 @@ import pytest
 
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction, crossings, waiting
 from jaxtrain.analysis.planning.timeline import simulate
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.slots import sends, slots
+from jaxtrain.training.pipeline.timetables import make_schedule
 
 
 @pytest.mark.parametrize("backward", ["recompute", "residuals"])

@@ -35,7 +35,8 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import load_config

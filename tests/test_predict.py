@@ -14,9 +14,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.models.transformers.bert import BERT
-from jaxtrain.run import predict as predicting
-from jaxtrain.run.texts import texts_of
-from jaxtrain.run.vectors import vectors_of
+from jaxtrain.run.inference import predict as predicting
+from jaxtrain.run.inference.texts import texts_of
+from jaxtrain.run.inference.vectors import vectors_of
 
 CONFIG = """
 Train.model = @ViT()

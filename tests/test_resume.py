@@ -19,7 +19,7 @@ from conftest import make_layout
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches, to_device
 from jaxtrain.data.source import Dataset
-from jaxtrain.run import resume
+from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.average import averaged
@@ -144,7 +144,7 @@ def run(tiny_config, tmp_path_factory):
             state, losses = go_on(*parts, program.create(config.train.seed), 0, SAVED)
             folder = tmp_path_factory.mktemp(name)
             checkpoints = Checkpoints(folder, Checkpoint(asynchronous=False))
-            extra = resume.describe(config, program, dataset.digest, SAVED)
+            extra = metadata.describe(config, program, dataset.digest, SAVED)
             checkpoints.save(SAVED, state, extra)
             checkpoints.close()
             saved = in_model_order(program, state)
@@ -199,8 +199,8 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
     written, new = run(writer), run(reader)
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     extra = checkpoints.extra(SAVED)
-    resume.require_same_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
-    state = resume.restore(checkpoints, SAVED, new.program)
+    metadata.require_same_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
+    state = restore.restore(checkpoints, SAVED, new.program)
     assert_equal(in_model_order(new.program, state), written.saved)
     wanted = jax.tree.map(lambda leaf: leaf.sharding, new.program.abstract_state())
     assert jax.tree.map(lambda x: x.sharding, state) == wanted
@@ -231,7 +231,7 @@ def test_a_pipelines_layers_are_put_in_order_for_a_program_around_another(change
     config = dataclasses.replace(config, pipeline=Pipeline(), **{section: section_now})
     program = make_program(config, make_layout(data=2))
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
-    state = resume.restore(checkpoints, SAVED, program)
+    state = restore.restore(checkpoints, SAVED, program)
     assert_equal(in_model_order(program.plain, state), written.saved)
 
 
@@ -243,7 +243,7 @@ def test_a_pipelines_checkpoint_of_fewer_layers_is_refused(run):
     config = dataclasses.replace(written.config, train=train, pipeline=Pipeline())
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     with pytest.raises(UserError, match="has 6 layers, this configuration's model 8; use .*gin"):
-        resume.restore(checkpoints, SAVED, make_program(config, make_layout(fsdp=2)))
+        restore.restore(checkpoints, SAVED, make_program(config, make_layout(fsdp=2)))
 
 
 def opened(letter: str) -> Dataset:
@@ -254,21 +254,21 @@ def opened(letter: str) -> Dataset:
 
 def test_embedded_text_of_another_python_is_named_as_the_cause():
     config = load_config("gpt_quickstart")
-    versions = {**resume.versions(), "python": "3.9.1"}
+    versions = {**metadata.versions(), "python": "3.9.1"}
     program = make_program(config, make_layout(fsdp=4, tensor=2))
-    position = resume.describe(config, program, "a" * 64, 0)["data"]
+    position = metadata.describe(config, program, "a" * 64, 0)["data"]
     extra = {"config": config.operative(), "data": position, "versions": versions}
     dataset = opened("b")
     now = platform.python_version()
-    told = resume.other_data(extra, config, dataset)
+    told = metadata.other_data(extra, config, dataset)
     assert told == f"the embedded text was that of Python 3.9.1, is that of {now}"
     with pytest.raises(UserError) as caught:
-        resume.require_same_run(extra, config, dataset, step=4, workdir=Path("runs"))
+        metadata.require_same_run(extra, config, dataset, step=4, workdir=Path("runs"))
     told = f"under Python 3.9.1, whose library is its text, this is {now}: "
     assert told in str(caught.value)
     assert str(caught.value).endswith("use that Python, or another --workdir")
-    assert resume.other_data(extra, config, opened("a")) is None
+    assert metadata.other_data(extra, config, opened("a")) is None
     other = load_config("gpt_quickstart", ["TextData.source = 'README.md'"])
-    told = resume.other_data(extra, other, dataset)
+    told = metadata.other_data(extra, other, dataset)
     assert told is not None
     assert told.startswith("TextData.source was 'embedded', is ")

@@ -83,7 +83,7 @@ WALL_CLOCKS = {
     "run/attempts/goodput.py",
     "run/attempts/watchdog.py",
     "run/show/html/page.py",
-    "run/tensorboard.py",
+    "run/metrics/tensorboard.py",
     "run/tracking/services.py",
 }
 

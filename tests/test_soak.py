@@ -18,8 +18,7 @@ import tensorstore
 
 from jaxtrain.run.checkpoint.forgotten import go_around
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.garbage import LONG_RUN, Garbage
-from jaxtrain.run.malloc import ARENA_VARIABLES
+from jaxtrain.run.garbage import ARENA_VARIABLES, LONG_RUN, Garbage
 from jaxtrain.training.settings import Checkpoint
 
 STEPS = 20_000
@@ -92,7 +91,7 @@ def test_a_short_run_is_left_to_python(nothing_frozen):
 # Threads that all hold memory at once, each from an arena where there are enough of them.
 MANY_THREADS = """
 import ctypes, os, sys, threading
-from jaxtrain.run.malloc import share_arenas
+from jaxtrain.run.garbage import share_arenas
 share_arenas()
 libc, threads = ctypes.CDLL(None), 64 * os.cpu_count()
 libc.malloc.restype = ctypes.c_void_p

@@ -63,7 +63,7 @@ def test_plot_imports_no_jax(tmp_path):
 
 def test_training_imports_nothing_that_it_does_not_need_before_the_first_step():
     """Drawing, tokenizers and planning come with the first evaluation, file or failure."""
-    found = imported("import jaxtrain.run.commands")
+    found = imported("import jaxtrain.run.commands.train")
     assert {"jax", "flax", "orbax"} <= found
     late = {"matplotlib", "torch", "tensorflow_datasets", "tokenizers", "jaxtrain.analysis"}
     assert not found & late
@@ -72,7 +72,7 @@ def test_training_imports_nothing_that_it_does_not_need_before_the_first_step():
 def test_metrics_and_event_files_are_written_without_them(tmp_path):
     code = """
 from pathlib import Path
-from jaxtrain.run.metrics_file import MetricsFiles
+from jaxtrain.run.metrics.files import MetricsFiles
 files = MetricsFiles(Path(sys.argv[1]), 0, {})
 files.write({"step": 1, "loss": 2.5})
 assert list(Path(sys.argv[1]).glob("tensorboard/*"))

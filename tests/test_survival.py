@@ -86,7 +86,7 @@ def test_supervised_processes_join_again_and_lose_nothing(runs, unharmed):
         assert attempt is not None, (fault, told)
         if fault.endswith(("SIGSTOP", "hang")):
             stacks = workdir.glob(f"attempts/stacks-{attempt}-*.txt")
-            assert "run/commands.py" in "".join(file.read_text() for file in stacks)
+            assert "run/commands/train.py" in "".join(file.read_text() for file in stacks)
     account = json.loads((workdir / "goodput.json").read_text())
     assert len(account["attempts"]) == len(attempts)
     assert sum(attempt.get("replay", 0) for attempt in account["attempts"]) > 0

@@ -12,7 +12,7 @@ from PIL import Image
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.sweep import grid
+from jaxtrain.run.commands.sweep import grid
 
 RATES = "Optimizer.learning_rate = [1e-3, 3e-3]"
 
@@ -86,7 +86,7 @@ def test_a_sweep_trains_each_once_and_shows_them(tiny_config, tmp_path, capsys, 
         image.load()
     (tmp_path / "sweep.png").unlink()
 
-    monkeypatch.setattr("jaxtrain.run.sweep.Child", None)  # nothing is trained again
+    monkeypatch.setattr("jaxtrain.run.commands.sweep.Child", None)  # nothing is trained again
     good = ["-b", "Optimizer.learning_rate = [1e-3, 1e-1]", "-b", "Train.eval_every = 1"]
     assert main([*words, *good]) == 0
     assert capsys.readouterr().out.count("trained already") == 2

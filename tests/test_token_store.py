@@ -26,13 +26,13 @@ from hypothesis import strategies as st
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data import long_texts
-from jaxtrain.data.source import is_held_out, is_heldout
+from jaxtrain.data.source import STORE_FILE, is_held_out, is_heldout
 from jaxtrain.data.text import pieces, tokenizing
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import STORE_FILE, open_store, sample_digest
-from jaxtrain.data.verified import Verified
+from jaxtrain.data.text.store import open_store, sample_digest
+from jaxtrain.data.token_arrays import Verified
 
 WORDS = ["def", "return", "\n", "\n    ", "x", "é", "你好", "=", " ", "'\U0001f600'", "\r\n"]
 

@@ -9,13 +9,12 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint.retention import sealed_steps
-from jaxtrain.run.metrics_file import METRICS_FILE, drop_lines_past, lines_of, numbers_of
+from jaxtrain.run.metrics.files import METRICS_FILE, drop_lines_past, lines_of, numbers_of
 from jaxtrain.run.tracking.services import open_service
 from jaxtrain.run.tracking.tracking import Tracking
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.settings import load_config
+from jaxtrain.training.settings import Tracker, load_config
 from jaxtrain.training.stepper import Stepper
-from jaxtrain.training.tracker import Tracker
 
 
 class Service:

@@ -19,7 +19,7 @@ from jaxtrain.config.shipped import configs_folder
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.run import resume
+from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
@@ -198,10 +198,10 @@ def test_a_mask_without_segments_fails_packing_and_isolation(prove, tiny_config,
 @pytest.mark.slow_cases("position")
 @pytest.mark.parametrize("broken", ["array", "position"])
 def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatch, broken):
-    restore, describe = resume.restore, resume.describe
+    restored, describe = restore.restore, metadata.describe
 
     def one_array_off(*arguments):
-        state = restore(*arguments)
+        state = restored(*arguments)
         leaves, form = jax.tree.flatten(state)
         # The smallest of changes, in the last array but the loss scale: a parameter or a moment.
         place = max(range(len(leaves)), key=lambda i: leaves[i].size)
@@ -213,9 +213,9 @@ def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatc
         return {**extra, "data": {**extra["data"], "next_batch": extra["data"]["next_batch"] - 1}}
 
     if broken == "array":
-        monkeypatch.setattr(resume, "restore", one_array_off)
+        monkeypatch.setattr(restore, "restore", one_array_off)
     else:
-        monkeypatch.setattr(resume, "describe", one_batch_back)
+        monkeypatch.setattr(metadata, "describe", one_batch_back)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["initial", "resume"])
     assert (status, verdicts) == (1, {"initial": "proved", "resume": "FAILED"})
 

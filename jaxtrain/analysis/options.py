@@ -1,6 +1,6 @@
 """Command-line options of `plan`, `verify`, `timeline` and `doctor`."""
 
-from jaxtrain.run.options import Add, add_config_options
+from jaxtrain.run.commands.options import Add, add_config_options
 
 
 def add_analysis_commands(add: Add) -> None:

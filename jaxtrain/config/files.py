@@ -1,4 +1,4 @@
-"""Atomic writes of files, path validation, and the cache folder."""
+"""Atomic writes of files, path validation, full disks, and the cache folder."""
 
 import contextlib
 import errno
@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath, BucketRefusedError, Place, on_disk
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+# Full; over the user's quota; larger than a file may be here.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What a path is to blame for. A disk that is full, away or broken is no error of the user's.
 _REFUSALS = {
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
@@ -137,3 +138,106 @@ def cache_folder(kind: str) -> Path:
         return Path(chosen) / kind
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxtrain" / kind
+
+
+class FullDiskError(OSError):
+    """A file cannot be written for want of space; a sentence that says where and why."""
+
+
+def full_disk(error: BaseException) -> str | None:
+    """What the system says of a full disk, in an error or in what led to it; None: it is not that.
+
+    Libraries wrap what the system says into messages of their own, some screens long.
+    """
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return os.strerror(error.errno)
+    told = next((os.strerror(one) for one in _FULL if os.strerror(one) in str(error)), None)
+    led_to_it = error.__cause__ or error.__context__
+    return told if told or led_to_it is None else full_disk(led_to_it)
+
+
+def room(path: Path) -> str:
+    """What is free at a place, and on which file system: "0 bytes are free there, on ... "."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    usage = shutil.disk_usage(place)
+    mounted = place.resolve()
+    while not mounted.is_mount():
+        mounted = mounted.parent
+    return (
+        f"{usage.free:,} bytes are free there, of the {usage.total:,} of the file system mounted "
+        f"at {mounted}"
+    )
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes a file.
+
+    Raises:
+      FullDiskError: the file system has no room for it.
+      OSError: anything else that the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = full_disk(error)
+        if reason is None:
+            raise
+        raise FullDiskError(f"{path}: {reason}; {room(path)}") from error
+
+
+class Appended:
+    """A file that pieces are appended to, each of them whole or, for now, not at all.
+
+    A save in progress may fill a disk for a while, and is taken away where it fails: what found no
+    room waits in memory for the next piece.
+
+    Args:
+      file: made where there is none.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        with writing(file):
+            self._stream = file.open("ab", buffering=0)
+        self._end = self._stream.tell()
+        self._waiting = b""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more pieces."""
+        return self._stream.closed
+
+    def append(self, piece: bytes) -> None:
+        """Appends what waits and a piece; keeps them where the disk is full."""
+        self._waiting += piece
+        try:
+            self._write()
+        except OSError as error:
+            if full_disk(error) is None:
+                raise
+
+    def close(self) -> None:
+        """Appends what waits.
+
+        Raises:
+          FullDiskError: there is still no room for it; the pieces before it are whole.
+        """
+        try:
+            with writing(self._file):
+                self._write()
+        finally:
+            self._stream.close()
+
+    def _write(self) -> None:
+        rest = memoryview(self._waiting)
+        try:
+            while rest:
+                rest = rest[self._stream.write(rest) :]
+        except OSError:
+            self._stream.truncate(self._end)
+            raise
+        self._end += len(self._waiting)
+        self._waiting = b""

@@ -17,14 +17,11 @@ from typing import Any
 
 from gin import config_parser
 
-from jaxtrain.config.corrections import add_quotes, how_to_choose, no_value, of_a_choice
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import path_errors
-from jaxtrain.config.imports import import_trusted
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.registry import CONFIGURABLES, is_configurable
 from jaxtrain.config.registry import configurable as configurable
-from jaxtrain.config.synonyms import CHOSEN, suggest_section, suggest_setting
 from jaxtrain.config.values import (
     ByName,
     by_name,
@@ -146,6 +143,8 @@ class _Bindings:
             try:
                 statements = _statements(text, origin)
             except UserError as error:
+                from jaxtrain.config.corrections import add_quotes
+
                 in_quotes = add_quotes(text)
                 if in_quotes is None:
                     name = text.partition("=")[0].strip()
@@ -198,6 +197,9 @@ class _Bindings:
             )
         known = settings_of(CONFIGURABLES[name])
         if field not in known:
+            # Imported here, as below: what people meant is asked where they erred.
+            from jaxtrain.config.corrections import of_a_choice
+
             close = nearest(field, known)
             hint = (
                 of_a_choice(CONFIGURABLES[name], field)
@@ -212,6 +214,8 @@ class _Bindings:
     def _suggest(self, section: str | None, word: str) -> str:
         """`; did you mean 'Section.setting'?` where another section has it, under this name or
         under another that the word stands for; else ''."""
+        from jaxtrain.config.synonyms import CHOSEN, suggest_section, suggest_setting
+
         chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._section_of(*place))}
         used = {cls.__name__: cls for cls in sections(self.root).values()}
         if section is not None and section not in CONFIGURABLES:
@@ -251,6 +255,8 @@ class _Bindings:
             if is_own:
                 importlib.import_module(module)
             else:
+                from jaxtrain.config.imports import import_trusted
+
                 import_trusted(module, (self.folder, Path.cwd()))
         except ImportError as error:
             self.lacks_modules = True
@@ -401,6 +407,8 @@ class _Bindings:
                 unused = f"by {others} nothing uses {name}"
                 replaced.setdefault(unused, []).append(f"{name}.{field}")
             else:
+                from jaxtrain.config.corrections import how_to_choose
+
                 self.mistakes.append(
                     f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
                     f"uses {name}{how_to_choose(name)}"
@@ -514,6 +522,8 @@ def _statements(text: str, origin: str) -> list[Any]:
         where = f"{origin}:{line}" if line and not _lacks_numbers(origin) else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
         if isinstance(error, SyntaxError):
+            from jaxtrain.config.corrections import no_value
+
             detail, example = no_value(error) or (error.msg.strip(), example)
         raise UserError(
             f"{where}: not a gin binding ({detail}); write Name.field = value, "

@@ -3,18 +3,13 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.buckets import BucketPath
 from jaxtrain.config.files import cache_folder
-from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.once import made_once
-from jaxtrain.data.source import part_digest
-from jaxtrain.data.text.fetching import fetched
-from jaxtrain.data.text.prepare import identity, prepare, source_bytes, source_characters
+from jaxtrain.data.source import is_store, part_digest
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import is_store
-from jaxtrain.data.text.tokenizing import PIECES
 
 LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
 _TELL_SECONDS = 30.0
@@ -34,27 +29,50 @@ def with_stores(data: Any, say: Callable[[str], None]) -> Any:
     Raises:
       UserError: as of `prepare`; or the cache folder cannot be written.
     """
+    if isinstance(data, TextData):
+        return _load_or_make(data, say)
+    # Imported here: most runs read one source.
+    from jaxtrain.data.mixture import Mixture
+
     if isinstance(data, Mixture):
         kept = {
             name: _load_or_make(dataclasses.replace(data.data, source=source), say).source
             for name, source in data.sources.items()
         }
         return dataclasses.replace(data, sources=kept)
-    return _load_or_make(data, say) if isinstance(data, TextData) else data
+    return data
 
 
 def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
+            from jaxtrain.data.text.fetching import fetched
+
             folder, away = fetched(path, say)
             return data if away is not None else dataclasses.replace(data, source=str(folder))
         return data
     if data.is_tokens():
         return data
-    size = source_bytes(data)
+    size = data.size()
     if size is None or size < LARGE_BYTES:
         return data
+    return dataclasses.replace(data, source=str(_make(data, size, say)), heldout_split=None)
+
+
+def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
+    """The store of a large text; its splits, if the source has such, and bad records are decided.
+
+    Args:
+      data: the text.
+      size: its bytes.
+      say: takes a line for people.
+    """
+    # Imported here: most runs read less text than this.
+    from jaxtrain.data.once import made_once
+    from jaxtrain.data.text.prepare import identity, prepare, source_characters
+    from jaxtrain.data.text.tokenizing import PIECES
+
     tokenizer = data.open_tokenizer()
     described = (
         f"{identity(data)} {tokenizer.digest} {tokenizer.end_of_text} {tokenizer.before} "
@@ -83,5 +101,4 @@ def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
         lambda: is_store(folder),
         lambda: prepare(data, folder, workers=1, progress=progress),
     )
-    # Its splits, if the source has such, and its bad records are decided.
-    return dataclasses.replace(data, source=str(folder), heldout_split=None)
+    return folder

@@ -197,13 +197,6 @@ class Mixture:
         return facts
 
 
-def text_of(data: object) -> TextData | None:
-    """The settings of text among a run's data; None where there is none."""
-    if isinstance(data, Mixture):
-        return data.data
-    return data if isinstance(data, TextData) else None
-
-
 def _is_whole(examples: object) -> WholeBatches:
     assert isinstance(examples, WholeBatches), "text is"
     return examples

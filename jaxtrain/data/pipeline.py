@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -15,7 +14,6 @@ from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.rows import HeldoutRows, Order, TrainingRows
 from jaxtrain.data.source import Examples, WholeBatches
-from jaxtrain.data.workers import batches_of_processes
 
 T = TypeVar("T")
 
@@ -66,6 +64,9 @@ def batches(
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
     numbers = range(start, end)
     if workers:
+        # Imported here: most runs make batches in threads of their own.
+        from jaxtrain.data.workers import batches_of_processes
+
         return batches_of_processes(of, numbers, wanted, bad, workers=workers, ahead=prefetch)
     make = functools.partial(of.read, rows=wanted, bad=bad)
     return _read(numbers, make, _threads(examples, threads), prefetch)
@@ -92,6 +93,8 @@ def heldout_batches(
     of = HeldoutRows(examples, global_batch_size)
     numbers = range(-(-len(examples) // global_batch_size))
     if workers:
+        from jaxtrain.data.workers import batches_of_processes
+
         return batches_of_processes(of, numbers, wanted, bad, workers=workers, ahead=prefetch)
     make = functools.partial(of.read, rows=wanted, bad=bad)
     return _read(numbers, make, _threads(examples, threads), prefetch)
@@ -110,6 +113,9 @@ def _read(
     if not threads:
         yield from map(make, numbers)
         return
+    # Imported here: it brings Orbax, and text needs neither of them.
+    import grain
+
     dataset = grain.MapDataset.range(numbers.start, numbers.stop).map(lambda k: make(int(k)))
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     iterator = iter(dataset.to_iter_dataset(options))

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,11 +15,16 @@ from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.by_length import ByLength
-from jaxtrain.data.joined import Tokens
-from jaxtrain.data.mixture_sampler import Mixing
+from jaxtrain.data.token_arrays import Tokens
 from jaxtrain.data.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxtrain.data.by_length import ByLength
+    from jaxtrain.data.mixture_sampler import Mixing
+
+Split = Literal["train", "heldout"]
+
+STORE_FILE = "store.json"  # written last: a folder without it is no token store, or not yet
 _DIGEST_SLICE = 1 << 24  # rows of an array, hashed together
 
 
@@ -102,8 +107,8 @@ class Dataset:
     facts: dict[str, float | int | str]
     tokenizer: Tokenizer | None
     unit: Literal["tokens", "images", "vectors", "pairs"]
-    mixing: Mixing | None = None
-    by_length: ByLength | None = None
+    mixing: "Mixing | None" = None
+    by_length: "ByLength | None" = None
     workers: int = 0
 
 
@@ -237,6 +242,11 @@ def _in_bucket(setting: str, path: BucketPath, allowed: str) -> BucketPath:
         f"{setting} = {str(path)!r}: the bucket has no such file or folder; it takes {allowed}"
         f"{hint}"
     )
+
+
+def is_store(path: Place) -> bool:
+    """Whether a folder, on a disk or in a bucket, is a finished token store."""
+    return (path / STORE_FILE).is_file()
 
 
 def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:

@@ -1,31 +1,17 @@
-"""Tokenizers: bytes, or a Hugging Face tokenizer.json."""
+"""Tokenizers: the interface, one of bytes, and the choice between it and a tokenizer.json."""
 
-import functools
 import hashlib
-import itertools
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.key_table import validate_keys
-from jaxtrain.config.untrusted import MalformedError, parse_json, read_bounded
-from jaxtrain.data.guarded_tokenizer import Guarded, library_errors
-from jaxtrain.data.long_texts import Border, TextPiece, border_at, encode_texts, tokens_of
-from jaxtrain.data.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
+from jaxtrain.config.errors import UserError
 
 if TYPE_CHECKING:
-    import tokenizers
-
-BATCH_CHARACTERS = 1 << 23
-
-_MAX_VOCAB = 1 << 22  # the largest published vocabularies have a million tokens
-
-# Taken where the files next to a tokenizer.json name no end of a text.
-END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
+    from jaxtrain.data.file_tokenizer import FileTokenizer
+    from jaxtrain.data.long_texts import Border, TextPiece
 
 
 class Tokenizer(Protocol):
@@ -75,11 +61,11 @@ class Tokenizer(Protocol):
         """The ids of each text in turn, as arrays of `dtype`, without special tokens around."""
         ...
 
-    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+    def encode_pieces(self, pieces: "Iterable[TextPiece]") -> Iterator[np.ndarray]:
         """Likewise of pieces of texts."""
         ...
 
-    def border(self, left: str, right: str) -> Border | None:
+    def border(self, left: str, right: str) -> "Border | None":
         """The tokens on either side of the border of two texts, when they are read as one; None
         where a token crosses it."""
         ...
@@ -134,7 +120,7 @@ class ByteTokenizer:
         return self.encode(text)
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
-        """As of `FileTokenizer`: nothing is put around."""
+        """See `FileTokenizer`: nothing is put around."""
         ids = self.encode(text)
         return ids[:at_most], len(ids) > at_most
 
@@ -161,191 +147,11 @@ class ByteTokenizer:
         for text in texts:
             yield np.frombuffer(text.encode("utf-8"), self.dtype)
 
-    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
+    def encode_pieces(self, pieces: "Iterable[TextPiece]") -> Iterator[np.ndarray]:
         return self.encode_documents(piece.text for piece in pieces)
 
-    def border(self, left: str, right: str) -> Border | None:
+    def border(self, left: str, right: str) -> "Border | None":
         return left.encode("utf-8")[-1], right.encode("utf-8")[0]
-
-
-class FileTokenizer:
-    """A Hugging Face `tokenizer.json` with what the files next to it say of special tokens.
-
-    Args:
-      path: the file.
-      end_of_text: the token that ends a document; None takes the folder's own (`eos_token` of
-        tokenizer_config.json, or the first `eos_token_id` of the model), else the first of
-        END_OF_TEXT_NAMES that the vocabulary has, and does without where it has none.
-      add_special_tokens: whether special tokens are put around a text; None: as the tokenizer has
-        it; True: that, or where it has none the beginning-of-text token that it names.
-      section: whose settings these are, for messages.
-
-    Raises:
-      UserError: the file cannot be read, is no tokenizer.json, or has no such tokens.
-    """
-
-    def __init__(
-        self,
-        path: Place,
-        *,
-        end_of_text: str | None = None,
-        add_special_tokens: bool | None = None,
-        section: str = "TextData",
-    ) -> None:
-        import tokenizers
-
-        named = f"{section}.tokenizer = {str(path)!r}"
-        _validate_folder(named, path)
-        content = read_bounded(path, named=named)
-        tree = _check_content(named, content)
-        validate_keys(tree, TOKENIZER_KEYS, where=str(path))
-        folder = read_folder(path, tree)
-        with library_errors(named):
-            tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        self._tokenizer = cast("tokenizers.Tokenizer", Guarded(tokenizer, named))
-        # A file may ask for cutting and padding, which would lose or invent text.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        changes = _complete(self._tokenizer, folder)
-        self.before, self.after = _special_tokens_around(self._tokenizer)
-        own = self.before, self.after
-        # It may leave spaces out of the places.
-        self._tokenizer.post_processor = None
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        # The largest id and not the count: files with holes in their ids exist.
-        self.vocab_size = max(vocab.values(), default=0) + 1
-        if self.vocab_size > _MAX_VOCAB:
-            raise UserError(
-                f"{named}: its largest id is {self.vocab_size - 1:,}; at most {_MAX_VOCAB - 1:,} "
-                "can be used, since tables have a row for each"
-            )
-        self.dtype = np.min_scalar_type(self.vocab_size - 1)
-        self.file_digest = self.digest = hashlib.sha256(content).hexdigest()
-        if changes:
-            self.digest = hashlib.sha256(content + json.dumps(changes).encode()).hexdigest()
-        if end_of_text is not None and end_of_text not in vocab:
-            raise UserError(
-                f"{section}.end_of_text = {end_of_text!r}: {path} has no such token"
-                f"{did_you_mean(end_of_text, _special_tokens(self._tokenizer))}"
-            )
-        self.end_of_text = (
-            self._own_end(folder, vocab) if end_of_text is None else vocab[end_of_text]
-        )
-        if add_special_tokens is False:
-            self.before = self.after = ()
-        elif add_special_tokens and not (self.before or self.after):
-            self.before = (self._own_begin(folder, vocab, f"{section}.add_special_tokens", path),)
-        self.is_surrounded_otherwise = (self.before, self.after) != own
-        self._special = dict(folder.special)
-
-    def _own_end(self, folder: TokenizerFolder, vocab: Mapping[str, int]) -> int | None:
-        """The token that ends a text, as the folder or the vocabulary has it."""
-        named = folder.special.get("eos_token")
-        if named is not None:
-            return vocab[named]
-        special = self._tokenizer.get_added_tokens_decoder()
-        for one in folder.ends:
-            if one in special and special[one].special:
-                return one
-        return next((vocab[name] for name in END_OF_TEXT_NAMES if name in vocab), None)
-
-    def _own_begin(
-        self, folder: TokenizerFolder, vocab: Mapping[str, int], setting: str, path: Place
-    ) -> int:
-        named = folder.special.get("bos_token")
-        if named is None:
-            raise UserError(
-                f"{setting} = True: {path} puts none around a text, and no tokenizer_config.json "
-                "next to it names a bos_token; leave it None"
-            )
-        return vocab[named]
-
-    def special_names(self) -> dict[str, str]:
-        """Special tokens as tokenizer_config.json names them: the folder's own, with the end of a
-        text and what begins one."""
-        names = dict(self._special)
-        if self.end_of_text is not None:
-            names["eos_token"] = str(self._tokenizer.id_to_token(self.end_of_text))
-        if self.before:
-            names.setdefault("bos_token", str(self._tokenizer.id_to_token(self.before[0])))
-        return names
-
-    def to_json(self) -> str:
-        """A tokenizer.json that puts the special tokens around a text that this one puts."""
-        import tokenizers
-
-        name = self._tokenizer.id_to_token
-        parts = [*map(name, self.before), "$A", *map(name, self.after)]
-        template = tokenizers.processors.TemplateProcessing(
-            single=parts,
-            pair=[*parts, "$B:1"],
-            special_tokens=[(str(name(one)), one) for one in {*self.before, *self.after}],
-        )
-        whole = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        whole.post_processor = template
-        return whole.to_str()
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def encode_inside(self, text: str) -> list[int]:
-        found = self._encode_after("\n", text) if self._puts_space else None
-        return self.encode(text) if found is None else found
-
-    @functools.cached_property
-    def _puts_space(self) -> bool:
-        return self._encode_after("\n", "a") != self.encode("a")
-
-    def _encode_after(self, context: str, text: str) -> list[int] | None:
-        """The ids of a text behind another; None where a token is of both."""
-        whole = self._tokenizer.encode(context + text, add_special_tokens=False)
-        number = border_at(whole.ids, whole.offsets, len(context))
-        return None if number is None else whole.ids[number:]
-
-    def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
-        """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and
-        whether it was cut to `at_most` tokens."""
-        ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
-        return with_special_tokens(self, ids[:room]), len(ids) > room
-
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        return encoded.ids, [begin for begin, _ in encoded.offsets]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
-
-    def token(self, setting: str, name: str) -> int:
-        """As in Tokenizer."""
-        found = self._tokenizer.token_to_id(name)
-        if found is None:
-            raise UserError(
-                f"{setting} = {name!r}: the tokenizer.json has no such token"
-                f"{did_you_mean(name, _special_tokens(self._tokenizer))}"
-            )
-        return found
-
-    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        yield from encode_texts(texts, self.border, self.encode_pieces)
-
-    def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
-        for batch in _batches(pieces):
-            whole = [piece.text for piece in batch if piece.is_whole]
-            found = iter(self._tokenizer.encode_batch_fast(whole, add_special_tokens=False))
-            # With the places of the tokens, which take several times as long.
-            longer = [p.before + p.text + p.after for p in batch if not p.is_whole]
-            others = iter(self._tokenizer.encode_batch(longer, add_special_tokens=False))
-            for piece in batch:
-                if piece.is_whole:
-                    yield np.asarray(next(found).ids, self.dtype)
-                else:
-                    one = next(others)
-                    yield np.asarray(tokens_of(piece, one.ids, one.offsets), self.dtype)
-
-    def border(self, left: str, right: str) -> Border | None:
-        encoded = self._tokenizer.encode(left + right, add_special_tokens=False)
-        number = border_at(encoded.ids, encoded.offsets, len(left))
-        return None if number is None else (encoded.ids[number - 1], encoded.ids[number])
 
 
 def open_tokenizer(
@@ -355,7 +161,7 @@ def open_tokenizer(
     path: Place | None,
     add_special_tokens: bool | None = None,
     section: str = "TextData",
-) -> ByteTokenizer | FileTokenizer:
+) -> "ByteTokenizer | FileTokenizer":
     """The tokenizer that a setting names; `path` is where its file was found."""
     if path is None:
         assert path_or_byte == "byte", path_or_byte
@@ -370,89 +176,9 @@ def open_tokenizer(
                 f"a document; leave it None, or set {section}.tokenizer to a tokenizer.json file"
             )
         return ByteTokenizer()
+    # Imported here: bytes need none of what reads a tokenizer.json.
+    from jaxtrain.data.file_tokenizer import FileTokenizer
+
     return FileTokenizer(
         path, end_of_text=end_of_text, add_special_tokens=add_special_tokens, section=section
     )
-
-
-def _complete(tokenizer: "tokenizers.Tokenizer", folder: TokenizerFolder) -> list[Any]:
-    """Make of a tokenizer.json what the folder has; returns what that changes."""
-    import tokenizers
-
-    changes: list[Any] = []
-    for text, special in folder.more:
-        if tokenizer.token_to_id(text) is None:
-            tokenizer.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)])
-            changes.append([text, special])
-    if folder.split_special:
-        tokenizer.encode_special_tokens = True
-        changes.append("split_special_tokens")
-    if folder.prefix is not None:
-        before = tokenizer.normalizer, tokenizer.pre_tokenizer
-        tokenizer.normalizer = None
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
-            prepend_scheme=folder.prefix, split=False
-        )
-        if (tokenizer.normalizer, str(tokenizer.pre_tokenizer)) != (before[0], str(before[1])):
-            changes.append(f"prefix {folder.prefix}")
-    return changes
-
-
-def _special_tokens_around(
-    tokenizer: "tokenizers.Tokenizer",
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer's post-processor puts before and after a text."""
-    around = tokenizer.post_processor
-    if around is None or not around.num_special_tokens_to_add(False):
-        return (), ()
-    # Any text with a token shows where they are put.
-    vocab, added = tokenizer.get_vocab(with_added_tokens=False), _special_tokens(tokenizer)
-    for probe in itertools.chain("a0", sorted(vocab.keys() - set(added))[:1000]):
-        own = tokenizer.encode(probe, add_special_tokens=False).ids
-        if own:
-            whole = tokenizer.encode(probe).ids
-            starts = range(len(whole) - len(own) + 1)
-            begin = next((at for at in starts if whole[at : at + len(own)] == own), None)
-            if begin is None:
-                continue
-            return tuple(whole[:begin]), tuple(whole[begin + len(own) :])
-    return (), ()
-
-
-def _batches(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    batch: list[TextPiece] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _validate_folder(named: str, path: Place) -> None:
-    if path.is_dir():
-        inside = path / "tokenizer.json"
-        hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""
-        raise UserError(f"{named} is a folder, not a file{hint}")
-
-
-def _check_content(named: str, content: bytes) -> dict[str, Any]:
-    try:
-        tree = parse_json(content)
-    except MalformedError:
-        tree = None
-    model = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(model, dict) or not {"type", "vocab"} <= model.keys():
-        raise UserError(
-            f"{named} is not a Hugging Face tokenizer.json "
-            "(JSON with a model and its vocab); it takes 'byte' or the path of such a file"
-        )
-    assert tree is not None, "rejected above"
-    return tree
-
-
-def _special_tokens(tokenizer: "tokenizers.Tokenizer") -> list[str]:
-    return [str(token.content) for token in tokenizer.get_added_tokens_decoder().values()]

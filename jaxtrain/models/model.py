@@ -1,7 +1,7 @@
 """Protocols of model settings: what data, planning and training ask of an architecture."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
 
 import jax
 from flax import nnx
@@ -10,7 +10,9 @@ from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.values import lacks
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.pooling import Pooling
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.pooling import Pooling
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [
@@ -212,7 +214,7 @@ class EmbeddingModel(TokenModel, Protocol):
     """Further attributes of a model that may embed a text as one vector."""
 
     @property
-    def pooling(self) -> Pooling | None:
+    def pooling(self) -> "Pooling | None":
         """How the tokens' hidden states are pooled; None: no embedding."""
         ...
 

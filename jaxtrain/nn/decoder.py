@@ -5,7 +5,7 @@ Letters: B batch, T length, D embed, V vocab, L layers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax
 from flax import nnx
@@ -16,9 +16,11 @@ from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, prefixed, stack, under
-from jaxtrain.nn.prediction_module import PredictionModule
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.sharding import shard
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.prediction_module import PredictionModule
 
 
 class Layer(Protocol):
@@ -59,7 +61,7 @@ class Decoder(nnx.Module):
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
         leading: Sequence[Layer] = (),
-        predicting: Sequence[PredictionModule] = (),
+        predicting: "Sequence[PredictionModule]" = (),
     ) -> None:
         """Draws the layers; what stands before and after them is handed in.
 
@@ -142,7 +144,7 @@ class Decoder(nnx.Module):
         return self.softcap
 
 
-def _init(parts: Sequence[Layer | PredictionModule], key: jax.Array) -> list[Weights]:
+def _init(parts: "Sequence[Layer | PredictionModule]", key: jax.Array) -> list[Weights]:
     """Freshly drawn parameters of each."""
     keys = jax.random.split(key, len(parts) or 1)
     return [part.weights(own) for part, own in zip(parts, keys, strict=False)]

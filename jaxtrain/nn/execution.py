@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,13 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.products import quantized
-from jaxtrain.nn.products.contract import contract, project
+from jaxtrain.nn.products.contract import StructuredWeight, contract, project
 from jaxtrain.nn.products.dot import Einsum, einsum
-from jaxtrain.nn.products.grouped import Grouped
-from jaxtrain.nn.products.low_rank import LowRank, adapted
-from jaxtrain.nn.products.quantized import Quantized
-from jaxtrain.nn.products.watched import Watched, watched
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, named, remat
 from jaxtrain.parallel.sharding import shard
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.products.grouped import Grouped
 
 # What a part of a block reads that looks at other places than its own, whole along length.
 HIDDEN = ("batch", "length", "embed")
@@ -69,7 +67,7 @@ class Execution:
       remat: what the backward pass keeps of each layer.
       layers_per_iteration: `Scan.layers_per_iteration`.
       einsum: what the layers' products with weights are multiplied with.
-      grouped: the same of products with experts' weights.
+      grouped: the same of products with experts' weights; None: `Grouped()`.
       draws: what dropout draws from; None is evaluation, which drops nothing.
       layer: the number of the layer that is run, int32 scalar; None outside of layers.
     """
@@ -79,7 +77,7 @@ class Execution:
     remat: Policy = POLICIES["none"]
     layers_per_iteration: int = 1
     einsum: Einsum = einsum
-    grouped: Grouped = Grouped()
+    grouped: "Grouped | None" = None
     draws: Draws | None = None
     layer: jax.Array | int | None = None
 
@@ -100,14 +98,11 @@ class Execution:
         self, equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None = None
     ) -> jax.Array:
         """A layer's product with a weight, in this run's precision; as `contract.contract`."""
-        if isinstance(weight.get_value(), LowRank):
-            return adapted(
+        value = weight.get_value()
+        if isinstance(value, StructuredWeight):
+            return value.contract(
                 equation, x, weight, out, by=self.einsum, draws=self.draws, layer=self.layer
             )
-        if isinstance(weight.get_value(), Quantized):
-            return quantized.product(equation, x, weight, out, by=self.einsum)
-        if isinstance(weight.get_value(), Watched):
-            return watched(equation, x, weight, out, by=self.einsum)
         return contract(equation, x, weight, out, by=self.einsum)
 
     def project(self, x_BTD: jax.Array, *products: tuple[str, nnx.Param]) -> list[jax.Array]:
@@ -117,8 +112,7 @@ class Execution:
           x_BTD: laid out as the stream is, or whole along length.
           products: of each its equation and its weight, as in `contract`.
         """
-        kinds = (LowRank, Quantized, Watched)
-        if not any(isinstance(weight.get_value(), kinds) for _, weight in products):
+        if not any(isinstance(weight.get_value(), StructuredWeight) for _, weight in products):
             found = project(x_BTD, products, by=self.einsum)
             if found is not None:
                 return found

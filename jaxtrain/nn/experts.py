@@ -138,7 +138,7 @@ class Experts:
         experts_BTk, gates_BTk = routed.experts_BTk, routed.gates_BTk
         if self.capacity_factor is None:
             kept_BTk = jnp.ones_like(experts_BTk, dtype=bool)
-            run = functools.partial(_dropless, self.gated, execution.grouped)
+            run = functools.partial(_dropless, self.gated, execution.grouped or Grouped())
             routes = (experts_BTk, gates_BTk)
         else:
             if split() > 1:
@@ -151,7 +151,7 @@ class Experts:
             C = slots_per_expert(self.capacity_factor, h_BTD.shape[1], k, E)
             slots_BTk = _slots(experts_BTk, E)
             kept_BTk = slots_BTk < C
-            run = functools.partial(_with_capacity, self.gated, execution.grouped, C)
+            run = functools.partial(_with_capacity, self.gated, execution.grouped or Grouped(), C)
             routes = (experts_BTk, gates_BTk, slots_BTk)
         networks = {name: gather(own[name]).astype(h_BTD.dtype) for name in AXES if name in own}
         y_BTD = _over_the_mesh(run, h_BTD, routes, networks, out)

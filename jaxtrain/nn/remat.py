@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
-from jaxtrain.nn.products.grouped_kernel import is_grouped
 from jaxtrain.parallel.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
@@ -37,6 +36,8 @@ NAMES = {
 # What kernels give that have a derivative of their own and no name for it: cuDNN's attention and
 # those of Pallas, by what JAX calls their operations.
 _KERNELS = ("dot_product_attention_fwd_wrapper", "pallas_call")
+# Names of Pallas kernels that are no attention's: experts' grouped products.
+OF_ROWS, OF_WEIGHTS = "grouped_rows", "grouped_weights"
 
 
 def named(x: jax.Array, name: str) -> jax.Array:
@@ -115,6 +116,11 @@ class Policy:
             return by_name(naming, *arguments, name=name)
 
         return dataclasses.replace(self, saves=saves, names=self.names | {*save, *offload})
+
+
+def is_grouped(parameters: dict[str, Any]) -> bool:
+    """Whether a `pallas_call` with these parameters is one of `grouped_kernel`."""
+    return parameters.get("name") in (OF_ROWS, OF_WEIGHTS)
 
 
 def _is_attention(primitive: Any, parameters: dict[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -11,9 +11,11 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.attempts.phases import Phases
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
 class Evaluation:
@@ -21,7 +23,7 @@ class Evaluation:
 
     def __init__(
         self,
-        program: Program | ExchangeProgram,
+        program: "Program | ExchangeProgram",
         compiler_options: dict[str, str],
         phases: Phases,
     ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -9,16 +10,16 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch, on_host
-from jaxtrain.data.pairs.source import Pairs
 from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset, Part
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.objectives.sequence_to_sequence import validate_answers
 from jaxtrain.training.program.uneven import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, with_shardings
+
+if TYPE_CHECKING:
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
 class Feed:
@@ -28,7 +29,7 @@ class Feed:
         self,
         config: Config,
         layout: Layout,
-        program: Program | ExchangeProgram,
+        program: "Program | ExchangeProgram",
         bad_records: BadRecords,
     ) -> None:
         """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
@@ -118,6 +119,12 @@ class Feed:
         return [with_shardings(one, self._program.batch_shardings(one)) for one in found]
 
     def _validate(self, dataset: Dataset) -> None:
+        if self._layout.mesh.shape["pipe"] == 1:
+            return
+        # Imported here: no other mesh asks whether sources have several targets.
+        from jaxtrain.data.pairs.source import Pairs
+        from jaxtrain.training.objectives.sequence_to_sequence import validate_answers
+
         held = dataset.heldout
         if isinstance(held, Pairs) and len(held.targets) > 1:
             for reason in validate_answers(self._layout):

@@ -1,15 +1,17 @@
 """`init`, `train_step` and `eval_step` of a run, for a custom training loop."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
 class Functions:
@@ -19,7 +21,7 @@ class Functions:
     """
 
     def __init__(
-        self, program: Program | ExchangeProgram, step: CompiledStep, evaluation: Evaluation,
+        self, program: "Program | ExchangeProgram", step: CompiledStep, evaluation: Evaluation,
         feed: Feed,
     ) -> None:  # fmt: skip
         """Compiles nothing yet."""

@@ -1,10 +1,11 @@
 """Training loop: steps, and the actions due between them (log, evaluate, save)."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -12,62 +13,113 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
-from jaxtrain.run.best import Record, validate
+from jaxtrain.run.checkpoint.states import RunStates
+from jaxtrain.run.dataset import RunData
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.garbage import Garbage
-from jaxtrain.run.metrics import MetricsLog, lacks_evaluation
-from jaxtrain.run.recorder import Recorder
-from jaxtrain.run.saved import SavedRun
-from jaxtrain.run.tracking.tracking import Tracking
-from jaxtrain.training.guard import Guard, Rewind, Rewinds
+from jaxtrain.run.metrics.log import MetricsLog, RunMetrics, lacks_evaluation
+from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.settings import Best, Train
+from jaxtrain.training.settings import Config
 from jaxtrain.training.stepper import Stepper
+
+if TYPE_CHECKING:
+    from jaxtrain.run.metrics.best import Record
+    from jaxtrain.run.recorder import Recorder
+    from jaxtrain.run.tracking.tracking import Tracking
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """An action between two steps.
+
+    Attributes:
+      every: whether it is due after a step.
+      action: what is done then, given the step.
+    """
+
+    every: Callable[[int], bool]
+    action: Callable[[int], None]
+
+
+@dataclasses.dataclass
+class _Stretch:
+    """Steps from one up to another that no rewind interrupts.
+
+    Attributes:
+      first: steps done before it.
+      last: the step to end at.
+      log: of its metrics.
+      garbage: what evaluations and saves leave behind.
+      record: what evaluations have shown; None where nothing is compared.
+      best_step: of the last evaluation that was better than all before.
+      values: of the last evaluation.
+    """
+
+    first: int
+    last: int
+    log: MetricsLog
+    garbage: Garbage
+    record: "Record | None" = None
+    best_step: int | None = None
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether no better evaluation is waited for."""
+        return self.record is not None and self.record.ends_run
 
 
 @dataclasses.dataclass(kw_only=True)
 class Loop:
-    """A run between two of its steps, and what takes it on: to be run with its layout active.
+    """The training loop of a run; its methods are called with the run's layout active.
 
     Attributes:
-      train: what falls due when.
-      guard: how many batches a rewind skips.
+      config: what is due when.
       stepper: the state, and the step.
-      feed: the batches.
+      data: what is read.
+      feed: the batches of it, on the devices.
       evaluation: the loss over held-out ones.
       saved: the checkpoints.
       attempt: who may ask to stop, and where the time goes.
       folder: the run's folder; None keeps everything in memory.
-      dataset: gives the opened data.
-      best: which evaluation is the best.
-      lines: those of the metrics so far.
-      open_log: of the steps after a first one up to a last one.
+      metrics: the lines of all steps so far, and logs of the next ones.
       tracking: who else takes the metrics, of lines that survive a resume.
       say: takes a line for people.
       next_batch: the number of the batch that the next step takes.
       steps_done: optimizer steps taken, known without asking the device.
     """
 
-    train: Train
-    guard: Guard
+    config: Config
     stepper: Stepper
+    data: RunData
     feed: Feed
     evaluation: Evaluation
-    saved: SavedRun
+    saved: RunStates
     attempt: Attempt
     folder: RunFolder | None
-    dataset: Callable[[], Dataset]
-    best: Best
-    lines: Callable[[], list[dict[str, Any]]]
-    open_log: Callable[[int, int], MetricsLog]
-    tracking: Sequence[Tracking]
+    metrics: RunMetrics
+    tracking: "Sequence[Tracking]"
     say: Callable[[str], None]
     next_batch: int
     steps_done: int
     _is_compiled: bool = False
+    _own_log: MetricsLog | None = None  # of `step`
 
-    def run(self, last: int, recorder: Recorder | None) -> dict[str, Any]:
+    @property
+    def dataset(self) -> Dataset:
+        """The data, opened at the first use."""
+        return self.data.dataset(self.stepper, self.steps_done)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Those of the metrics so far."""
+        if self._own_log is not None:
+            self._own_log.flush()
+        return self.metrics.lines
+
+    def run(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
         """Takes steps up to `last`, going back where the guard says so; the last evaluation.
 
         Args:
@@ -80,7 +132,8 @@ class Loop:
           CorruptionError: devices disagree about what they should hold alike.
           CheckpointError: a checkpoint cannot be written.
         """
-        rewinds = Rewinds(self.guard)
+        self._close_own_log()
+        rewinds = Rewinds(self.config.guard)
         with self.attempt.listening(), jax.transfer_guard("disallow"):
             while True:
                 try:
@@ -99,18 +152,34 @@ class Loop:
         return values
 
     def step(self, batch: Batch) -> Sums:
-        """One step on a batch on the devices, and nothing of what falls due; its metrics there."""
+        """One step on a batch on the devices, in a log of its own; its metrics there."""
+        if self._own_log is None:
+            last = self.config.train.steps
+            self._own_log = self.metrics.open(self.dataset, self.steps_done, last, guarded=False)
         metrics = self.stepper.step(batch)
         self.steps_done += 1
         self.next_batch += 1
+        self._own_log.later(self.steps_done, metrics)
         return metrics
+
+    def close(self) -> None:
+        """Brings what is left to the run's folder and to who takes its metrics."""
+        self._close_own_log()
+        self.saved.close()
+        for one in self.tracking:
+            one.close()
+
+    def _close_own_log(self) -> None:
+        if self._own_log is not None:
+            self._own_log.close()
+            self._own_log = None
 
     def evaluate(self, log: MetricsLog | None) -> dict[str, Any]:
         """Over the held-out batches, of a mixture also by source.
 
         Inside a run, whose log is given, all may stop before each.
         """
-        dataset, state, step = self.dataset(), self.stepper.state, self.steps_done
+        dataset, state, step = self.dataset, self.stepper.state, self.steps_done
 
         def before_each() -> None:
             if log is not None:
@@ -120,7 +189,7 @@ class Loop:
 
             def batches(part: range | None) -> Iterator[Batch]:
                 stream = stack.enter_context(self.feed.heldout(dataset, part))
-                return itertools.islice(stream, self.train.eval_batches)
+                return itertools.islice(stream, self.config.train.eval_batches)
 
             if dataset.mixing is None:
                 return self.evaluation.of(state, batches(None), step=step, before_each=before_each)
@@ -130,86 +199,114 @@ class Loop:
 
     def _epochs_of_sources(self) -> dict[str, float]:
         """Of a mixture, how many epochs of each source are done."""
-        mixing, train = self.dataset().mixing, self.train
+        mixing, train = self.dataset.mixing, self.config.train
         if mixing is None:
             return {}
         size, seed = train.global_batch_size, train.seed
         seen = mixing.seen(self.next_batch, global_batch_size=size, seed=seed)
         return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
-    def _until(self, last: int, recorder: Recorder | None) -> dict[str, Any]:
+    def _until(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
         """The loop up to a step; Rewind where a step turned out to be bad."""
-        train, phases = self.train, self.attempt.phases
-        values: dict[str, Any] = {}
         first = self.steps_done
         self.saved.schedule.resume(first)
         with ExitStack() as stack:
             garbage = stack.enter_context(Garbage(last - first))
-            with phases.phase("start"):
-                log = stack.enter_context(self.open_log(first, last))
-                stream = stack.enter_context(self.feed.training(self.dataset(), self.next_batch))
+            with self.attempt.phases.phase("start"):
+                log = stack.enter_context(self.metrics.open(self.dataset, first, last))
+                stream = stack.enter_context(self.feed.training(self.dataset, self.next_batch))
                 for one in self.tracking:
                     one.go_on()
+            stretch = _Stretch(first, last, log, garbage)
             if self._owes_evaluation(last):
-                with log.paused():
-                    values = self.evaluate(log)
-                log.now(first, {**values, **self._epochs_of_sources()}, self._account(log))
-            record = self._record(first)
-            if record is not None and record.ends_run:
-                self.say(f"Ended at step {first}: {record}")
-                return values
-            by_length = self.dataset().by_length is not None
+                self._evaluate_and_log(stretch, first)
+            stretch.record = self._record(first)
+            if stretch.ends_early:
+                self.say(f"Ended at step {first}: {stretch.record}")
+                return stretch.values
+            due = self._due(stretch, recorder)
             for step in range(first + 1, last + 1):
                 self._stop_if_asked(log)
-                with phases.phase("step" if self._is_compiled else "compile", step):
-                    with phases.phase("data", step):
-                        batch = next(stream)
-                    metrics = self.stepper.checked_step(batch, step)
-                    if not self._is_compiled:  # other processes may compile for longer
-                        jax.block_until_ready(metrics)
-                    self.steps_done = self.attempt.step = step
-                    self.next_batch += 1
-                    log.later(step, metrics, tokens=batch.inputs.size if by_length else None)
-                if step == first + 1:
-                    garbage.settle()
-                self._is_compiled = True
-                if recorder is not None and recorder.turns_at(step):
-                    with log.paused():
-                        jax.block_until_ready(self.stepper.state)
-                        recorder.turn(log.seconds)
-                is_best = ends = False
-                if _every(train.eval_every, step) or step == last:
-                    with log.paused():
-                        values = self.evaluate(log)
-                        garbage.collect()
-                    log.now(step, {**values, **self._epochs_of_sources()}, self._account(log))
-                    if self.folder is not None:
-                        self.folder.push_soon()
-                    if record is not None:
-                        is_best = record.see(step, values)
-                        ends = record.ends_run
-                        self.saved.keep_best(record.steps)
-                if self.saved.schedule.is_due(step) or step == last or is_best or ends:
-                    with log.paused():
-                        self._save_and_time()
-                        garbage.collect()
-                    self._account(log)
-                if record is not None and (ends or step == last):
-                    early = f"Ended at step {step}, not {last}: " if ends and step < last else ""
-                    self.say(f"{early}{record}")
-                if ends:
+                self._take_step(stream, step, log)
+                for one in due:
+                    if one.every(step):
+                        one.action(step)
+                if stretch.ends_early:
                     break
-        return values
+        return stretch.values
 
-    def _record(self, step: int) -> Record | None:
+    def _take_step(self, stream: Iterator[Batch], step: int, log: MetricsLog) -> None:
+        phases, by_length = self.attempt.phases, self.dataset.by_length is not None
+        with phases.phase("step" if self._is_compiled else "compile", step):
+            with phases.phase("data", step):
+                batch = next(stream)
+            metrics = self.stepper.checked_step(batch, step)
+            if not self._is_compiled:  # other processes may compile for longer
+                jax.block_until_ready(metrics)
+            self.steps_done = self.attempt.step = step
+            self.next_batch += 1
+            log.later(step, metrics, tokens=batch.inputs.size if by_length else None)
+        self._is_compiled = True
+
+    def _due(self, stretch: _Stretch, recorder: "Recorder | None") -> list[Due]:
+        """What is due between the steps of a stretch, in its order."""
+        last, eval_every = stretch.last, self.config.train.eval_every
+
+        def of(action: Callable[[_Stretch, int], None]) -> Callable[[int], None]:
+            return functools.partial(action, stretch)
+
+        def is_saved(step: int) -> bool:
+            is_best = step == stretch.best_step
+            return self.saved.schedule.is_due(step) or step == last or is_best or stretch.ends_early
+
+        due = [Due(lambda step: step == stretch.first + 1, lambda _: stretch.garbage.settle())]
+        if recorder is not None:
+            due.append(Due(recorder.turns_at, lambda _: self._turn(recorder, stretch.log)))
+        due.append(Due(lambda step: _every(eval_every, step) or step == last, of(self._evaluate)))
+        due.append(Due(is_saved, of(self._save_and_time)))
+        if stretch.record is not None:
+            due.append(Due(lambda step: stretch.ends_early or step == last, of(self._say_best)))
+        return due
+
+    def _turn(self, recorder: "Recorder", log: MetricsLog) -> None:
+        with log.paused():
+            jax.block_until_ready(self.stepper.state)
+            recorder.turn(log.seconds)
+
+    def _evaluate(self, stretch: _Stretch, step: int) -> None:
+        self._evaluate_and_log(stretch, step)
+        if self.folder is not None:
+            self.folder.push_soon()
+        if stretch.record is not None:
+            if stretch.record.see(step, stretch.values):
+                stretch.best_step = step
+            self.saved.keep_best(stretch.record.steps)
+
+    def _evaluate_and_log(self, stretch: _Stretch, step: int) -> None:
+        with stretch.log.paused():
+            stretch.values = self.evaluate(stretch.log)
+            stretch.garbage.collect()
+        line = {**stretch.values, **self._epochs_of_sources()}
+        stretch.log.now(step, line, self._account(stretch.log))
+
+    def _say_best(self, stretch: _Stretch, step: int) -> None:
+        is_early = stretch.ends_early and step < stretch.last
+        early = f"Ended at step {step}, not {stretch.last}: " if is_early else ""
+        self.say(f"{early}{stretch.record}")
+
+    def _record(self, step: int) -> "Record | None":
         """What the evaluations up to a step have shown; None where nothing is compared."""
-        if self.best.metric is None:
+        best = self.config.best
+        if best.metric is None:
             return None
+        # Imported here: most runs compare no evaluations.
+        from jaxtrain.run.metrics.best import Record, validate
+
         known = self.evaluation.names(self.stepper.state, self.feed.abstract_training())
-        mixing = self.dataset().mixing
+        mixing = self.dataset.mixing
         parts = [] if mixing is None else mixing.heldout_ranges()
-        validate(self.best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
-        record = Record.of(self.best, self.lines(), step)
+        validate(best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
+        record = Record.of(best, self.lines, step)
         self.saved.keep_best(record.steps)
         return record
 
@@ -223,7 +320,7 @@ class Loop:
     def _owes_evaluation(self, last: int) -> bool:
         """Whether the attempt before was stopped inside the evaluation of the step it ended at."""
         step = self.steps_done
-        due = _every(self.train.eval_every, step) or step == last
+        due = _every(self.config.train.eval_every, step) or step == last
         if not (due and step and self.folder is not None):
             return False
         return lacks_evaluation(self.folder.local, step)
@@ -242,11 +339,14 @@ class Loop:
         self._account(log)
         raise Preempted(self.steps_done, reason)
 
-    def _save_and_time(self) -> None:
+    def _save_and_time(self, stretch: _Stretch, step: int) -> None:
         """Saves, and lets the schedule know what that took from the steps."""
-        waited, saved = self._save()
-        with jax.transfer_guard("allow"):
-            self.saved.schedule.record(self.steps_done, saved, waited_seconds=waited)
+        with stretch.log.paused():
+            waited, saved = self._save()
+            with jax.transfer_guard("allow"):
+                self.saved.schedule.record(step, saved, waited_seconds=waited)
+            stretch.garbage.collect()
+        self._account(stretch.log)
 
     def _save(self) -> tuple[float, float]:
         """Saves; the seconds that steps under way took before it, and those of the save itself."""
@@ -259,7 +359,7 @@ class Loop:
                 self.steps_done,
                 self.stepper.state,
                 next_batch=self.next_batch,
-                digest=self.dataset().digest,
+                digest=self.dataset.digest,
             )
             done = phases.seconds["save"]
         self._tell_trackers()
@@ -276,10 +376,10 @@ class Loop:
     def _go_back(self, rewind: Rewind, target: int) -> None:
         """Restores a state from before a bad step and skips the batches around it."""
         with jax.transfer_guard("allow"):
-            self.stepper.state, position = self.saved.back_to(target, self.dataset())
+            self.stepper.state, position = self.saved.back_to(target, self.dataset)
             done, self.steps_done = self.steps_done, int(self.stepper.state.step)
         self.attempt.goodput.resumed_at(self.steps_done, done=done)
-        skipped = self.guard.batches_to_skip(rewind.step, self.steps_done)
+        skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
         self.next_batch = position + skipped
         self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
 

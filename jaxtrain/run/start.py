@@ -10,8 +10,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
 from jaxtrain.models.weights.published import published
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run import resume
-from jaxtrain.run.ancestry import Ancestor, of_checkpoint, of_published
+from jaxtrain.run.checkpoint import metadata, restore
+from jaxtrain.run.checkpoint.ancestry import Ancestor, of_checkpoint, of_published
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
@@ -105,9 +105,9 @@ def restored_parameters(
     differ, if another's."""
     program = _of_model(config, program)
     try:
-        return resume.restore_parameters(checkpoints, step, program, _fresh(config, program))
+        return restore.restore_parameters(checkpoints, step, program, _fresh(config, program))
     except OtherLeavesError as error:
-        raise resume.with_settings(error, checkpoints.extra(step)["config"], config) from error
+        raise metadata.with_settings(error, checkpoints.extra(step)["config"], config) from error
 
 
 def with_teacher(params: nnx.State | None, config: Config, program: Program) -> nnx.State | None:

@@ -18,7 +18,6 @@ from jaxtrain.config.files import write_atomically
 from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import keep_memory, options_of_run
 from jaxtrain.parallel.devices import (
@@ -29,27 +28,18 @@ from jaxtrain.parallel.devices import (
     take_gpu_memory,
 )
 from jaxtrain.run.attempts.attempt import Attempt
-from jaxtrain.run.attempts.folder import nothing
+from jaxtrain.run.attempts.folder import nothing, own_folder
+from jaxtrain.run.checkpoint.states import states_of
 from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.dataset import RunData
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
-from jaxtrain.run.functions import Functions
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.loop import Loop
-from jaxtrain.run.metrics import MetricsLog, open_log
-from jaxtrain.run.metrics_file import lines_of
-from jaxtrain.run.recorder import Recorder, RecorderKind
-from jaxtrain.run.resume import other_data
-from jaxtrain.run.saved import SavedRun, own_folder
-from jaxtrain.run.show import report
-from jaxtrain.run.show.plot import loss_figure
-from jaxtrain.run.show.progress import quiet, say
-from jaxtrain.run.tracking.services import Track
-from jaxtrain.run.tracking.tracking import Tracking, trackings
-from jaxtrain.run.weights import merged, on_host, weights, with_weights
+from jaxtrain.run.metrics.log import RunMetrics
+from jaxtrain.run.show.progress import on_first_process, quiet
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
 from jaxtrain.training.program.program import make_program, resolve_kernel
@@ -58,13 +48,17 @@ from jaxtrain.training.step import TrainState
 from jaxtrain.training.stepper import Stepper
 
 if TYPE_CHECKING:
+    from jaxtrain.run.functions import Functions
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
     from jaxtrain.run.generation.sampling import Sampling
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
-    from jaxtrain.run.predict import Inputs, Skip, Told
+    from jaxtrain.run.inference.predict import Inputs, Skip, Told
+    from jaxtrain.run.recorder import Recorder, RecorderKind
     from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.tracking.services import Track
+    from jaxtrain.run.tracking.tracking import Tracking
 
 Prompt = TypeVar("Prompt", str, list[int])
 
@@ -76,9 +70,9 @@ class Trainer:
       config: the resolved configuration.
       mesh: the device mesh.
       program: the pure functions, which are traced while `layout` is active.
-      functions: init, train_step and eval_step, compiled, for a training loop of your own.
       bad_records: the records of training and evaluation that could not be read.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
+      say: takes a line for people, for process 0's terminal.
     """
 
     def __init__(
@@ -91,7 +85,7 @@ class Trainer:
         step: int | None = None,
         devices: Sequence[jax.Device] | None = None,
         attempt: Attempt | None = None,
-        track: Track | None = None,
+        track: "Track | None" = None,
     ) -> None:
         """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
 
@@ -124,6 +118,7 @@ class Trainer:
             config, device_count=len(devices), platform=platform, kind=kind, trains=not read_only
         )
         self.config, self.console = config, console or quiet()
+        self.say = on_first_process(self.console)
         if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
             self.say(late)
         self._attempt, self._platform = attempt or Attempt(Alone()), platform
@@ -135,48 +130,53 @@ class Trainer:
         self.mesh = self.layout.mesh
         for note in layouts.notes(config, self.layout):
             self.say(note)
-        own = None if read_only else self.workdir
-        scratch = Scratch(own if isinstance(own, Path) else None)  # none of a bucket's folder
-        self.program = make_program(config, self.layout, scratch)
+        disk = self.workdir if not read_only and isinstance(self.workdir, Path) else None
+        self.program = make_program(config, self.layout, disk)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
         self._step = CompiledStep(self.program, of_steps)
         self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
         self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
-        self._lines: list[dict[str, Any]] = []  # of the metrics, where no file has them
+        local = None if self._folder is None else self._folder.local
+        metrics = RunMetrics(
+            config, list(self.mesh.devices.flat), folder=local, workdir=self.workdir,
+            terminal=self.console,
+        )  # fmt: skip
         self.bad_records = BadRecords(
             config.train.bad_records,  # every process reports its own rows
             lambda bad: self.console.print(f"{bad}: left out", soft_wrap=True, markup=False),
         )
         self._feed = Feed(config, self.layout, self.program, self.bad_records)
+        data = RunData(
+            config, self.program, self.workdir, writes=self._folder is not None, say=self.say
+        )
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
-            _ = self._opened
-        self._saved = SavedRun(
+            _ = data.opened
+        self._saved = states_of(
             self.workdir, config, self.program, read_only=read_only, report=self.say,
             may_write=self._attempt.may_write, phases=self._attempt.phases,
             before_seal=nothing if self._folder is None else self._folder.secure,
         )  # fmt: skip
         self._has_shapes = False  # all lengths of rows compiled
-        self._own_log: MetricsLog | None = None  # of `step`
-        self.functions = Functions(self.program, self._step, self._evaluation, self._feed)
-        self._tracking: Sequence[Tracking] = ()
-        if not read_only:
-            self._tracking = trackings(
-                config, track, lines=self._lines, say=self.say,
-                folder=None if self._folder is None else self._folder.local,
+        tracking: Sequence[Tracking] = ()
+        if not read_only and (track is not None or config.tracker.name is not None):
+            # Imported here: most runs write files alone.
+            from jaxtrain.run.tracking.tracking import trackings
+
+            tracking = trackings(
+                config, track, lines=metrics.in_memory, say=self.say, folder=local,
                 named="in memory" if self.workdir is None else self.workdir.name,
             )  # fmt: skip
         if step is None:
-            state, next_batch = self._saved.newest(lambda: self._opened)
+            state, next_batch = self._saved.newest(lambda: data.opened)
         else:
             state, next_batch = self._saved.of_step(step)
         self._stepper = Stepper(self._step, state, config.corruption)
         self._loop = Loop(
-            train=config.train, guard=config.guard, best=config.best, stepper=self._stepper,
-            feed=self._feed, evaluation=self._evaluation, saved=self._saved, attempt=self._attempt,
-            folder=self._folder, dataset=lambda: self.dataset, lines=lambda: self.history,
-            open_log=self._open_log, tracking=self._tracking, say=self.say,
+            config=config, stepper=self._stepper, data=data, feed=self._feed,
+            evaluation=self._evaluation, saved=self._saved, attempt=self._attempt,
+            folder=self._folder, metrics=metrics, tracking=tracking, say=self.say,
             next_batch=next_batch, steps_done=int(state.step),
         )  # fmt: skip
         self._attempt.step = self.steps_done
@@ -225,6 +225,7 @@ class Trainer:
           UserError: the model is known nowhere else, or the folder cannot be made.
         """
         from jaxtrain.run.huggingface.exporting import export_run
+        from jaxtrain.run.weights import merged
 
         state = self.program.consensus(self.state)
         return export_run(
@@ -248,25 +249,17 @@ class Trainer:
         program, state = self.program.plain, self.program.consensus(self.state)
         write_adapter(str(path), self.config, program, state, say=self.say)
 
-    @functools.cached_property
+    @property
     def dataset(self) -> Dataset:
         """The opened data: at the start of training, or when it is first asked for."""
-        opened = self._opened
-        if not self.program.plain.objective.refers:
-            return opened
-        from jaxtrain.run.reference import first_reference, stored_reference
-
-        if self.steps_done:
-            return stored_reference(opened, self.workdir)
-        state = self.program.consensus(self.state)
-        keep = None if self._folder is None else self.workdir
-        return first_reference(opened, self.program.plain, state, keep, say=self.say)
+        return self._loop.dataset
 
     @functools.cached_property
-    def _opened(self) -> Dataset:
-        train = self.config.train
-        opened = with_stores(train.data, self.say).open(seed=train.seed)
-        return self.program.plain.objective.dataset(opened, train.model)
+    def functions(self) -> "Functions":
+        """`init`, `train_step` and `eval_step`, compiled, for a training loop of your own."""
+        from jaxtrain.run.functions import Functions
+
+        return Functions(self.program, self._step, self._evaluation, self._feed)
 
     @property
     def steps_done(self) -> int:
@@ -275,7 +268,7 @@ class Trainer:
 
     @property
     def ancestors(self) -> list[dict[str, Any]]:
-        """Its checkpoint, if any, and what its first parameters came from; see `run.ancestry`."""
+        """Its checkpoint, if any, and what its first parameters came from; see `ancestry`."""
         return self._saved.line(self.steps_done)
 
     @property
@@ -305,12 +298,7 @@ class Trainer:
             looked at, of NumPy's also the values: tokens, labels, positions and masks.
         """
         with self.layout.active():
-            if self._own_log is None:
-                last = self.config.train.steps
-                self._own_log = self._open_log(self.steps_done, last, guarded=False)
-            metrics = self._loop.step(self._feed.own("step", batch))
-        self._own_log.later(self.steps_done, metrics)
-        return metrics
+            return self._loop.step(self._feed.own("step", batch))
 
     def weights(self, *, evaluated: bool = False) -> dict[str, np.ndarray]:
         """Parameters and running statistics by the names of `table`, the layers in their order.
@@ -323,6 +311,8 @@ class Trainer:
           Whole arrays of NumPy, copies of the devices'; of replicas with parameters of their own
           the mean.
         """
+        from jaxtrain.run.weights import weights
+
         program = self.program
         state = program.consensus(self.state) if evaluated else program.trained(self.state)
         return weights(program, state)
@@ -338,6 +328,8 @@ class Trainer:
         Raises:
           UserError: names are missing or unknown, or an array has another shape or dtype.
         """
+        from jaxtrain.run.weights import with_weights
+
         self.state = with_weights(self.program, self.state, weights)
 
     def logits(self, inputs: Any) -> np.ndarray:
@@ -350,7 +342,7 @@ class Trainer:
         Raises:
           UserError: the model cannot read them, or gives no logits.
         """
-        from jaxtrain.run.logits import logits
+        from jaxtrain.run.inference.logits import logits
 
         plain, state = self.program.plain, self.program.consensus(self.state)
         return logits(plain, self.config.train.model, state, inputs)
@@ -358,7 +350,7 @@ class Trainer:
     def predict(
         self, inputs: "Inputs", *, top: int | None = None, skip: "Skip" = None
     ) -> "list[Told]":
-        """Predict classes, numbers or text for images, texts or vectors; see `run.predict`.
+        """Predict classes, numbers or text for images, texts or vectors; see `inference.predict`.
 
         Args:
           inputs: image files, folders or Pillow images; texts; files or arrays of vectors.
@@ -368,7 +360,7 @@ class Trainer:
         Raises:
           UserError: a file is missing or none of what the model reads.
         """
-        from jaxtrain.run.predict import predict_with
+        from jaxtrain.run.inference.predict import predict_with
 
         return predict_with(self, inputs, top=top, skip=skip)
 
@@ -380,6 +372,8 @@ class Trainer:
         Raises:
           UserError: as of `step`.
         """
+        from jaxtrain.run.weights import on_host
+
         plain, state = self.program.plain, self.program.trained(self.state)
         with self.layout.active():
             found, _, _ = self._gradients(state, self._feed.own("gradients", batch))
@@ -395,7 +389,7 @@ class Trainer:
         return self._feed.abstract_training()
 
     def train(
-        self, steps: int | None = None, *, profile: RecorderKind | None = None
+        self, steps: int | None = None, *, profile: "RecorderKind | None" = None
     ) -> dict[str, Any]:
         """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
 
@@ -414,7 +408,6 @@ class Trainer:
         last = self.config.train.steps if steps is None else self.steps_done + steps
         recorder = None if profile is None else self._recorder(last, profile)
         shapes = self._feed.abstract_shapes()
-        self._close_own_log()
         with self.layout.active():
             if len(shapes) > 1 and not self._has_shapes:
                 with self._attempt.phases.phase("compile", self.steps_done):
@@ -422,7 +415,7 @@ class Trainer:
                 self._has_shapes = True
             return self._loop.run(last, recorder)
 
-    def _recorder(self, last: int, profile: RecorderKind) -> Recorder:
+    def _recorder(self, last: int, profile: "RecorderKind") -> "Recorder":
         """What records some of the steps up to `last`; compiles the step, which happens once."""
         if len(self._feed.abstract_shapes()) > 1:
             raise UserError(
@@ -460,6 +453,8 @@ class Trainer:
 
     def other_data(self) -> str | None:
         """What makes the data others than the restored checkpoint's; None: they are the same."""
+        from jaxtrain.run.checkpoint.metadata import other_data
+
         extra = self._saved.extra
         return None if extra is None else other_data(extra, self.config, self.dataset)
 
@@ -529,27 +524,32 @@ class Trainer:
 
     def show(self, *, verbose: bool = False) -> None:
         """Prints configuration (`verbose`: all settings), mesh, data and parameter table."""
+        from jaxtrain.run.show import report
+
         report.show_own_config(self.console, self.config, verbose=verbose)
         self._show_pieces(self.console)
 
     def _show_pieces(self, console: Console) -> None:
+        from jaxtrain.run.show import report
+
         program, attention = self.program.plain, resolve_kernel(self.config, self._platform)
         report.show_run(console, self.config, program, attention, self.dataset, self.state)
 
     def table(self) -> Table:
         """Every parameter: shape, logical axes, placement, bytes on each device."""
-        return report.parameter_table(self.state, self.program.plain.unfreezing)
+        from jaxtrain.run.show.report import parameter_table
+
+        return parameter_table(self.state, self.program.plain.unfreezing)
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
-        if self._own_log is not None:
-            self._own_log.flush()
-        folder = self.workdir if self._folder is None else self._folder.local
-        return list(self._lines) if folder is None else lines_of(folder)
+        return self._loop.lines
 
     def plot(self) -> "Picture":
         """The loss and the objective's other metrics so far, with what a model must beat."""
+        from jaxtrain.run.show.plot import loss_figure
+
         train = self.config.train
         return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))
 
@@ -564,6 +564,8 @@ class Trainer:
         return notebook.parameter_picture(self.state, name)
 
     def __repr__(self) -> str:
+        from jaxtrain.run.show import report
+
         model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
         return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
 
@@ -573,28 +575,8 @@ class Trainer:
         configuration = notebook.folded("Configuration", self.config.to_gin())
         return notebook.printed(self._show_pieces) + configuration
 
-    def say(self, line: str) -> None:
-        """A line for people, on process 0's terminal."""
-        if jax.process_index() == 0:
-            say(self.console, line)
-
-    def _open_log(self, first: int, last: int, *, guarded: bool = True) -> MetricsLog:
-        return open_log(
-            self.config, self.dataset, list(self.mesh.devices.flat),
-            folder=None if self._folder is None else self._folder.local, first=first, last=last,
-            terminal=self.console, history=self._lines, guarded=guarded,
-        )  # fmt: skip
-
-    def _close_own_log(self) -> None:
-        if self._own_log is not None:
-            self._own_log.close()
-            self._own_log = None
-
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""
-        self._close_own_log()
-        self._saved.close()
-        for one in self._tracking:
-            one.close()
+        self._loop.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()

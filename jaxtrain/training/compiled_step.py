@@ -1,14 +1,16 @@
 """The one jitted, state-donating train step of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import PENDING, Program, TrainState, with_shardings
+
+if TYPE_CHECKING:
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 Arrays = list[jax.Array]
 
@@ -35,7 +37,7 @@ class CompiledStep:
     """
 
     def __init__(
-        self, program: Program | ExchangeProgram, options: Mapping[str, str] | None = None
+        self, program: "Program | ExchangeProgram", options: Mapping[str, str] | None = None
     ) -> None:
         """Compiles nothing yet.
 

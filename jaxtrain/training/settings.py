@@ -45,7 +45,6 @@ from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.tracker import Tracker
 
 for _package in (
     jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers, jaxtrain.training.objectives
@@ -228,6 +227,23 @@ class Deadlines:
 
     def _seconds_of(self, phase: str) -> float:
         return vars(self)[phase]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tracker:
+    """A service that takes the metrics of a run, besides metrics.jsonl and TensorBoard.
+
+    Attributes:
+      name: 'wandb' (Weights & Biases, with jaxtrain[wandb]) or 'mlflow' (jaxtrain[mlflow]), each of
+        which finds its server by its own environment variables; None: none.
+      project: Weights & Biases' project, or MLflow's experiment.
+      run_name: what the run is called there; None: as its folder.
+    """
+
+    name: Literal["wandb", "mlflow"] | None = None
+    project: str = "jaxtrain"
+    run_name: str | None = None
 
 
 # JAX would take a longer one's last 32 bits without a word.

@@ -17,7 +17,7 @@ from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
+from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
 from jaxtrain.training.settings import Config, load_config
 
 # Lines of a run's metrics that are left out: those steps wait for the compiler and the first data.

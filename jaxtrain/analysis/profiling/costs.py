@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Module
 from jaxtrain.analysis.planning.textbook.flops import meeting_places
-from jaxtrain.nn.products.grouped_kernel import OF_ROWS, OF_WEIGHTS
+from jaxtrain.nn.remat import OF_ROWS, OF_WEIGHTS
 
 # What runs other operations, which are costed and timed themselves.
 _ASYNCHRONOUS = {

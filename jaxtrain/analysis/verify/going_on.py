@@ -11,7 +11,7 @@ from jaxtrain.analysis.verify.figures import EQUAL, Finding, bits, relative, sam
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
-from jaxtrain.run import resume
+from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.step import TrainState
 
@@ -25,13 +25,13 @@ def resumed(bench: Bench) -> Finding:
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = Checkpoints(Path(folder), config.checkpoint)
         state, _ = _run(bench, mesh, mesh.fresh(), 0, STEPS_BEFORE)
-        extra = resume.describe(config, mesh.training, bench.data.digest, STEPS_BEFORE)
+        extra = metadata.describe(config, mesh.training, bench.data.digest, STEPS_BEFORE)
         checkpoints.save(STEPS_BEFORE, state, extra)
         checkpoints.wait()
         straight, expected = _run(bench, mesh, state, STEPS_BEFORE, STEPS_AFTER)
         straight = mesh.named(straight)
         position = checkpoints.extra(STEPS_BEFORE)["data"]["next_batch"]
-        state = resume.restore(checkpoints, STEPS_BEFORE, mesh.training)
+        state = restore.restore(checkpoints, STEPS_BEFORE, mesh.training)
         state, found = _run(bench, mesh, state, position, STEPS_AFTER)
         checkpoints.close()
     state = mesh.named(state)

@@ -10,10 +10,9 @@ import numpy as np
 from jaxtrain.analysis.verify.meshes import DEVICES, MeshSizes, choose_meshes
 from jaxtrain.data.classed_rows import ClassedRows
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.source import PairData
-from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.source import TextData, text_of
 from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (

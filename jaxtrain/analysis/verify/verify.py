@@ -13,9 +13,9 @@ from jaxtrain.analysis.verify.report import Proof, Report
 from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.shrink import Small, shrink
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
+from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.devices import simulate_devices

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.buckets import BucketPath, Place
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import cache_folder
+from jaxtrain.config.files import cache_folder, writing
 from jaxtrain.data.images.saved import ArrowFile, SavedImages, check_columns, open_arrow
 from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest

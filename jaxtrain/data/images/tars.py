@@ -16,9 +16,8 @@ import numpy as np
 from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import cache_folder, path_errors, write_atomically
+from jaxtrain.config.files import cache_folder, path_errors, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.source import part_digest

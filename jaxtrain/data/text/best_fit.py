@@ -10,8 +10,8 @@ import functools
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.joined import Tokens, windows
 from jaxtrain.data.source import WholeBatches
+from jaxtrain.data.token_arrays import Tokens, windows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Documents from files of any supported format, folders, globs, or the embedded text."""
 
 import dataclasses
+import importlib
 import re
 import sysconfig
 from collections import Counter
@@ -11,7 +12,6 @@ from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.left_out import ending_of, file_facts
 from jaxtrain.data.source import walk_files
-from jaxtrain.data.text import array_records, columnar, csv_lines, json_lines, saved_datasets
 from jaxtrain.data.text.pieces import (
     COMPRESSED,
     Document,
@@ -24,19 +24,30 @@ from jaxtrain.data.text.records import BadRecord, Records
 
 Reader = Callable[[Place, str], Iterator[str | BadRecord]]
 
+
+def _in_module(name: str) -> Reader:
+    """The `read` of a module of this package, imported with the first file of its format."""
+
+    def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+        module = importlib.import_module(f"jaxtrain.data.text.{name}")
+        return module.read(path, text_field)
+
+    return read
+
+
 # Formats of which each record is a document, by endings that .gz or .zst may follow, and by those
 # of files that are packed within.
 _LINES: dict[str, Reader] = {
-    ".jsonl": json_lines.read,
-    ".ndjson": json_lines.read,
-    ".csv": csv_lines.read,
-    ".tsv": csv_lines.read,
+    ".jsonl": _in_module("json_lines"),
+    ".ndjson": _in_module("json_lines"),
+    ".csv": _in_module("csv_lines"),
+    ".tsv": _in_module("csv_lines"),
 }
 _PACKED: dict[str, Reader] = {
-    ".parquet": columnar.read,
-    ".arrow": columnar.read,
-    ".array_record": array_records.read,
-    ".arrayrecord": array_records.read,
+    ".parquet": _in_module("columnar"),
+    ".arrow": _in_module("columnar"),
+    ".array_record": _in_module("array_records"),
+    ".arrayrecord": _in_module("array_records"),
 }
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # behind the ending, where TFDS and others put it
 
@@ -71,6 +82,12 @@ class Files:
     def facts(self) -> dict[str, int | str]:
         """Of a folder from which files are left out: how many, and their endings, most first."""
         return file_facts(len(self.paths), self.left_out)
+
+    def size(self) -> int | None:
+        """Bytes of all files as they are stored; None: some are in a bucket."""
+        if any(isinstance(path, BucketPath) for path in self.paths):
+            return None
+        return sum(path.stat().st_size for path in self.paths if isinstance(path, Path))
 
     def documents(self, records: Records) -> Iterator[Document]:
         """A document a file, or a record of the files of records; blank ones too.
@@ -129,6 +146,9 @@ def files_of(source: Place, split: str, setting: str) -> Files:
     """
     if not source.is_dir():
         return Files([source], {})
+    # Imported here: one file is no folder that `datasets` saved.
+    from jaxtrain.data.text import saved_datasets
+
     if saved_datasets.is_saved(source):
         return Files(saved_datasets.arrow_files(source, split, setting), {})
     paths, left_out = [], Counter[str]()

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.joined import Tokens, windows
 from jaxtrain.data.source import WholeBatches
-from jaxtrain.data.verified import Verified
+from jaxtrain.data.token_arrays import Tokens, Verified, windows
 
 # Counting a slice at a time: bincount makes an int64 copy of what it counts.
 COUNT_SLICE = 1 << 22

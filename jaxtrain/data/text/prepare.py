@@ -7,12 +7,12 @@ from pathlib import Path
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
-from jaxtrain.data.source import existing_path, part_digest
+from jaxtrain.data.source import Split, existing_path, is_store, part_digest
 from jaxtrain.data.text.documents import Files, is_packed
 from jaxtrain.data.text.pieces import Document, Text
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import TOKENIZER_FILE, TOKENIZER_FILES, Split, Store, is_store
+from jaxtrain.data.text.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
 from jaxtrain.data.text.tokenizing import Texts, split_documents, tokenize
 
 # The settings that say which documents there are.
@@ -22,20 +22,12 @@ _OF_DOCUMENTS = (
 )  # fmt: skip
 
 
-def source_bytes(data: TextData) -> int | None:
-    """How much text there is, as far as that is known without reading it; None: it is not."""
-    files = data.files()
-    if files is None or any(isinstance(path, BucketPath) for path in _paths(files)):
-        return None
-    return sum(size for _, size, _ in _states(_paths(files)))
-
-
 def source_characters(data: TextData) -> int | None:
     """About how many characters there are; None: it is not known without reading them."""
     files = data.files()
     if files is None or any(is_packed(path) for path in _paths(files)):
         return None
-    return source_bytes(data)
+    return data.size()
 
 
 def identity(data: TextData) -> str:

@@ -6,18 +6,10 @@ from jaxtrain.config.buckets import BucketPath, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, remove_tree
 from jaxtrain.data.once import alone
-from jaxtrain.data.source import part_digest
+from jaxtrain.data.source import STORE_FILE, is_store, part_digest
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import (
-    SPLITS,
-    STORE_FILE,
-    TOKENIZER_FILE,
-    Store,
-    checksums_of,
-    files_of,
-    is_store,
-)
+from jaxtrain.data.text.store import SPLITS, TOKENIZER_FILE, Store, checksums_of, files_of
 
 _PROBE = ".writable"
 

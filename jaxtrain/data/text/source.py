@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -14,11 +14,11 @@ from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.left_out import heldout_facts, sentences
 from jaxtrain.data.source import (
     Dataset,
+    Split,
     WholeBatches,
     check_heldout_fraction,
     check_heldout_split,
@@ -27,16 +27,13 @@ from jaxtrain.data.source import (
     existing_path,
     hold_out,
     is_heldout,
+    is_store,
 )
-from jaxtrain.data.text import documents, saved_datasets, token_files
-from jaxtrain.data.text.best_fit import BestFit
-from jaxtrain.data.text.fetching import fetched
+from jaxtrain.data.text import documents
 from jaxtrain.data.text.fill_in_middle import FillInMiddle, filled
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
-from jaxtrain.data.text.padded import PaddedText
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
-from jaxtrain.data.text.store import SPLITS, Split, Store, is_store, open_store
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenizer import (
     Tokenizer,
@@ -45,6 +42,9 @@ from jaxtrain.data.tokenizer import (
     open_tokenizer,
     special_tokens_header,
 )
+
+if TYPE_CHECKING:
+    from jaxtrain.data.text.store import Store
 
 SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
@@ -199,7 +199,12 @@ class TextData:
         tokenizer = self.open_tokenizer()
         path = self.path()
         if path is not None and is_store(path):
+            # Imported here, as each kind of source below: a run reads one of them.
+            from jaxtrain.data.text.store import open_store
+
             if isinstance(path, BucketPath):
+                from jaxtrain.data.text.fetching import fetched
+
                 return self._of_store(open_store(*fetched(path, lambda line: None)), tokenizer)
             return self._of_store(open_store(path), tokenizer)
         files, records = self.files(), Records(self.text_field, self.bad_records)
@@ -225,8 +230,10 @@ class TextData:
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
-    def _of_store(self, store: Store, tokenizer: Tokenizer) -> Dataset:
+    def _of_store(self, store: "Store", tokenizer: Tokenizer) -> Dataset:
         """What `open` gives of the text that the store was made of, without reading it."""
+        from jaxtrain.data.text.store import SPLITS
+
         store.settle_tokenizer(
             tokenizer, self.tokenizer, ends=self.end_of_text is not None,
             surrounds=self.add_special_tokens is not None,
@@ -253,8 +260,10 @@ class TextData:
                 f"TextData.add_special_tokens = {self.add_special_tokens} with TextData.source = "
                 f"{self.source!r}: files of tokens are read as they are; leave it None"
             )
+        from jaxtrain.data.text.token_files import open_token_files
+
         tokenizer.before = tokenizer.after = ()
-        found = token_files.open_token_files(
+        found = open_token_files(
             paths,
             tokenizer,
             self.sequence_length,
@@ -313,6 +322,9 @@ class TextData:
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
         if self.packing == "padded":
+            from jaxtrain.data.by_length import ByLength
+            from jaxtrain.data.text.padded import PaddedText
+
             rows = PaddedText(train.tokens, train.offsets, self.row_lengths)
             held = PaddedText(heldout.tokens, heldout.offsets, (self.sequence_length,))
             self._validate_rowless(len(rows), len(held))
@@ -323,6 +335,8 @@ class TextData:
             )
             order = ByLength(rows.rows)
             return Dataset(rows, held, made, facts, tokenizer, "tokens", by_length=order)
+        from jaxtrain.data.text.best_fit import BestFit
+
         fitted = BestFit(train.tokens, train.offsets, self.sequence_length)
         held = BestFit(heldout.tokens, heldout.offsets, self.sequence_length)
         self._validate_rowless(len(fitted), len(held))
@@ -371,14 +385,23 @@ class TextData:
         path = self.path()
         if path is None:
             return None
-        self._validate_split(named=saved_datasets.has_splits(path))
         settings: dict[Split, str] = {"train": self.train_split}
         if self.heldout_split is not None:
+            from jaxtrain.data.text.saved_datasets import has_splits
+
+            self._validate_split(named=has_splits(path))
             settings["heldout"] = self.heldout_split
         return {
             split: documents.files_of(path, name, f"TextData.{split}_split")
             for split, name in settings.items()
         }
+
+    def size(self) -> int | None:
+        """Bytes of the files of a source on this machine's disks; None of any other source."""
+        files = self.files()
+        sizes = [] if files is None else [of_split.size() for of_split in files.values()]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if sizes and len(known) == len(sizes) else None
 
     def _validate_split(self, *, named: bool) -> None:
         check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
@@ -430,6 +453,16 @@ class TextData:
                     f"{needed}; use more text, a smaller TextData.sequence_length or another "
                     f"TextData.heldout_fraction (now {self.heldout_fraction})"
                 )
+
+
+def text_of(data: object) -> TextData | None:
+    """The settings of text among a run's data; None where there is none."""
+    if isinstance(data, TextData):
+        return data
+    # Imported here: most runs read one source.
+    from jaxtrain.data.mixture import Mixture
+
+    return data.data if isinstance(data, Mixture) else None
 
 
 def validate_lengths(data: TextData) -> None:

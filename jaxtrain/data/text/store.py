@@ -7,24 +7,21 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.untrusted import read_json_object
-from jaxtrain.data.joined import Tokens
-from jaxtrain.data.ranged import Ranged
+from jaxtrain.data.source import STORE_FILE, Split
 from jaxtrain.data.text.packing import PackedText
+from jaxtrain.data.token_arrays import Ranged, Tokens, Verified, block_checksums
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.tokenizer_folder import SETTINGS, SPECIAL_MAP
-from jaxtrain.data.verified import Verified, block_checksums
 
-Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
-STORE_FILE = "store.json"  # written last: a folder without it is no store, or not yet
 TOKENIZER_FILE = "tokenizer.json"  # a copy of what made the ids; of bytes there is none
 # And of what stood next to it and says which tokens it has.
 TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS, SPECIAL_MAP)
@@ -161,11 +158,6 @@ class Store:
                 f"{held} of its documents, chosen when it was prepared; use {held}, or prepare the "
                 "text anew"
             )
-
-
-def is_store(path: Place) -> bool:
-    """Whether a folder, on a disk or in a bucket, is a finished store."""
-    return (path / STORE_FILE).is_file()
 
 
 def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:

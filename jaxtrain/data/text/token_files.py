@@ -19,14 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import cache_folder, write_atomically
+from jaxtrain.config.files import cache_folder, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.joined import Joined
 from jaxtrain.data.once import alone, made_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
+from jaxtrain.data.token_arrays import Joined
 from jaxtrain.data.tokenizer import Tokenizer
 
 # By magic: the version, and the type of tokens.

@@ -19,31 +19,27 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import write_atomically
+from jaxtrain.config.files import write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.left_out import sentences
 from jaxtrain.data.long_texts import TextPiece, cut
 from jaxtrain.data.once import LOCK, alone
-from jaxtrain.data.source import is_held_out, part_digest
+from jaxtrain.data.source import STORE_FILE, Split, is_held_out, is_store, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
 from jaxtrain.data.text.pieces import Document
 from jaxtrain.data.text.store import (
     SPLITS,
-    STORE_FILE,
     Part,
-    Split,
     Store,
     checksums_of,
     file_checksum,
     files_of,
-    is_store,
     open_store,
     sample_digest,
 )
+from jaxtrain.data.token_arrays import block_checksums
 from jaxtrain.data.tokenizer import Tokenizer, closing
-from jaxtrain.data.verified import block_checksums
 
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory

@@ -16,8 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import writing
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, open_regular, parse_json
 
 DTYPES = {

@@ -17,7 +17,6 @@ from jaxtrain.nn.attention import context, patterns
 from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
 from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, validate
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.ring import ring_attention
 from jaxtrain.nn.remat import named
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
@@ -106,6 +105,9 @@ def attention(
         assert mask.query_start is None, "a key-value cache is not split"
         if context_parallel == "ulysses":
             return context.ulysses(_run(kernel), q_BTNH, k_BSKH, v_BSKH, mask)
+        # Imported here: most runs keep sequences whole.
+        from jaxtrain.nn.attention.ring import ring_attention
+
         return ring_attention(
             q_BTNH,
             k_BSKH,

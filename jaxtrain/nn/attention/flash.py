@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.nn.attention.kernels import TILE
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.remat import KEPT
-
-# The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
-TILE = 128
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:

@@ -1,17 +1,18 @@
 """Registry of attention kernels: what each supports, and which one 'auto' selects."""
 
 import dataclasses
-import functools
+import importlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
-from jaxtrain.nn.attention import flash, plain
-from jaxtrain.nn.attention.blocked import blocked_attention
-from jaxtrain.nn.attention.flash import TILE
+from jaxtrain.nn.attention import plain
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.attention.sparse import sparse_attention
 from jaxtrain.parallel.devices import OLD_GPU
+
+# The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
+TILE = 128
 
 # (q_BTNH, k_BSKH, v_BSKH, mask) -> what the values come to, [B, T, N, H]; mask is a Mask.
 Run = Callable[..., jax.Array]
@@ -246,25 +247,41 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
     ]
 
 
+def _in_module(module: str, name: str, **settings: Any) -> Run:
+    """A function of a module of this package, imported where it runs: a run has one kernel."""
+
+    def run(*arrays: Any) -> jax.Array:
+        found = importlib.import_module(f"jaxtrain.nn.attention.{module}")
+        return getattr(found, name)(*arrays, **settings)
+
+    return run
+
+
 # Every kernel by the name that Attention.kernel gives it.
 KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),
-    "sparse": Kernel(run=sparse_attention, cannot=_not_sparse, by_pattern=True),
-    "blocked": Kernel(run=blocked_attention, cannot=_not_by_splash, skips_hidden=True),
-    "cudnn": Kernel(run=flash.cudnn, cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"),
+    "sparse": Kernel(
+        run=_in_module("sparse", "sparse_attention"), cannot=_not_sparse, by_pattern=True
+    ),
+    "blocked": Kernel(
+        run=_in_module("blocked", "blocked_attention"), cannot=_not_by_splash, skips_hidden=True
+    ),
+    "cudnn": Kernel(
+        run=_in_module("flash", "cudnn"), cannot=_not_by_cudnn, skips_hidden=True, only_on="gpu"
+    ),
     "triton": Kernel(
-        run=flash.triton,
+        run=_in_module("flash", "triton"),
         cannot=_not_by_triton,
         skips_hidden=True,
         only_on="gpu",
-        interpreted=functools.partial(flash.triton, interpret=True),
+        interpreted=_in_module("flash", "triton", interpret=True),
     ),
     "tpu": Kernel(
-        run=flash.tpu,
+        run=_in_module("flash", "tpu"),
         cannot=_not_by_tpu,
         skips_hidden=True,
         only_on="tpu",
-        interpreted=functools.partial(flash.tpu, interpret=True),
+        interpreted=_in_module("flash", "tpu", interpret=True),
     ),
 }

@@ -3,6 +3,7 @@
 Letters: B batch, T length, D embed, N query and K kv heads, H head_dim, F mlp, V vocab, C latent.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.products import rings
+from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products.dot import Einsum, einsum, sides, spec_of
 from jaxtrain.nn.products.forms import as_matrix, product
 from jaxtrain.parallel.gathering import GradientSlice, Groups, gather
@@ -24,6 +25,31 @@ from jaxtrain.parallel.sharding import (
     parts_of,
     without,
 )
+
+
+class StructuredWeight(abc.ABC):
+    """The value of a parameter that is not one array: quantized, with an adapter, watched."""
+
+    @abc.abstractmethod
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        weight: nnx.Param,
+        out: tuple[str, ...] | None,
+        *,
+        by: Einsum,
+        draws: Draws | None,
+        layer: jax.Array | int | None,
+    ) -> jax.Array:
+        """The product of x with the weight.
+
+        Args:
+          equation, x, out, by: as of `contract`.
+          weight: the parameter that has this value.
+          draws: what dropout draws from; None drops nothing.
+          layer: the number of the layer.
+        """
 
 
 def contract(
@@ -48,6 +74,9 @@ def contract(
     if out is not None and by is einsum and _in_parts(equation, weight, out, layout):
         x, value, spec = operands(equation, x, weight, out)
         assert spec is not None, "a layout gives one"
+        # Imported here, as below: most layouts gather a weight before they multiply with it.
+        from jaxtrain.nn.products import rings
+
         return rings.scattered(equation, x, value, spec)
     shape = (value.weight if isinstance(value, GradientSlice) else value).shape
     groups = _as_matrix(equation, logical_axes(weight)[-len(shape) :], layout)
@@ -81,6 +110,8 @@ def project(
         return None
     weights = [operands(equation, x, weight)[1] for equation, weight in products]
     specs = [layout.activation(meaning(sides(equation)[2])) for equation in equations]
+    from jaxtrain.nn.products import rings
+
     return rings.gathered(equations, x, weights, specs)
 
 

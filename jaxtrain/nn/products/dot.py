@@ -17,6 +17,19 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, spec: P | None = None
     return jnp.einsum(equation, x, weight, out_sharding=spec)
 
 
+def einsum_of(matmul: str) -> Einsum:
+    """What a value of Precision.matmul multiplies with, imported with its first use."""
+    if matmul == "float8":
+        from jaxtrain.nn.products.float8 import float8_einsum
+
+        return float8_einsum
+    if matmul == "int8":
+        from jaxtrain.nn.products.int8 import int8_einsum
+
+        return int8_einsum
+    return einsum
+
+
 def sides(equation: str) -> list[str]:
     """The letters of both operands and of the result of an einsum equation."""
     return equation.replace("->", ",").split(",")

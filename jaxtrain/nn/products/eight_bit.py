@@ -1,13 +1,7 @@
-"""Matmul precisions by name, and restrictions of int8 and float8."""
+"""Restrictions of int8 and float8 matmuls: models, platforms and chips."""
 
 from collections.abc import Iterator
 
-from jaxtrain.nn.products.dot import Einsum, einsum
-from jaxtrain.nn.products.float8 import float8_einsum
-from jaxtrain.nn.products.int8 import int8_einsum
-
-# What each value of Precision.matmul multiplies with.
-EINSUMS: dict[str, Einsum] = {"compute": einsum, "float8": float8_einsum, "int8": int8_einsum}
 # Those that products with experts' weights have a form for; the others are rejected.
 _OF_EXPERTS = ("compute", "float8")
 

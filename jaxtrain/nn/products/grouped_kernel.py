@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.nn.remat import OF_ROWS, OF_WEIGHTS
+
 # Of a tile: rows or columns, and what one turn of the loop sums over.
 SIDE, DEPTH = 128, 64
 WARPS, STAGES = 8, 3
-# What programs and traces call the kernels.
-OF_ROWS, OF_WEIGHTS = "grouped_rows", "grouped_weights"
 # Smaller sides fill no tensor core.
 _LEAST = 16
 
@@ -171,11 +171,6 @@ def _pad(x: jax.Array, *sides: int) -> jax.Array:
     sides = (*(1,) * (x.ndim - len(sides)), *sides)
     missing = [-length % side for length, side in zip(x.shape, sides, strict=True)]
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x
-
-
-def is_grouped(parameters: dict[str, Any]) -> bool:
-    """Whether a `pallas_call` with these parameters is one of the kernels here."""
-    return parameters.get("name") in (OF_ROWS, OF_WEIGHTS)
 
 
 def _call(

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.dropout import Draws, dropout
-from jaxtrain.nn.products.contract import contract, meaning
+from jaxtrain.nn.products.contract import StructuredWeight, contract, meaning
 from jaxtrain.nn.products.dot import Einsum, sides
-from jaxtrain.nn.products.quantized import Quantized, product
+from jaxtrain.nn.products.quantized import Quantized
 from jaxtrain.parallel.gathering import GradientSlice, gather
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LowRank:
+class LowRank(StructuredWeight):
     """The value of a parameter that has an adapter.
 
     Attributes:
@@ -48,44 +48,39 @@ class LowRank:
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
     place: int = dataclasses.field(default=0, metadata={"static": True})
 
-
-def adapted(
-    equation: str,
-    x: jax.Array,
-    weight: nnx.Param,
-    out: tuple[str, ...] | None,
-    *,
-    by: Einsum,
-    draws: Draws | None = None,
-    layer: jax.Array | int | None = None,
-) -> jax.Array:
-    """The product of x with a weight that has an adapter; arguments as of `contract`.
-
-    Args:
-      equation, x, out: as of `contract`.
-      weight: its value is a `LowRank`.
-      by: what multiplies with the weight; the adapter's products are in x's dtype.
-      draws: what dropout draws from; None drops nothing.
-      layer: the number of the layer.
-    """
-    value: LowRank = weight.get_value()
-    left, right, _ = sides(equation)
-    summed = "".join(letter for letter in right if letter in left)
-    kept = "".join(letter for letter in left if letter not in right)
-    base: Any = weight.replace(value.base)
-    of_base = product if isinstance(value.base, Quantized) else contract
-    y = of_base(equation, x, base, out, by=by)
-    down: Any = weight.replace(value.down, axes=value.down_axes)
-    read = dropout(x, value.dropout, draws, value.place, layer)
-    middle = contract(f"{left},{summed}R->{kept}R", read, down, (*meaning(kept), "rank"))
-    up: Any = weight.replace(value.up, axes=value.up_axes)
-    added = contract(f"{kept}R,{up_letters(right, summed)}->{sides(equation)[2]}", middle, up, out)
-    y = y + value.scale * added
-    if value.magnitude is None:
-        return y
-    size: Any = weight.replace(value.magnitude, axes=value.magnitude_axes)
-    whole = _merge(right, summed, gather(base), gather(down), gather(up), value.scale)
-    return y * _factor(sides(equation)[2], right, summed, gather(size), whole).astype(y.dtype)
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        weight: nnx.Param,
+        out: tuple[str, ...] | None,
+        *,
+        by: Einsum,
+        draws: Draws | None,
+        layer: jax.Array | int | None,
+    ) -> jax.Array:
+        """As in StructuredWeight; the adapter's products are in x's dtype."""
+        left, right, _ = sides(equation)
+        summed = "".join(letter for letter in right if letter in left)
+        kept = "".join(letter for letter in left if letter not in right)
+        base: Any = weight.replace(self.base)
+        if isinstance(self.base, Quantized):
+            y = self.base.contract(equation, x, base, out, by=by, draws=draws, layer=layer)
+        else:
+            y = contract(equation, x, base, out, by=by)
+        down: Any = weight.replace(self.down, axes=self.down_axes)
+        read = dropout(x, self.dropout, draws, self.place, layer)
+        middle = contract(f"{left},{summed}R->{kept}R", read, down, (*meaning(kept), "rank"))
+        up: Any = weight.replace(self.up, axes=self.up_axes)
+        added = contract(
+            f"{kept}R,{up_letters(right, summed)}->{sides(equation)[2]}", middle, up, out
+        )
+        y = y + self.scale * added
+        if self.magnitude is None:
+            return y
+        size: Any = weight.replace(self.magnitude, axes=self.magnitude_axes)
+        whole = _merge(right, summed, gather(base), gather(down), gather(up), self.scale)
+        return y * _factor(sides(equation)[2], right, summed, gather(size), whole).astype(y.dtype)
 
 
 def _merge(

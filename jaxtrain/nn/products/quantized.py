@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.products.contract import StructuredWeight, contract
 from jaxtrain.nn.products.dot import Einsum
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
@@ -40,7 +41,7 @@ NF4 = np.array([
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Quantized:
+class Quantized(StructuredWeight):
     """The value of a quantized parameter, or of one layer of it.
 
     Attributes:
@@ -62,6 +63,36 @@ class Quantized:
     kind: Kind = dataclasses.field(metadata={"static": True})
     dim: int = dataclasses.field(metadata={"static": True})
     summed: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        weight: nnx.Param,
+        out: tuple[str, ...] | None,
+        *,
+        by: Einsum,
+        draws: Draws | None,
+        layer: jax.Array | int | None,
+    ) -> jax.Array:
+        """As in StructuredWeight.
+
+        Codes are gathered over fsdp, not floats. The backward pass makes the floats again: kept,
+        they would be what the codes are there to avoid.
+        """
+        del draws, layer
+
+        def multiplied(x: jax.Array, value: Quantized) -> jax.Array:
+            codes: Any = weight.replace(value.codes, axes=value.codes_axes)
+            scales: Any = weight.replace(value.scales, axes=value.scales_axes)
+            whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
+            if value.zeros is not None:
+                zeros: Any = weight.replace(value.zeros, axes=value.scales_axes)
+                whole = dataclasses.replace(whole, zeros=gather(zeros))
+            floats: Any = weight.replace(dequantized(whole).astype(x.dtype))
+            return contract(equation, x, floats, out, by=by)
+
+        return jax.checkpoint(multiplied)(x, self)
 
 
 def quantize(
@@ -167,34 +198,6 @@ def of_arrays(
     (codes, axes), (scales, scales_axes) = found["codes"], found["scales"]
     zeros = found["zeros"][0] if kind == "int4" else None
     return Quantized(codes, scales, zeros, axes, scales_axes, kind, summed[-1], summed)
-
-
-def product(
-    equation: str,
-    x: jax.Array,
-    weight: nnx.Param,
-    out: tuple[str, ...] | None,
-    *,
-    by: Einsum,
-) -> jax.Array:
-    """The product of x with a weight quantized; arguments as of `contract`.
-
-    Codes are gathered over fsdp, not floats. The backward pass makes the floats again: kept, they
-    would be what the codes are there to avoid.
-    """
-    value: Quantized = weight.get_value()
-
-    def multiplied(x: jax.Array, value: Quantized) -> jax.Array:
-        codes: Any = weight.replace(value.codes, axes=value.codes_axes)
-        scales: Any = weight.replace(value.scales, axes=value.scales_axes)
-        whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
-        if value.zeros is not None:
-            zeros: Any = weight.replace(value.zeros, axes=value.scales_axes)
-            whole = dataclasses.replace(whole, zeros=gather(zeros))
-        floats: Any = weight.replace(dequantized(whole).astype(x.dtype))
-        return contract(equation, x, floats, out, by=by)
-
-    return jax.checkpoint(multiplied)(x, value)
 
 
 def _dequantize(codes: jax.Array) -> jax.Array:

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.products.contract import StructuredWeight, contract
 from jaxtrain.nn.products.dot import Einsum
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Watched:
+class Watched(StructuredWeight):
     """The value of a parameter whose product is watched.
 
     Attributes:
@@ -33,17 +34,24 @@ class Watched:
     probe: jax.Array
     every: int = dataclasses.field(metadata={"static": True})
 
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        weight: nnx.Param,
+        out: tuple[str, ...] | None,
+        *,
+        by: Einsum,
+        draws: Draws | None,
+        layer: jax.Array | int | None,
+    ) -> jax.Array:
+        """As in StructuredWeight, of x [B, T, ...].
 
-def watched(
-    equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None, *, by: Einsum
-) -> jax.Array:
-    """The product of x [B, T, ...] with a weight that is watched; arguments as of `contract`.
-
-    The probe's gradient is what stands in x, whatever is differentiated; x itself has none.
-    """
-    value: Watched = weight.get_value()
-    base: Any = weight.replace(value.weight)
-    return contract(equation, _show(value.every, x, value.probe), base, out, by=by)
+        The probe's gradient is what stands in x, whatever is differentiated; x itself has none.
+        """
+        del draws, layer
+        base: Any = weight.replace(self.weight)
+        return contract(equation, _show(self.every, x, self.probe), base, out, by=by)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -28,7 +28,7 @@ from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
 from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
 from jaxtrain.run.cluster.token import RunToken
-from jaxtrain.run.metrics_file import METRICS_FILE
+from jaxtrain.run.metrics.files import METRICS_FILE
 from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.training.settings import Config
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketPath, Place, in_threads
-from jaxtrain.config.disks import full_disk
-from jaxtrain.config.files import remove_tree, sync
+from jaxtrain.config.buckets import BucketPath, Place, in_threads, require
+from jaxtrain.config.files import full_disk, remove_tree, sync
 
 
 def nothing() -> None:
@@ -166,3 +165,20 @@ def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
             if path.is_file() and stat.st_size and not path.name.startswith("."):
                 found[path] = stat.st_mtime_ns, stat.st_size
     return found
+
+
+def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+    """The folder of a run that has no attempt of the command line's.
+
+    Raises:
+      UserError: another process is writing there, or the bucket cannot be reached.
+    """
+    # Imported here: the command line's attempt has the folder's lock already.
+    from jaxtrain.run.attempts.lock import require_not_held
+    from jaxtrain.run.metrics.files import METRICS_FILE
+    from jaxtrain.run.tracking.tracking import POSITION_FILES
+
+    if isinstance(workdir, BucketPath):
+        require("workdir", workdir)
+    require_not_held(workdir, report)
+    return RunFolder(workdir, pull=[METRICS_FILE, *POSITION_FILES], report=report)

@@ -19,7 +19,7 @@ from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import noted_signals
-from jaxtrain.run.options import add_run_commands, adder
+from jaxtrain.run.commands.options import add_run_commands, adder
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 
 QUICKSTART = "gpt_quickstart"

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxtrain.run.attempts.phases import IDLE, Phases
-from jaxtrain.run.checkpoint.interval import Costs
 
 # Steps of an attempt before its first save, which measures what a save costs: caches are then warm.
 FIRST_STEPS = 20
@@ -106,6 +105,9 @@ class AutomaticInterval(SaveSchedule):
         if each <= 0:
             return  # saved twice at one step
         cost = statistics.median(self._save_costs[1:] or self._save_costs)
+        # Imported here: most runs name their interval.
+        from jaxtrain.run.checkpoint.interval import Costs
+
         costs = Costs(step=each, save=cost, write=0.0, recovery=0.0, mtbf=self._mtbf)
         best = costs.best_interval(self._steps)
         if self.interval is not None and abs(best - self.interval) <= _CHANGE * self.interval:

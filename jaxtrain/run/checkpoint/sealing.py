@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import jax
 
 from jaxtrain.config.buckets import BucketError, BucketPath, Place, library_errors
-from jaxtrain.config.disks import full_disk, room
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import full_disk, room
 from jaxtrain.run.checkpoint import manifest, retention
 from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf
 

@@ -2,36 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
 
+from jaxtrain.run.cluster.interface import Cause, Row, Table
 from jaxtrain.run.cluster.wire import Message
-
-Row = dict[str, Any]
-Table = dict[int, Row]
 
 # A process that only feels another's death reports an error of its own, often some milliseconds
 # before that death is seen here: the loss is waited for before an error is called the cause.
 _DOUBT_SECONDS = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Cause:
-    """Why a run cannot go on: the first thing that went wrong in any process.
-
-    Attributes:
-      what: `lost`: a process ended without a goodbye or went silent; `failed`: it said why itself.
-      process_id: the process.
-      host: its host.
-      why: what was seen, or its own reason.
-    """
-
-    what: Literal["lost", "failed"]
-    process_id: int
-    host: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"process {self.process_id} (host {self.host}) {self.what}: {self.why}"
 
 
 class Hub:

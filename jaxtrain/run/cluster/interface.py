@@ -4,10 +4,33 @@ import abc
 import dataclasses
 import socket
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from jaxtrain.run.cluster.cluster import Hello
-from jaxtrain.run.cluster.hub import Cause, Table
+if TYPE_CHECKING:
+    from jaxtrain.run.cluster.cluster import Hello
+
+Row = dict[str, Any]
+Table = dict[int, Row]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a run cannot go on: the first thing that went wrong in any process.
+
+    Attributes:
+      what: `lost`: a process ended without a goodbye or went silent; `failed`: it said why itself.
+      process_id: the process.
+      host: its host.
+      why: what was seen, or its own reason.
+    """
+
+    what: Literal["lost", "failed"]
+    process_id: int
+    host: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"process {self.process_id} (host {self.host}) {self.what}: {self.why}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +125,7 @@ class Peers(abc.ABC):
 class Alone(Peers):
     """A run of one process: the same calls without sockets."""
 
-    def __init__(self, welcome: Hello | None = None) -> None:
+    def __init__(self, welcome: "Hello | None" = None) -> None:
         self.process_id, self.num_processes = 0, 1
         self.hosts = {0: socket.gethostname()}
         self.address = "127.0.0.1"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
-from jaxtrain.run.commands import open_run
+from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import converse
@@ -16,7 +16,7 @@ from jaxtrain.run.generation.drafting import drafted, validate_guesses
 from jaxtrain.run.generation.published_defaults import Defaults, published_defaults
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable, show
-from jaxtrain.run.json_records import read_records
+from jaxtrain.run.inference.json_records import read_records
 from jaxtrain.run.status import DONE
 
 _DRAWING = ("temperature", "top_k", "top_p", "min_p")

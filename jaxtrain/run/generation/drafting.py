@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import token_model
-from jaxtrain.run.commands import open_run
+from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.published_defaults import ends_of_run

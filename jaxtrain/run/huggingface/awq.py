@@ -30,8 +30,8 @@ from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.products.quantized import Quantized, unpacked
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
-from jaxtrain.run.ancestry import Ancestor
-from jaxtrain.run.huggingface import RECEIPT, receipt
+from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
+from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
 from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process

@@ -10,7 +10,7 @@ from jaxtrain.data.tokenizer import no_end_of_text
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs
-from jaxtrain.run.commands import open_run
+from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, import_run
 from jaxtrain.run.show.progress import say, terminal

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.files import write_atomically
-from jaxtrain.data.mixture import text_of
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.text.source import text_of
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.run.ancestry import Ancestor
+from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
 from jaxtrain.run.generation.published_defaults import published_folder
-from jaxtrain.run.huggingface import RECEIPT, receipt
+from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors

@@ -21,11 +21,11 @@ from jaxtrain.models.weights.folder import TOKENIZER, match
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
-from jaxtrain.run import resume
-from jaxtrain.run.ancestry import of_published
+from jaxtrain.run.checkpoint import metadata
+from jaxtrain.run.checkpoint.ancestry import RECEIPT, of_published
 from jaxtrain.run.checkpoint.retention import FOLDER, reject_others
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface import RECEIPT, receipt
+from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training.balancing import biases_of
@@ -89,7 +89,7 @@ def _write(
             carried.mkdir(parents=True, exist_ok=True)
         for name, content in source.carried().items():
             write_atomically(carried / name, content)
-    extra = resume.describe_parameters(config, program, of_published(source.path))
+    extra = metadata.describe_parameters(config, program, of_published(source.path))
     save_first(0, _partition(params, program), extra, config=config, workdir=workdir, say=say)
     (family, _), model = source.asked, config.train.model
     shapes, tensors = shapes_of(program), source.tensors()

@@ -29,7 +29,7 @@ from jaxtrain.models.weights.folder import StoredTensor
 from jaxtrain.models.weights.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.run.logits import logits
+from jaxtrain.run.inference.logits import logits
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.step import Program, TrainState
@@ -84,7 +84,7 @@ class Receipt:
       differing: names of the tensors that are not what our parameters are there.
       logits: of both models; None where they were not compared.
       why_not: the reason, where they were not compared with another program's.
-      ancestors: of an export, the run's checkpoint and what it came from: see `run.ancestry`.
+      ancestors: of an export, the run's checkpoint and what it came from; see `ancestry`.
       training_differences: of an import, what training does otherwise than in transformers.
     """
 

@@ -22,8 +22,8 @@ from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run import resume
-from jaxtrain.run.commands import open_run
+from jaxtrain.run.checkpoint import metadata
+from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.write import tokenizer_of
 from jaxtrain.run.huggingface.exporting import carried_along
 from jaxtrain.run.huggingface.importing import (
@@ -137,7 +137,7 @@ def write_quantized(
         # What is handed in is taken away, and the trainer's own may be among it.
         made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
     made = dataclasses.replace(made, step=state.step)
-    extra = resume.describe_parameters(config, program, trainer.ancestors)
+    extra = metadata.describe_parameters(config, program, trainer.ancestors)
     del extra["only_parameters"]
     with whole_or_absent(out):
         with path_errors(f"--out {out}", needs="use a folder that can be made and written"):

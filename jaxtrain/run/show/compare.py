@@ -14,9 +14,9 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors, writable, write_atomically
-from jaxtrain.run.metrics_file import METRICS_FILE, lines_of
-from jaxtrain.run.run_folders import runs_in
+from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
 from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.run_folders import runs_in
 from jaxtrain.run.status import DONE
 
 if TYPE_CHECKING:

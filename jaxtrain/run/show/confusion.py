@@ -1,6 +1,6 @@
 """Figure of a confusion matrix."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,7 +8,6 @@ import numpy as np
 if TYPE_CHECKING:
     from jaxtrain.run.show.picture import Picture
 
-CONFUSION = "eval_confusion"  # its name in metrics.jsonl
 _MOST_WRITTEN = 20  # classes whose numbers have room in their cells
 _MOST_LETTERS = 16  # of a class's name
 
@@ -43,9 +42,3 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ())
                 style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small"}
                 axes.text(column, row, str(count), color=color, **style)
     return figure
-
-
-def class_names(facts: Mapping[str, Any]) -> list[str]:
-    """The names of the classes in what is known of the data; none where it does not say."""
-    names = facts.get("class_names")
-    return [] if names is None else str(names).split(", ")

@@ -1,7 +1,7 @@
 """Progress display: one live line with ETA on a terminal, plain lines elsewhere."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -79,6 +79,18 @@ def say(console: Console, *lines: str) -> None:
     """Prints lines as they are: a log file's are not cut to a terminal's width."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def on_first_process(console: Console) -> Callable[[str], None]:
+    """What takes a line for people, and prints it where this is process 0."""
+    # Imported here: the command line's help is printed without JAX.
+    import jax
+
+    def say_first(line: str) -> None:
+        if jax.process_index() == 0:
+            say(console, line)
+
+    return say_first
 
 
 def quiet() -> Console:

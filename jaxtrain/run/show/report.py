@@ -19,7 +19,7 @@ from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
-from jaxtrain.run.ancestry import told
+from jaxtrain.run.checkpoint.ancestry import told
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.corruption import replicated_fraction

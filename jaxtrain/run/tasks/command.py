@@ -5,9 +5,9 @@ import json
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import token_model
-from jaxtrain.run.commands import open_run
+from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.write import tokenizer_of
-from jaxtrain.run.metrics_file import strict
+from jaxtrain.run.metrics.files import strict
 from jaxtrain.run.status import DONE
 from jaxtrain.run.tasks.scoring import scores
 from jaxtrain.run.tasks.tasks import pairs, read_task, results

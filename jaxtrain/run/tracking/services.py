@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.training.tracker import Tracker
+from jaxtrain.training.settings import Tracker
 
 # (step, metrics): the numbers of one line of metrics.jsonl.
 Track = Callable[[int, Mapping[str, float]], None]

@@ -17,7 +17,7 @@ import jax
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import MalformedError, read_json_object
-from jaxtrain.run.metrics_file import METRICS_FILE, numbers_of, parse_line
+from jaxtrain.run.metrics.files import METRICS_FILE, numbers_of, parse_line
 from jaxtrain.run.tracking.services import Function, Service, Track, open_service
 from jaxtrain.training.settings import Config
 

@@ -1,13 +1,15 @@
 """Settings of the gradient exchange, and incompatible features."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Literal
 
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.exchange.graphs import Graph, sides
+
+Graph = Literal["ring", "torus", "exponential"]
 
 # Which settings a method reads; the others must stay at their defaults.
 _READS: dict[str, tuple[str, ...]] = {
@@ -142,3 +144,36 @@ def _validate_turns(settings: Exchange) -> Iterator[str]:
             f"Exchange.delay={settings.delay} with Exchange.period={period}: a fragment would be "
             f"sent again before it has come; use Exchange.delay={period - 1} or a longer period"
         )
+
+
+def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
+    """For each permute of an exchange, the replica that each one sends to; none twice.
+
+    In each graph every replica has as many neighbours as every other, and the mean of all stays.
+
+    Args:
+      graph: 'ring': both next ones; 'torus': the next ones along both sides of a grid, row by row;
+        'exponential': those 1, 2, 4, ... places on, below their number.
+      replicas: how many there are.
+    """
+    everyone = range(replicas)
+    if graph == "torus":
+        rows, columns = sides(replicas)
+        along = [
+            [(r // columns + i) % rows * columns + (r % columns + j) % columns for r in everyone]
+            for i, j in ((0, 1), (0, -1), (1, 0), (-1, 0))
+        ]
+    else:
+        shifts = (1, -1) if graph == "ring" else [2**i for i in range((replicas - 1).bit_length())]
+        along = [[(r + shift) % replicas for r in everyone] for shift in shifts]
+    found = []
+    for one in along:
+        if one not in found and one != list(everyone):
+            found.append(one)
+    return found
+
+
+def sides(replicas: int) -> tuple[int, int]:
+    """Return rows and columns of the grid of `replicas` that is nearest to a square."""
+    rows = max(n for n in range(1, math.isqrt(replicas) + 1) if replicas % n == 0)
+    return rows, replicas // rows

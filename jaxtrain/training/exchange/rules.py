@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.parallel.sharding import on_each_device
+from jaxtrain.training.exchange.exchange import Graph, neighbours
 from jaxtrain.training.exchange.exchange_program import over_replicas, spread_out
-from jaxtrain.training.exchange.graphs import Graph, neighbours
 from jaxtrain.training.step import TrainState
 
 Memory = dict[str, Any]

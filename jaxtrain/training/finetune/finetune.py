@@ -13,10 +13,7 @@ from jaxtrain.config.errors import UserError, did_you_mean, require_at_least, re
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.nn.dropout import validate_rate
-from jaxtrain.nn.products.quantized import BLOCK
 from jaxtrain.parallel.sharding import Layout, by_name
-from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, validate_blocks
-from jaxtrain.training.finetune.lora import LoRA, targets_of
 from jaxtrain.training.finetune.tuning import Tuning
 
 
@@ -169,6 +166,9 @@ def _validate_unmatched(
 
 def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
     """What holds for adapters and for quantized weights."""
+    # Imported here, as below: most runs train all parameters, as they are.
+    from jaxtrain.training.finetune.few_bits import can_adapt, validate_blocks
+
     wanted = f"lora_rank={settings.lora_rank}"
     if settings.lora_rank is None:
         wanted = f"few_bits={settings.few_bits!r}"
@@ -183,10 +183,15 @@ def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | Non
 
 def _group_of(settings: Finetune) -> int:
     """Numbers that share a scale."""
+    from jaxtrain.nn.products.quantized import BLOCK
+
     return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
 
 
 def _validate_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
+    from jaxtrain.training.finetune.few_bits import can_adapt
+    from jaxtrain.training.finetune.lora import targets_of
+
     able = [name for name, variable in by_name(shapes).items() if can_adapt(variable)]
     if not able:
         return
@@ -227,6 +232,8 @@ def tuning_of(
     names, rank = by_name(shapes), settings.lora_rank
     if settings.freeze:
         return Tuning(untrained | frozenset(matching(settings.freeze, names)))
+    from jaxtrain.training.finetune.few_bits import FewBits, can_adapt
+
     all_names, few_bits, kind = frozenset(names), frozenset[str](), settings.few_bits
     if kind != "none":
         few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
@@ -234,6 +241,8 @@ def tuning_of(
                  group=_group_of(settings))  # fmt: skip
     if rank is None:
         return of
+    from jaxtrain.training.finetune.lora import LoRA, targets_of
+
     targets = {name for _, those in targets_of(settings.lora_targets, shapes) for name in those}
     divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
     return LoRA(

@@ -37,10 +37,8 @@ from jaxtrain.nn.transformer import (
 )
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits, objective_named
-from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -215,6 +213,9 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
         Inputs are looked at everywhere, in padding too; targets where they count.
         """
+        # Imported here, as below: a run's own data are what they should be.
+        from jaxtrain.training.objectives.own_batch import validate_form
+
         features = features_of(model)
         dtype = "int32" if features is None else "float32"
         of_place = () if features is None else (features,)
@@ -254,6 +255,8 @@ def _validate_length(
 
 
 def _validate_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> Iterator[str]:
+    from jaxtrain.training.objectives.own_batch import validate_values
+
     name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, told
     of_targets = f" ({name}.{setting}={count})"
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
@@ -292,6 +295,9 @@ def token_loss(
         h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
         if settings.chunk_size is None:
             return of_logits(padded_logits(model, h_BTD), batch.targets, mask_BT).sum()
+        # Imported here: most vocabularies are small enough for their logits to be kept.
+        from jaxtrain.training.objectives.chunks import over_chunks
+
         h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)

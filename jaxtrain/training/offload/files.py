@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.disks import writing
-from jaxtrain.config.files import remove_tree
+from jaxtrain.config.files import remove_tree, writing
 
 FOLDER = "offload"  # in a run's folder
 

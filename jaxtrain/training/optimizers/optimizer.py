@@ -12,7 +12,6 @@ from jaxtrain.config.values import ByName
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.average import keep_average
-from jaxtrain.training.optimizers.clipping import clip_adaptively, clip_each
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
 from jaxtrain.training.optimizers.moments import Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
@@ -164,8 +163,12 @@ def make_optimizer(
         if unfreezing.steps:
             first.append(unfreezing.holding_back())
     if settings.clip_value is not None:
+        from jaxtrain.training.optimizers.clipping import clip_each
+
         first.append(clip_each(settings.clip_value))
     if settings.clip_ratio is not None:
+        from jaxtrain.training.optimizers.clipping import clip_adaptively
+
         first.append(clip_adaptively(settings.clip_ratio))
     if settings.clip_norm is not None:
         first.append(optax.clip_by_global_norm(settings.clip_norm))

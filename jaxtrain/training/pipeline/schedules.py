@@ -1,29 +1,25 @@
-"""Pipeline schedules: GPipe, 1F1B, interleaved, zero-bubble, DualPipe-V."""
+"""`Pipeline`: settings of pipeline parallelism, the names of its schedules, the cut of layers."""
 
-import collections
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from jaxtrain.config.errors import UserError, count_of, did_you_mean, nearest_multiple
+from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.execution import Scan
 from jaxtrain.nn.execution import validate as validate_scan
-from jaxtrain.training.pipeline.slots import Backward
-from jaxtrain.training.pipeline.table import (
-    Action,
-    Timetable,
-    Work,
-    check,
-    needs,
-    result,
-    stage_on,
-)
+
+if TYPE_CHECKING:
+    from jaxtrain.training.pipeline.table import Timetable
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Name)
+# Their weight gradients wait until a rank has nothing better to do.
+SPLIT = ("zero_bubble", "dualpipe_v")
+
+Backward = Literal["recompute", "residuals"]
 
 # Microbatches times virtual stages: this many on 4 ranks are scheduled in 10 seconds, four times as
 # many in minutes.
@@ -55,16 +51,19 @@ class Pipeline:
     backward: Backward = "recompute"
 
     def __post_init__(self) -> None:
-        _validate(self.schedule, self.microbatches, self.virtual_stages)
+        validate_schedule(self.schedule, self.microbatches, self.virtual_stages)
 
     @property
     def folded(self) -> bool:
         """Whether stages come back up the ranks that they went down: `Timetable.folded`."""
         return self.schedule == "dualpipe_v"
 
-    def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> Timetable:
+    def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> "Timetable":
         """Return the table of these settings on `ranks` ranks, or that of evaluation;
         `make_schedule`."""
+        # Imported here: most runs have no pipeline.
+        from jaxtrain.training.pipeline.timetables import forward_only, make_schedule
+
         if not train:
             chunks = self.virtual_stages * passes
             return forward_only(ranks, self.microbatches, chunks, folded=self.folded)
@@ -117,7 +116,8 @@ def validate(
     yield from validate_scan(scan, num_layers=longest, written=of_stage)
 
 
-def _validate(schedule: str, microbatches: int, virtual_stages: int) -> None:
+def validate_schedule(schedule: str, microbatches: int, virtual_stages: int) -> None:
+    """Raises UserError where a schedule has no such microbatches or virtual stages."""
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"Pipeline.{name}={value}; use at least 1")
@@ -139,228 +139,6 @@ def _validate(schedule: str, microbatches: int, virtual_stages: int) -> None:
             f"{written}: only 'interleaved' and 'dualpipe_v' have virtual stages; set "
             "Pipeline.virtual_stages=1 or Pipeline.schedule='interleaved'"
         )
-
-
-@functools.lru_cache(maxsize=8)  # a plan asks for each several times, a search in a row
-def make_schedule(
-    name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1, passes: int = 1
-) -> Timetable:
-    """The checked table of a schedule; gradients are added up in the order of microbatches.
-
-    Args:
-      name: of the schedule.
-      ranks: devices along `pipe`.
-      microbatches: microbatches in one step.
-      virtual_stages: stages on each rank in a pass.
-      passes: how often a microbatch goes around the ring, through a stage of each rank and virtual
-        stage every time. The table takes them for virtual stages.
-
-    Raises:
-      UserError: an unknown name, or numbers that this schedule has no table for.
-    """
-    if name not in SCHEDULES:
-        raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, SCHEDULES)}")
-    _validate(name, microbatches, virtual_stages)
-    _validate_no_ranks(ranks)
-    nearest = nearest_multiple(microbatches, ranks)
-    if name == "interleaved" and microbatches % ranks:
-        instead = " (or use Pipeline.schedule='1f1b')" * (passes == 1)
-        raise UserError(
-            f"Pipeline.microbatches={microbatches} with Pipeline.schedule='interleaved': it must "
-            f"be a multiple of Mesh.pipe={ranks}; the nearest is {nearest}{instead}"
-        )
-    if passes > 1 and name in SPLIT:
-        raise UserError(
-            f"Pipeline.schedule={name!r}: microbatches go around its ranks once, and those of "
-            "an encoder-decoder twice; use Pipeline.schedule='1f1b'"
-        )
-    if passes > 1 and microbatches % ranks:
-        raise UserError(
-            f"Pipeline.microbatches={microbatches} with Mesh.pipe={ranks}: those of an "
-            "encoder-decoder go around the ranks twice, as many at a time as there are ranks; "
-            f"use a multiple of {ranks}, such as {nearest}"
-        )
-    chunks, folded = virtual_stages * passes, name == "dualpipe_v"
-    if folded:
-        kinds = _kinds_of_folded_ticks(ranks, microbatches)
-    else:
-        kinds = _kinds_of_ticks(name, ranks, microbatches, chunks)
-
-    def turns(kind: Work) -> list[dict[int, Action]]:
-        arguments = ranks, microbatches, chunks
-        return [_turns(kind, rank, *arguments, folded=folded) for rank in range(ranks)]
-
-    visits = {kind: turns(kind) for kind in {*kinds} - {Work.BACKWARD_WEIGHT}}
-    ticks = _fill(kinds, visits, ranks)
-    schedule = Timetable(name, ranks, chunks, microbatches, ticks, folded)
-    check(schedule)
-    return schedule
-
-
-def forward_only(
-    ranks: int, microbatches: int, virtual_stages: int = 1, *, folded: bool = False
-) -> Timetable:
-    """The checked table of evaluation: any number of microbatches, also with virtual stages.
-
-    Args:
-      ranks: devices along `pipe`.
-      microbatches: microbatches in one step.
-      virtual_stages: stages on each rank.
-      folded: as of `Timetable`.
-
-    Raises:
-      UserError: a number below 1.
-    """
-    _validate("forward", microbatches, virtual_stages)
-    _validate_no_ranks(ranks)
-    turns = [
-        _turns(Work.FORWARD, rank, ranks, microbatches, virtual_stages, folded=folded)
-        for rank in range(ranks)
-    ]
-    if folded:
-        kinds = [Work.FORWARD] * (1 + max(max(mine) for mine in turns))
-        ticks = _fill(kinds, {Work.FORWARD: turns}, ranks)
-    else:
-        ticks = _as_early_as_can_be([[*mine.values()] for mine in turns], ranks * virtual_stages)
-    schedule = Timetable("forward", ranks, virtual_stages, microbatches, ticks, folded)
-    check(schedule)
-    return schedule
-
-
-def _validate_no_ranks(ranks: int) -> None:
-    if ranks < 1:
-        raise UserError(f"Mesh.pipe={ranks}: a pipeline has at least 1 rank")
-
-
-# Their weight gradients wait until a rank has nothing better to do.
-SPLIT = ("zero_bubble", "dualpipe_v")
-
-
-def _turns(
-    kind: Work, rank: int, ranks: int, microbatches: int, chunks: int, *, folded: bool
-) -> dict[int, Action]:
-    """A rank's actions of one kind, by the number of the tick of that kind in which it does them.
-
-    A forward goes on one stage a forward tick, a backward goes back one a backward tick.
-
-    Around a ring: groups of `ranks` microbatches, chunk after chunk. A group is as long as the
-    ring: when its last microbatch enters a chunk, its first is back for the next one (arXiv
-    2104.04473, section 2.2). Folded: a microbatch every `chunks` turns; one that goes down meets
-    one that comes back between two ranks, never on one.
-    """
-    forward = kind == Work.FORWARD
-    if folded:
-        assert chunks == 2, "a V has two sides"
-        found = {}
-        for chunk, microbatch in itertools.product(range(chunks), range(microbatches)):
-            stage = stage_on(rank, chunk, ranks, folded=True)
-            gone = stage if forward else ranks * chunks - 1 - stage
-            found[chunks * microbatch + gone] = Action(kind, microbatch, stage)
-        return found
-    order = [
-        Action(kind, microbatch, chunk * ranks + rank)
-        for first in range(0, microbatches, ranks)
-        for chunk in (range(chunks) if forward else reversed(range(chunks)))
-        for microbatch in range(first, min(first + ranks, microbatches))
-    ]
-    return dict(enumerate(order, rank if forward else ranks - 1 - rank))
-
-
-def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
-    """What the ticks of a schedule are for, in order; all ranks do the same in one.
-
-    All ranks exchange once a tick, so that a tick lasts as long as its longest action: were one
-    rank's forward beside another's backward, it would wait for it. So ticks are alike. Each way
-    takes v m + p - 1 of them, the last rank's first backward follows its first forward, and a step
-    lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A microbatch
-    then takes a forward and a backward tick a stage there and as many back.
-
-    Weight gradients that are split off have ticks of their own in which every rank has one to do,
-    m - p + 1 where m >= 2p - 1; p - 1 more fill places of ranks that are done with their forwards,
-    or with their input gradients, before others are. That is ZB-H1's time, m (F + I + W) +
-    (p - 1) (F + I - W), as long as a weight gradient takes no longer than the other two.
-    """
-    p, m = ranks, microbatches
-    turns = chunks * m + p - 1
-    ahead = turns if name == "gpipe" else chunks * p
-    kinds = [Work.FORWARD] * ahead
-    split = name in SPLIT
-    for turn in range(turns):
-        kinds.append(Work.BACKWARD_INPUT if split else Work.BACKWARD)
-        if split and (p - 1 <= turn < m - p or turn >= turns - min(m, p)):
-            kinds.append(Work.BACKWARD_WEIGHT)
-        if turn + ahead < turns:
-            kinds.append(Work.FORWARD)
-    return kinds
-
-
-def _kinds_of_folded_ticks(ranks: int, microbatches: int) -> list[Work]:
-    """`_kinds_of_ticks` of stages along a V, but for the weight gradients that are left at the end.
-
-    Each way takes 2 m + 2 p - 2 turns of half a stage: the last rank waits p - 1 for the first
-    microbatch, and is done p - 1 before the first rank. The first rank's first backward follows its
-    first forward of the way back, after 2 p. Weight gradients have ticks of their own from turn p
-    on, so that no rank ever holds more than 2 p + 1 microbatches, and none in the last p turns that
-    have a forward, in which the last rank has no other.
-    """
-    p, m = ranks, microbatches
-    turns, ahead = 2 * (m + p - 1), 2 * p
-    kinds = [Work.FORWARD] * ahead
-    for turn in range(turns):
-        kinds.append(Work.BACKWARD_INPUT)
-        if p <= turn < 2 * m - p - 1:
-            kinds.append(Work.BACKWARD_WEIGHT)
-        if turn + ahead < turns:
-            kinds.append(Work.FORWARD)
-    return kinds
-
-
-def _fill(
-    kinds: list[Work], visits: dict[Work, list[dict[int, Action]]], ranks: int
-) -> tuple[tuple[Action | None, ...], ...]:
-    """The table of ticks of these kinds; a weight gradient is done where a rank has nothing else.
-
-    Args:
-      kinds: of the ticks; those for the weight gradients that are left are added at the end.
-      visits: by kind and rank, `_turns`.
-      ranks: devices along `pipe`.
-    """
-    weights: list[collections.deque[Action]] = [collections.deque() for _ in range(ranks)]
-    turns: collections.Counter[Work] = collections.Counter()
-    ticks = []
-    coming = collections.deque(kinds)
-    while coming or any(weights):
-        kind = coming.popleft() if coming else Work.BACKWARD_WEIGHT
-        row: list[Action | None] = []
-        for rank, waiting in enumerate(weights):
-            action = visits[kind][rank].get(turns[kind]) if kind in visits else None
-            if action is None:
-                row.append(waiting.popleft() if waiting else None)
-                continue
-            row.append(action)
-            if kind == Work.BACKWARD_INPUT:
-                waiting.append(action._replace(kind=Work.BACKWARD_WEIGHT))
-        turns[kind] += 1
-        ticks.append(tuple(row))
-    return tuple(ticks)
-
-
-def _as_early_as_can_be(
-    orders: list[list[Action]], num_stages: int
-) -> tuple[tuple[Action | None, ...], ...]:
-    """Runs each rank's list as early as inputs allow."""
-    waiting = [collections.deque(order) for order in orders]
-    finished: set[Action] = set()
-    ticks = []
-    while any(waiting):
-        row = tuple(
-            mine.popleft() if mine and finished.issuperset(needs(mine[0], num_stages)) else None
-            for mine in waiting
-        )
-        assert any(row), "the lists of the ranks wait for each other"
-        finished.update(result(action) for action in row if action is not None)
-        ticks.append(row)
-    return tuple(ticks)
 
 
 @functools.lru_cache(maxsize=1024)  # a search asks for few cuts, each often

@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 import numpy as np
 
+from jaxtrain.training.pipeline.schedules import Backward
 from jaxtrain.training.pipeline.table import Action, Timetable, Work, check
 
-Backward = Literal["recompute", "residuals"]
 Edges = tuple[tuple[int, int], ...]
 
 _BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)

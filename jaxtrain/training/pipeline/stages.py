@@ -13,7 +13,6 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.pipeline.schedules import cut_layers
-from jaxtrain.training.pipeline.table import stage_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +46,9 @@ class Stages:
     @functools.cached_property
     def order(self) -> np.ndarray:
         """The layer at each place of the stage order, -1 for padding; int32 [places]."""
+        # Imported here: most runs have no stages.
+        from jaxtrain.training.pipeline.table import stage_on
+
         first = np.cumsum((0, *self.cut))
         places = []
         for rank in range(self.ranks):

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.data.batch import Batch, example_shape, kind_of
-from jaxtrain.data.classed_rows import ClassedRows
-from jaxtrain.data.mixture import text_of
-from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.source import TextData, text_of
 from jaxtrain.models.model import (
     ClassModel,
     ImageModel,
@@ -146,10 +144,11 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
 
 def _labels(config: Config, model: TokenModel) -> Iterator[str]:
     """Labels where tokens are told, tokens where labels are, or more classes than are told."""
-    data, name, objective = config.train.data, type(model).__name__, config.train.task
+    data: Any = config.train.data
+    name, objective = type(model).__name__, config.train.task
     if not isinstance(objective, TokenObjective):
         return
-    has_labels = isinstance(data, ClassedRows)
+    has_labels = _is_a(data, "ClassedRows")
     if objective.labels and not isinstance(model, ClassModel):
         yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
     elif objective.labels != has_labels:

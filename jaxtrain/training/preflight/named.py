@@ -11,7 +11,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.remat import NAMES, Remat
-from jaxtrain.nn.remat import validate as validate_names
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
@@ -21,13 +20,9 @@ from jaxtrain.training.step import with_shardings
 
 
 def validate(config: Config) -> Iterator[str]:
-    """Yields an error message for each reason why activations cannot be kept by these names."""
-    settings = config.remat
-    yield from validate_names(settings)
-    if config.train.model.layers is None or not any(settings.named.values()):
-        return
+    """Yields an error message for each name that the model's layers do not give."""
     given = given_names(config)
-    for setting, names in settings.named.items():
+    for setting, names in config.remat.named.items():
         for name in names:
             if name not in given:
                 yield (

@@ -13,9 +13,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import passes_of, reads_pairs
-from jaxtrain.nn import execution
+from jaxtrain.nn import execution, remat
 from jaxtrain.nn.attention import context, kernels, patterns
-from jaxtrain.nn.products import eight_bit
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import corruption, settings
 from jaxtrain.training.compatibility import check_compatibility
@@ -25,7 +24,7 @@ from jaxtrain.training.objectives import losses
 from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
-from jaxtrain.training.preflight import model_and_data, named
+from jaxtrain.training.preflight import model_and_data
 from jaxtrain.training.program import uneven
 from jaxtrain.training.program.program import kernel_request
 from jaxtrain.training.run_context import RunContext
@@ -109,6 +108,10 @@ def _pattern(ctx: RunContext, config: Config) -> Iterable[str]:
 
 
 def _matmul(ctx: RunContext, config: Config) -> Iterable[str]:
+    if config.precision.matmul == "compute":
+        return ()
+    from jaxtrain.nn.products import eight_bit
+
     return eight_bit.validate(
         config.precision.matmul,
         platform=ctx.platform,
@@ -157,6 +160,15 @@ def _scan(ctx: RunContext, config: Config) -> Iterable[str]:
 def _layers_of(ctx: RunContext) -> str:
     """How the user writes the number of layers."""
     return f"{ctx.name}.{ctx.model.settings.get('layers', 'layers')}"
+
+
+def _remat(ctx: RunContext, config: Config) -> Iterable[str]:
+    yield from remat.validate(config.remat)
+    if ctx.model.layers is not None and any(config.remat.named.values()):
+        # Imported here: what layers give a name is traced for those who name something.
+        from jaxtrain.training.preflight import named
+
+        yield from named.validate(config)
 
 
 def _kernel(ctx: RunContext, config: Config) -> Iterable[str]:
@@ -211,7 +223,7 @@ _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (
     lambda ctx, c: c.train.task.validate_run(c.train.model, length=ctx.length),
     lambda ctx, c: model_and_data.validate(c, reads_data=ctx.reads_data),
     _scan,
-    lambda ctx, c: named.validate(c),
+    _remat,
     lambda ctx, c: losses.validate(c.loss, length=ctx.length, context=ctx.size("context")),
     _kernel,
 )

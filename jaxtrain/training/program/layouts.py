@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxtrain.config.partial import NotRead
 from jaxtrain.models.model import Model
-from jaxtrain.nn.products import grouped
 from jaxtrain.parallel import dividing
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
@@ -81,6 +80,8 @@ def notes(config: Config, layout: Layout) -> list[str]:
     experts = model.experts
     if experts is not None and experts.capacity_factor is None:
         platform, name = platform_of(layout.mesh), type(model).__name__
+        from jaxtrain.nn.products import grouped
+
         found += grouped.notes(platform, experts=experts.count, model=name)
     return found
 

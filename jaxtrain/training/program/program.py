@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -14,15 +15,12 @@ from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.eight_bit import EINSUMS
-from jaxtrain.nn.products.grouped import Grouped, kernel_on
+from jaxtrain.nn.products.dot import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.offload.files import Scratch
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
 from jaxtrain.training.optimizers.plateau import on_plateau
@@ -31,6 +29,10 @@ from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.products.grouped import Grouped
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
 def resolve_kernel(config: Config, platform: str) -> Choice | None:
@@ -89,8 +91,8 @@ def resolved(config: Config, platform: str) -> Config:
 
 
 def make_program(
-    config: Config, layout: Layout, scratch: Scratch | None = None
-) -> Program | ExchangeProgram:
+    config: Config, layout: Layout, workdir: Path | None = None
+) -> "Program | ExchangeProgram":
     """The pure functions that a configuration makes on a layout.
 
     What 'auto' means is required of the layout's devices, or of this process's where it has none.
@@ -98,7 +100,7 @@ def make_program(
     Args:
       config: the configuration.
       layout: from `layouts`.
-      scratch: where the files of what lies on disks are; None: in a temporary folder.
+      workdir: where the files of what is offloaded to disks are; None: in a temporary folder.
     """
     if config.attention.kernel == "auto":
         config = resolved(config, platform_of(layout.mesh))
@@ -110,12 +112,11 @@ def make_program(
     )  # fmt: skip
     optimizer, made = chained(first, rest), Program
     if config.offload.optimizer_state == "disk":
+        from jaxtrain.training.offload.files import Scratch
         from jaxtrain.training.offload.on_disk import OnDisk
 
         kept = {"first": tuple(first), "rule": optax.chain(*rest)}
-        made = functools.partial(
-            OnDisk, offload=config.offload, scratch=scratch or Scratch(None), **kept
-        )
+        made = functools.partial(OnDisk, offload=config.offload, scratch=Scratch(workdir), **kept)
     elif config.offload != Offload():
         from jaxtrain.training.offload.on_host import OnHost
         from jaxtrain.training.offload.streaming import streamed
@@ -136,7 +137,7 @@ def make_program(
             context_parallel=config.attention.context_parallel,
             remat=config.remat.kept,
             layers_per_iteration=config.scan.layers_per_iteration,
-            einsum=EINSUMS[config.precision.matmul],
+            einsum=einsum_of(config.precision.matmul),
             grouped=_grouped_kernel_of(config, layout),
         ),
         accumulation=config.train.accumulation,
@@ -162,7 +163,7 @@ def _curvature_of(rule: Rule) -> Any:
     return estimate_of(rule)
 
 
-def _with_other_gradients(config: Config, program: Program) -> Program | ExchangeProgram:
+def _with_other_gradients(config: Config, program: Program) -> "Program | ExchangeProgram":
     """The program whose replicas agree, or whose gradients are taken or measured, otherwise."""
     if config.exchange.method != "synchronous":
         from jaxtrain.training.exchange.methods import with_exchange
@@ -179,10 +180,12 @@ def _with_other_gradients(config: Config, program: Program) -> Program | Exchang
     return program
 
 
-def _grouped_kernel_of(config: Config, layout: Layout) -> Grouped:
-    """What experts' products are multiplied by on a layout's devices."""
+def _grouped_kernel_of(config: Config, layout: Layout) -> "Grouped | None":
+    """What experts' products are multiplied by on a layout's devices; None: there are none."""
     if config.train.model.experts is None:
-        return Grouped()
+        return None
+    from jaxtrain.nn.products.grouped import Grouped, kernel_on
+
     kernel = kernel_on(platform_of(layout.mesh))
     return Grouped(float8=config.precision.matmul == "float8", kernel=kernel)
 

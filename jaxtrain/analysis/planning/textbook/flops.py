@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jaxtrain.nn.products.grouped_kernel import is_grouped
+from jaxtrain.nn.remat import is_grouped
 
 # Primitives that hold no products but only move, name or compare: they cost no arithmetic.
 _MOVES = frozenset(

@@ -13,9 +13,10 @@ from typing import Any
 
 from jaxtrain.analysis.planning.timeline import simulate
 from jaxtrain.training.pipeline.parts import crossing
-from jaxtrain.training.pipeline.schedules import Pipeline, make_schedule
-from jaxtrain.training.pipeline.slots import Backward, sends, slots
+from jaxtrain.training.pipeline.schedules import Backward, Pipeline
+from jaxtrain.training.pipeline.slots import sends, slots
 from jaxtrain.training.pipeline.table import Timetable
+from jaxtrain.training.pipeline.timetables import make_schedule
 
 _ROUNDS = 3
 

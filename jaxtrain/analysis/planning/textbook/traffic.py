@@ -13,7 +13,7 @@ from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, split_ove
 from jaxtrain.analysis.planning.textbook.weight_traffic import weight_traffic
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.exchange.compression import BLOCK
-from jaxtrain.training.exchange.graphs import neighbours
+from jaxtrain.training.exchange.exchange import neighbours
 from jaxtrain.training.exchange.power_sgd import narrow
 from jaxtrain.training.optimizers.rule import Kept
 from jaxtrain.training.settings import Config

@@ -19,7 +19,7 @@ from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import noted_signals
-from jaxtrain.run.metrics_file import lines_of
+from jaxtrain.run.metrics.files import lines_of
 from jaxtrain.run.show import compare
 from jaxtrain.run.show.progress import clock, say, terminal
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import Model, vector_model
-from jaxtrain.run.vectors import vectors_of
+from jaxtrain.run.inference.vectors import vectors_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,12 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
-from jaxtrain.run.metrics_file import MetricsFiles, lines_of, numbers_of, strict
-from jaxtrain.run.show.confusion import class_names
+from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numbers_of, strict
 from jaxtrain.run.show.progress import Display
-from jaxtrain.training.exchange.shares import means
 from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
 from jaxtrain.training.objectives.yardstick import Yardstick
 from jaxtrain.training.program.program import flops_per_step
@@ -230,7 +229,11 @@ class MetricsLog:
             # A loss that is not finite leaves parameters that are not: a later step shows it.
             jax.block_until_ready(metrics["loss"])
         else:
-            metrics = means(metrics) if "weight" in metrics else metrics
+            if "weight" in metrics:
+                # Imported here: replicas that take steps of their own are rare.
+                from jaxtrain.training.exchange.shares import means
+
+                metrics = means(metrics)
             # These transfers are meant. jax.device_get says so too, but takes five times as long.
             with jax.transfer_guard_device_to_host("allow"):
                 looked_at = {k: metrics[k].item() for k in _LOOKED_AT if k in metrics}
@@ -290,51 +293,69 @@ class MetricsLog:
             self._history.append(strict(line))
 
 
-def open_log(
-    config: Config,
-    dataset: Dataset,
-    devices: Sequence[jax.Device],
-    *,
-    folder: Path | None,
-    first: int,
-    last: int,
-    terminal: Console,
-    history: list[dict[str, Any]],
-    guarded: bool = True,
-) -> MetricsLog:
-    """The log of a run whose clock starts here.
+class RunMetrics:
+    """The metrics of a run over all its logs.
 
-    Args:
-      config: the run's configuration.
-      dataset: says what is counted, and what the loss is compared with.
-      devices: of the whole mesh.
-      folder: for metrics.jsonl and what is drawn of it; None writes no file.
-      first: steps done.
-      last: the step that the run ends with.
-      terminal: where progress is shown.
-      history: takes the lines where no file does.
-      guarded: whether a bad step ends or rewinds the run, as `Guard.policy` says.
+    Attributes:
+      in_memory: the lines of a run without a folder.
     """
-    train = config.train
-    batch = train.data.abstract_batch(train.global_batch_size)
-    in_order = batch.positions is not None  # tokens, or vectors in their place
-    peak = peak_flops(devices[0].device_kind, config.precision.matmul)
-    return MetricsLog(
-        folder,
-        total_steps=last,
-        unit=dataset.unit,
-        units_per_step=train.global_batch_size * (batch.inputs.shape[1] if in_order else 1),
-        # Of rows of several lengths those of a step are no one number.
-        flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
-        peak_flops=None if peak is None else peak * len(devices),
-        first_step=first,
-        log_every=train.log_every,
-        terminal=terminal,
-        yardstick=train.task.yardstick(train.model, dataset.facts),
-        class_names=class_names(dataset.facts),
-        guard=config.guard if guarded else None,
-        history=history,
-    )
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device],
+        *,
+        folder: Path | None,
+        workdir: Place | None,
+        terminal: Console,
+    ) -> None:
+        """Opens nothing.
+
+        Args:
+          config: the run's configuration.
+          devices: of the whole mesh.
+          folder: for metrics.jsonl and what is drawn of it; None writes no file.
+          workdir: where lines are looked up in place of it, of a run that is looked at.
+          terminal: where progress is shown.
+        """
+        self._config, self._devices, self._terminal = config, devices, terminal
+        self._folder, self._workdir = folder, workdir if folder is None else folder
+        self.in_memory: list[dict[str, Any]] = []
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Those of metrics.jsonl so far; without a folder those in memory."""
+        return list(self.in_memory) if self._workdir is None else lines_of(self._workdir)
+
+    def open(self, dataset: Dataset, first: int, last: int, *, guarded: bool = True) -> MetricsLog:
+        """The log of some steps, whose clock starts here.
+
+        Args:
+          dataset: says what is counted, and what the loss is compared with.
+          first: steps done.
+          last: the step that the run ends with.
+          guarded: whether a bad step ends or rewinds the run, as `Guard.policy` says.
+        """
+        config, train = self._config, self._config.train
+        batch = train.data.abstract_batch(train.global_batch_size)
+        in_order = batch.positions is not None  # tokens, or vectors in their place
+        peak = peak_flops(self._devices[0].device_kind, config.precision.matmul)
+        return MetricsLog(
+            self._folder,
+            total_steps=last,
+            unit=dataset.unit,
+            units_per_step=train.global_batch_size * (batch.inputs.shape[1] if in_order else 1),
+            # Of rows of several lengths those of a step are no one number.
+            flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
+            peak_flops=None if peak is None else peak * len(self._devices),
+            first_step=first,
+            log_every=train.log_every,
+            terminal=self._terminal,
+            yardstick=train.task.yardstick(train.model, dataset.facts),
+            class_names=class_names(dataset.facts),
+            guard=config.guard if guarded else None,
+            history=self.in_memory,
+        )
 
 
 def lacks_evaluation(folder: Path, step: int) -> bool:

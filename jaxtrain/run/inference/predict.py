@@ -34,13 +34,13 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
-from jaxtrain.run.embedding import Embedding, embedded
 from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.hidden_tokens import hidden_tokens, token_names
-from jaxtrain.run.logits import embeddings, numbers
-from jaxtrain.run.numbers import Numbers, numbers_of
-from jaxtrain.run.texts import AT_ONCE, Written, texts_of
-from jaxtrain.run.vectors import vectors_of
+from jaxtrain.run.inference.embedding import Embedding, embedded
+from jaxtrain.run.inference.fill_mask import hidden_tokens, token_names
+from jaxtrain.run.inference.logits import embeddings, numbers
+from jaxtrain.run.inference.regression import Numbers, numbers_of
+from jaxtrain.run.inference.texts import AT_ONCE, Written, texts_of
+from jaxtrain.run.inference.vectors import vectors_of
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.reconstruction import Reconstruction
 from jaxtrain.training.objectives.regression import Regression

@@ -8,9 +8,8 @@ from jaxtrain.config.values import settings_of
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import DEMO
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.source import Dataset
+from jaxtrain.data.source import Dataset, is_store
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import is_store
 from jaxtrain.run.attempts.goodput import PRODUCTIVE, Account
 
 # Of the time of steps and their batches: less is noise.

@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.config.disks import writing
 from jaxtrain.config.errors import count_of
-from jaxtrain.config.files import write_atomically
+from jaxtrain.config.files import Appended, write_atomically, writing
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
-from jaxtrain.run.appended import Appended
-from jaxtrain.run.show.confusion import CONFUSION, confusion_figure
-from jaxtrain.run.show.plot import loss_png
-from jaxtrain.run.tensorboard import EventFile
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 METRICS_FILE = "metrics.jsonl"
 DAMAGED_FILE = "metrics.damaged.jsonl"  # lines that a resume found damaged
 PLOT_FILE = "loss.png"
+CONFUSION = "eval_confusion"  # its name in metrics.jsonl
 CONFUSION_FILE = "confusion.png"
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -40,6 +36,9 @@ class MetricsFiles:
         yardstick: Yardstick,
         class_names: Sequence[str] = (),
     ) -> None:
+        # Imported here: process 0 of a run with a folder alone writes event files.
+        from jaxtrain.run.metrics.tensorboard import EventFile
+
         workdir.mkdir(parents=True, exist_ok=True)
         self._metrics = workdir / METRICS_FILE
         self._image = workdir / PLOT_FILE
@@ -66,6 +65,9 @@ class MetricsFiles:
             self._drawing = _drawer().submit(self._draw)
 
     def _draw(self) -> None:
+        from jaxtrain.run.show.confusion import confusion_figure
+        from jaxtrain.run.show.plot import loss_png
+
         # One line at a time: a run's memory would grow with its length by what all of them take.
         write_atomically(self._image, loss_png(each_line(self._metrics), self._yardstick))
         if self._confusion is not None:
@@ -95,6 +97,12 @@ def _drawer() -> ThreadPoolExecutor:
     and keeps them and their files open when it has ended.
     """
     return ThreadPoolExecutor(1, thread_name_prefix="loss.png")
+
+
+def class_names(facts: Mapping[str, Any]) -> list[str]:
+    """The names of the classes in what is known of the data; none where it does not say."""
+    names = facts.get("class_names")
+    return [] if names is None else str(names).split(", ")
 
 
 def strict(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""Resume: checkpoint metadata, compatibility checks, restore into any layout."""
+"""Checkpoint metadata: what is saved with a state, and how a run that resumes differs from it."""
 
 import dataclasses
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from flax import nnx
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
@@ -18,20 +16,16 @@ from jaxtrain.config.reader import load
 from jaxtrain.data.shuffle import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
-from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.run.ancestry import Ancestor
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import FORMAT
-from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training.balancing import biases_of
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
-from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
-from jaxtrain.training.pipeline.stages import is_layer, rearrange
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState, with_shardings
+from jaxtrain.training.step import Program
+
+if TYPE_CHECKING:
+    from jaxtrain.run.checkpoint.ancestry import Ancestor
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 _DIGEST = "the data's sha256"
 _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
@@ -39,10 +33,10 @@ _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
 
 def describe(
     config: Config,
-    program: Program | ExchangeProgram,
+    program: "Program | ExchangeProgram",
     digest: str,
     next_batch: int,
-    ancestors: Sequence[Ancestor] = (),
+    ancestors: "Sequence[Ancestor]" = (),
 ) -> dict[str, Any]:
     """What is saved beside a state.
 
@@ -64,7 +58,7 @@ def describe(
 
 
 def describe_parameters(
-    config: Config, program: Program, ancestors: Sequence[Ancestor]
+    config: Config, program: Program, ancestors: "Sequence[Ancestor]"
 ) -> dict[str, Any]:
     """Return what is saved next to parameters alone, of a run before its first step.
 
@@ -178,7 +172,7 @@ def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
 def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, str, str]]:
     """Settings that are others than in the saved config: name, value there, value now."""
     before, now = (
-        dict(line.split(" = ", 1) for line in _bindings(text, *beginnings))
+        dict(line.split(" = ", 1) for line in bindings_of(text, *beginnings))
         for text in (saved, config.operative())
     )
     return [(n, before[n], now[n]) for n in now if n in before and before[n] != now[n]]
@@ -218,16 +212,7 @@ class _Rates:
     notes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tuned:
-    """What of a model a run trains."""
-
-    finetune: Finetune
-    imports: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def _bindings(config: str, *beginnings: str) -> list[str]:
+def bindings_of(config: str, *beginnings: str) -> list[str]:
     """The settings of a saved config whose names begin so, as bindings."""
     return [x for x in config.splitlines() if x.startswith(beginnings) and " = " in x]
 
@@ -252,7 +237,7 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
     step was given more steps.
     """
     saved = dict(line.split(" = ", 1) for line in extra["config"].splitlines() if " = " in line)
-    bindings = _bindings(extra["config"], *_OF_RATES)
+    bindings = bindings_of(extra["config"], *_OF_RATES)
     try:
         before = load(_Rates, None, bindings, search_path=Path())
     except UserError:
@@ -275,119 +260,3 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
         f"The learning rate of step {step + 1} is {new:.3g}, by the checkpoint's schedule it would "
         f"be {old:.3g}: {changed}{way_out}"
     )
-
-
-def restore(checkpoints: Checkpoints, step: int, program: Program | ExchangeProgram) -> TrainState:
-    """The state of `step` in the program's layout, whatever mesh and stages wrote it.
-
-    A pipeline keeps its layers in stage order; where the saved order is another one they are read
-    in that order and then dealt out again.
-    """
-
-    def read(part: Callable[[TrainState], Any]) -> Any:
-        return _restore(checkpoints, step, program, part)
-
-    plain: Any = program.plain
-    offload = getattr(plain, "offload", None)
-    if offload is None or offload.optimizer_state != "disk":
-        return read(lambda state: state)
-    checkpoints.reject_left_over(step, program.abstract_state())
-    return plain.restored(read(plain.in_memory), read)
-
-
-def restore_parameters(
-    checkpoints: Checkpoints, step: int, program: Program, unread: Collection[str] = ()
-) -> nnx.State:
-    """The parameters and running statistics of `step`, in the layout of the program's `whole`;
-    nothing else is read.
-
-    Args:
-      checkpoints: another run's, or this one's.
-      step: of the checkpoint.
-      program: what they are for.
-      unread: names of those that are left out, with what stands beside them.
-    """
-    said = _bindings(checkpoints.extra(step)["config"], "Finetune.")
-    saved = load(_Tuned, None, said, search_path=Path())
-    tuning = tuning_of(saved.finetune, program.build, biases_of(program.build))
-    source = dataclasses.replace(program, tuning=tuning)
-
-    def wanted(state: TrainState) -> dict[str, nnx.State]:
-        def reads(name: str, _: Any) -> bool:
-            return not any(name == one or name.startswith(f"{one}/") for one in unread)
-
-        parts = {"params": state.params, "frozen": state.frozen, "statistics": state.statistics}
-        return {name: partition(part, reads)[0] for name, part in parts.items()}
-
-    found = _restore(checkpoints, step, source, wanted)
-    with program.layout.active():
-        params = jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
-    return nnx.merge_state(params, found["statistics"])
-
-
-def _restore(
-    checkpoints: Checkpoints,
-    step: int,
-    program: Program | ExchangeProgram,
-    part: Callable[[TrainState], Any],
-) -> Any:
-    """A part of the state, whatever mesh and stages wrote it."""
-    saved, whole_state = checkpoints.extra(step).get("layer_order"), program.abstract_state()
-    wanted_part = part(whole_state)
-    partial = wanted_part is not whole_state
-    if saved == program.layer_order:
-        return checkpoints.restore(step, wanted_part, partial=partial)
-    num_layers = _num_layers(program.plain)
-    present = list(range(num_layers)) if saved is None else saved
-    if (found := sum(layer >= 0 for layer in present)) != num_layers:
-        raise OtherLeavesError(
-            f"the checkpoint of step {step} in {checkpoints.folder} has {found} layers, this "
-            f"configuration's model {num_layers}; use {checkpoints.folder.parent / 'config.gin'}, "
-            "which wrote it, or another workdir",
-            (),
-        )
-    wanted = program.layer_order or list(range(num_layers))
-    state = checkpoints.restore(step, part(_in_order(program, present)), partial=partial)
-    whole = program.layout.with_manual("pipe")
-
-    def deal(state: Any) -> Any:
-        def one(variable: Any) -> Any:
-            if not (is_variable(variable) and is_layer(variable)):
-                return variable
-            value, axes = variable.get_value(), variable.get_metadata()["axes"]
-            # Layers are taken from all stages: first they have to be at hand on each.
-            value = jax.sharding.reshard(value, whole.moment(axes))
-            return rearrange(variable.replace(value), present, wanted)
-
-        return jax.tree.map(one, state, is_leaf=is_variable)
-
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted_part)
-    with program.layout.active():
-        return jax.jit(deal, out_shardings=shardings)(state)
-
-
-def _num_layers(program: Program) -> int:
-    sizes = {
-        variable.get_value().shape[0]
-        for variable in jax.tree.leaves(program.abstract_state().weights, is_leaf=is_variable)
-        if is_layer(variable)
-    }
-    order = program.layer_order
-    return sizes.pop() if order is None else sum(layer >= 0 for layer in order)
-
-
-def _in_order(program: Program | ExchangeProgram, present: list[int]) -> TrainState:
-    """The abstract state with its layers in another order, over pipe where their number divides."""
-
-    def one(variable: Any) -> Any:
-        if not (is_variable(variable) and is_layer(variable)):
-            return variable
-        shape = variable.get_value()
-        return variable.replace(jax.ShapeDtypeStruct((len(present), *shape.shape[1:]), shape.dtype))
-
-    shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
-    # Programs with another exchange have no stages.
-    if isinstance(program, Program) and len(present) % program.layout.mesh.shape["pipe"]:
-        layout = program.layout.with_manual("pipe")
-        program = dataclasses.replace(program, layout=layout)
-    return with_shardings(shapes, program.state_shardings(shapes))

@@ -11,7 +11,7 @@ from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.prepare import training_text
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenizer_folder import SETTINGS
-from jaxtrain.run.prepare import text_of_arguments
+from jaxtrain.run.commands.prepare import text_of_arguments
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 

@@ -18,9 +18,10 @@ from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.digests import CRC32, digest
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.run.huggingface import RECEIPT
 
 Ancestor = dict[str, Any]
+
+RECEIPT = "parity.json"  # of an exported model: how far it is that of its run
 
 
 def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[Ancestor]:

@@ -7,7 +7,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.models.model import TokenModel
-from jaxtrain.run.texts import row_of, texts_of
+from jaxtrain.run.inference.texts import row_of, texts_of
 
 MASK = "[MASK]"
 

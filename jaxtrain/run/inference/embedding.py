@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, stacked
-from jaxtrain.data.mixture import text_of
 from jaxtrain.data.source import existing_path
+from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
 from jaxtrain.models.model import EmbeddingModel
-from jaxtrain.run.texts import AT_ONCE, row_of, texts_of
+from jaxtrain.run.inference.texts import AT_ONCE, row_of, texts_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from jaxtrain.run.completion import SHELLS, script
+from jaxtrain.run.commands.completion import SHELLS, script
 
 # Adds a command by its name and what it does.
 Add = Callable[[str, str], argparse.ArgumentParser]

@@ -30,14 +30,14 @@ from jaxtrain.run.checkpoint.retention import FOLDER, require_sealed, sealed_ste
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
+from jaxtrain.run.commands.starved import starved
 from jaxtrain.run.generation.write import printable
-from jaxtrain.run.metrics_file import numbers_of, strict
+from jaxtrain.run.metrics.files import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
-from jaxtrain.run.run_folders import named, runs_in
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say, terminal
-from jaxtrain.run.starved import starved
+from jaxtrain.run.show.run_folders import named, runs_in
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule

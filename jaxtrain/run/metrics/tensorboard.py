@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.run.appended import Appended
+from jaxtrain.config.files import Appended
 
 _STARTED = 1  # SessionLog.START
 

@@ -1,0 +1,217 @@
+"""States of a run: the one that it starts with, and those that it keeps."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flax import nnx
+
+from jaxtrain.config.buckets import Place
+from jaxtrain.data.source import Dataset
+from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.checkpoint.save_schedule import FixedInterval, SaveSchedule
+from jaxtrain.training.settings import Config
+from jaxtrain.training.step import Program, TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.run.checkpoint.ancestry import Ancestor
+    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+
+
+class RunStates(abc.ABC):
+    """The states of one run, in the layout of its program.
+
+    A state comes with its position: the number of the batch that the next step takes. That is the
+    state's step, and more by the batches that rewinds have skipped.
+
+    Attributes:
+      extra: what the checkpoint that was restored last says beside its state; None: none was.
+      ancestors: what the run's first parameters came from, the nearest first.
+      schedule: after which steps a state is saved.
+      keeps: whether states are kept at all.
+    """
+
+    schedule: SaveSchedule
+    keeps: bool
+
+    def __init__(
+        self,
+        config: Config,
+        program: "Program | ExchangeProgram",
+        report: Callable[[str], None],
+    ) -> None:
+        """Args: as of `states_of`."""
+        self._config, self._program, self._report = config, program, report
+        self.extra: dict[str, Any] | None = None
+        self.ancestors: list[Ancestor] = []
+
+    @abc.abstractmethod
+    def of_step(self, step: int) -> tuple[TrainState, int]:
+        """The state of a step, and its position, for looking at it.
+
+        Raises:
+          UserError: there is no complete checkpoint of this step; offers the nearest.
+          CheckpointError: it is damaged.
+        """
+
+    @abc.abstractmethod
+    def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
+        """The newest good state and its position; a fresh one where there is no checkpoint.
+
+        Args:
+          open_data: the run's data; only asked for where the run goes on.
+
+        Raises:
+          UserError: the folder holds another run.
+          CheckpointError: there are checkpoints, and none of them is good.
+        """
+
+    @abc.abstractmethod
+    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+        """The newest good state at `step` or before it, and its position; later ones are removed.
+
+        They stand on the way that is left: the run comes to their steps again, with other batches.
+        """
+
+    @abc.abstractmethod
+    def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        """Saves a state and its position; the disk is written while the next steps run.
+
+        Args:
+          step: optimizer steps taken.
+          state: the state after them.
+          next_batch: the number of the batch that the next step takes.
+          digest: the data's sha256.
+        """
+
+    @abc.abstractmethod
+    def line(self, step: int) -> "list[Ancestor]":
+        """The ancestors of what is made of the state of `step`: its checkpoint first, if any."""
+
+    @abc.abstractmethod
+    def on_disk(self) -> int:
+        """The step of the newest state that is complete there; 0 where there is none."""
+
+    @abc.abstractmethod
+    def keep_best(self, steps: Sequence[int]) -> None:
+        """From now on the checkpoint of the last of these steps that is saved stays."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Returns when the last save is on disk and sealed; raises what went wrong with it."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Waits for the save in progress and lets go of the folder."""
+
+    def _first(self) -> TrainState:
+        """The state that the run starts with."""
+        train, params = self._config.train, None
+        if train.start_from is not None:
+            from jaxtrain.run.start import ancestors_of, first_parameters, newest_step
+
+            step = newest_step(train.start_from)
+            params = first_parameters(
+                train.start_from, self._config, self._program.plain, step=step
+            )
+            self.ancestors = ancestors_of(train.start_from, step, self._config.checkpoint)
+            self._report(f"Parameters from {train.start_from}; everything else is fresh")
+        return self._create(params)
+
+    def _create(self, params: nnx.State | None) -> TrainState:
+        """A new state with these parameters; None draws them."""
+        if self._config.train.task.name == "distillation":
+            from jaxtrain.run.start import with_teacher
+
+            params = with_teacher(params, self._config, self._program.plain)
+        state = self._program.create(self._config.train.seed, params)
+        finetune = self._config.finetune
+        if finetune.adapter is not None:
+            from jaxtrain.run.huggingface.adapters import read_adapter
+            from jaxtrain.run.weights import with_trained
+
+            adapter = read_adapter(finetune.adapter, self._config, self._program.plain)
+            self._report(f"Adapters from {finetune.adapter}")
+            state = with_trained(self._program, state, adapter)
+        return state
+
+
+class InMemory(RunStates):
+    """The states of a run without a folder: none is kept."""
+
+    keeps = False
+
+    def __init__(
+        self,
+        config: Config,
+        program: "Program | ExchangeProgram",
+        report: Callable[[str], None],
+    ) -> None:
+        """Args: as of `states_of`."""
+        super().__init__(config, program, report)
+        period = config.train.save_every
+        self.schedule = FixedInterval(0 if isinstance(period, str) else period)
+
+    def of_step(self, step: int) -> tuple[TrainState, int]:
+        raise AssertionError(f"no checkpoint of step {step} without a folder")
+
+    def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
+        del open_data
+        return self._first(), 0
+
+    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+        del step, dataset
+        return self._first(), 0
+
+    def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        pass
+
+    def line(self, step: int) -> "list[Ancestor]":
+        del step
+        return self.ancestors
+
+    def on_disk(self) -> int:
+        return 0
+
+    def keep_best(self, steps: Sequence[int]) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def states_of(
+    workdir: Place | None,
+    config: Config,
+    program: "Program | ExchangeProgram",
+    *,
+    read_only: bool,
+    report: Callable[[str], None],
+    may_write: Callable[[], None],
+    before_seal: Callable[[], None],
+    phases: Phases,
+) -> RunStates:
+    """The states of a run.
+
+    Args:
+      workdir: the run's folder; None keeps no state.
+      config: the run's configuration.
+      program: what the states are restored into.
+      read_only: nothing in workdir changes.
+      report: takes what people should know: damage, a disk that fills up.
+      may_write: raises where the folder belongs to another attempt by now.
+      before_seal: brings what belongs to a state into the folder, before the state counts.
+      phases: what this process is doing.
+    """
+    if workdir is None:
+        return InMemory(config, program, report)
+    # Imported here: a run without a folder needs no Orbax, which takes 0.3 s.
+    from jaxtrain.run.checkpoint.saved import SavedRun
+
+    return SavedRun(
+        workdir, config, program, read_only=read_only, report=report, may_write=may_write,
+        before_seal=before_seal, phases=phases,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Inference on images, texts and feature vectors: predictions, logits, embeddings."""

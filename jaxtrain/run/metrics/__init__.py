@@ -1,0 +1,1 @@
+"""Metrics of a run: the log, its files on disk, TensorBoard, the best evaluation."""
