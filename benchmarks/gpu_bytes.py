@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_rows import TRAIN
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
 from jaxtrain.analysis.profiling.costs import CONTAINERS, costs
@@ -65,7 +65,7 @@ def main() -> None:
     )
     for name, bindings in settings.items():
         config, begin = load_config(row.config, bindings), time.perf_counter()
-        lowered = lower(config, planned_layout(config, target))
+        lowered = lower(config, target_layout(config, target))
         compiled = lowered.compile(compiler_options=compiler_options(target))
         seconds = time.perf_counter() - begin
         moved = bytes_moved(compiled.as_text())

@@ -18,10 +18,10 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
-from jaxtrain.analysis.planning.fitted import fitted
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
+from jaxtrain.analysis.planning.fitted import efficiency_of
 from jaxtrain.analysis.planning.machines.targets import Target, compiler_options, parse_target
-from jaxtrain.analysis.planning.scheduled import Schedule, scheduled
+from jaxtrain.analysis.planning.scheduled import Schedule, simulate_schedule
 from jaxtrain.analysis.planning.timing import peak_flops, pieces, resolved
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config, load_config
@@ -120,8 +120,8 @@ def read(config: Config, layout: Layout, target: Target, text: str, *, thorough:
     peak = peak_flops(config, target)
     assert peak is not None, "targets with a compiler and a peak"
     counted = pieces(config, layout, target, [], peak=peak, update_bytes=0)
-    attention = counted.attention(fitted(target))
-    return scheduled(config, layout, target, text, attention=attention, thorough=thorough)
+    attention = counted.attention(efficiency_of(target))
+    return simulate_schedule(config, layout, target, text, attention=attention, thorough=thorough)
 
 
 def _value(text: str) -> Any:
@@ -135,7 +135,7 @@ def _columns(
     """The table's row of one compiled step."""
     target = parse_target(row.target)
     config = load_config(row.config, [*_TEXT, *row.bindings, *also])
-    layout = planned_layout(config, target)
+    layout = target_layout(config, target)
     options: dict[str, Any] = options_of(config, layout) | flags
     if quick and target.chip.kind == "tpu":
         options |= {"exec_time_optimization_effort": -1.0}

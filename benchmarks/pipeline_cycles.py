@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
 from jaxtrain.analysis.planning.compiled.schedule import ESTIMATE, PEAK
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
@@ -120,7 +120,7 @@ def _compiled(schedule: str, target: Target, width: int, backward: str) -> str:
             f"Train.global_batch_size = {32 * ranks}",
         ],
     )  # fmt: skip
-    lowered = lower(config, planned_layout(config, target))
+    lowered = lower(config, target_layout(config, target))
     return lowered.compile(xla_options("tpu", kind=target.chip.device_kinds[0])).as_text() or ""
 
 

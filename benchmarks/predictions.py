@@ -38,7 +38,7 @@ from benchmarks.published_memory import (
     unfit,
 )
 from jaxtrain import load_config, plan
-from jaxtrain.analysis.planning.fitted import Fitted, family_of, fitted
+from jaxtrain.analysis.planning.fitted import Fitted, efficiency_of, family_of
 from jaxtrain.analysis.planning.machines.links import devices_inside
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.result import Plan
@@ -183,7 +183,7 @@ def counted_as_dispatched(words: str, made: Plan, pieces: Pieces) -> Pieces:
 
 def factors_of(chip: str) -> Fitted:
     """The factors that predictions have for a chip."""
-    return fitted(Target(chips.CHIPS[chip], (1, 1)))
+    return efficiency_of(Target(chips.CHIPS[chip], (1, 1)))
 
 
 def counted(file: Path, say: Callable[[str], None]) -> list[Point]:

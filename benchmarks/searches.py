@@ -18,7 +18,7 @@ from jaxtrain import load_config
 from jaxtrain.analysis.planning.candidates import Candidate, Found
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.search import price, search
-from jaxtrain.analysis.planning.variants import changed
+from jaxtrain.analysis.planning.variants import apply_changes
 from jaxtrain.training.settings import Config
 
 
@@ -72,7 +72,7 @@ def searched(case: Case) -> tuple[Found, Candidate, float]:
     found = search(config, machine)
     best = min(found.candidates, key=lambda one: one.price.seconds)
     # Other stacks make their logits at once.
-    published = price(changed(config, {"Loss.chunk_size": None}), machine)
+    published = price(apply_changes(config, {"Loss.chunk_size": None}), machine)
     return found, best, best.price.seconds / published.seconds
 
 

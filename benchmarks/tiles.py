@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
-from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import compile_step, target_layout
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
-from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import load_config
 
@@ -67,10 +67,10 @@ def measured(name: str, machine: str) -> list[str]:
     target, (config, sizes), devices = parse_target(machine), MODELS[name], TARGETS[machine]
     batch = (f"Train.global_batch_size = {devices}", f"Mesh.fsdp = {devices}")
     loaded = load_config(config, [*_TEXT, *sizes, *_SHORT, *batch])
-    layout = planned_layout(loaded, target)
+    layout = target_layout(loaded, target)
     compiled = compile_step(loaded, layout, target)
     found = collectives(compiled.text, layout.mesh)
-    moved, textbook = wire(found, layout), wire(expected(loaded, layout), layout)
+    moved, textbook = wire(found, layout), wire(expect_traffic(loaded, layout), layout)
     padding = compiled.argument_bytes / argument_bytes(loaded, layout).total - 1
     return [
         f"{moved / 2**20:,.0f}", f"{moved / textbook - 1:+.1%}", f"{padding:+.1%}",

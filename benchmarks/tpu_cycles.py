@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.compiled.hlo import Instruction
 from jaxtrain.analysis.planning.compiled.schedule import ESTIMATE, PEAK, Scheduled, by_launch, walk
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
@@ -102,7 +102,7 @@ def main() -> None:
         for bindings in ["", *options.also]:
             more = [one for one in bindings.split(";") if one.strip()]
             config = load_config(options.row, [*planned(options.row, target), *more])
-            lowered = lower(config, planned_layout(config, target))
+            lowered = lower(config, target_layout(config, target))
             kind = target.chip.device_kinds[0]
             sets = {"": {}}
             if ours := xla_options("tpu", kind=kind):

@@ -260,9 +260,9 @@ def _recorder() -> Any:
 
 
 def _explain(config: Any, error: Exception) -> Exception:
-    from jaxtrain.analysis.planning.advice import explained
+    from jaxtrain.analysis.planning.advice import explain_error
 
-    return explained(config, error)
+    return explain_error(config, error)
 
 
 def _analyse(arguments: argparse.Namespace) -> int:

@@ -135,7 +135,7 @@ def read_template(folder: Path) -> None:
         return
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     try:
-        template.marked(messages)
+        template.render_with_spans(messages)
         template.text(messages[:1], reply=True)
     except TemplateError as error:
         raise UserError(str(error)) from error

@@ -264,7 +264,7 @@ def _read_run(folder: Path) -> None:
         runs = compare.open_runs([str(folder)])
         compare.table(runs)
         compare.figure(runs).png()
-    records.unended(folder, 1)
+    records.find_unended(folder, 1)
     records.Claim.read(folder / "lock.json")
     records.newest_attempt(folder)
     ancestry.of_published(folder / "huggingface")

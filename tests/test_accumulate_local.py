@@ -16,7 +16,7 @@ from jaxtrain.analysis.planning.accumulation import sentence, ways
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.exchange.exchange import Exchange
@@ -45,7 +45,7 @@ def configured(accumulate, *, accumulation, zero=3, **sections):
 def moved(config):
     """Kind -> bytes of weights and gradients that a device puts in; vectors left out."""
     found = {}
-    for one in expected(config, abstract_layout(config, K)):
+    for one in expect_traffic(config, abstract_layout(config, K)):
         reason, _, name = one.cause.partition(": ")
         if reason in ("parameters", "gradients", "update") and any(
             name == weight.name for weight in SHARDED

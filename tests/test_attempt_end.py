@@ -27,10 +27,10 @@ ACTIVITY = Activity("step", 1, 10.0, 1)
 @pytest.mark.parametrize(
     "reason",
     [
-        lambda end: end.failed(1, "node2", "the same error"),
-        lambda end: end.lost(1, "node2", "closed its connection", {}),
-        lambda end: end.stalled(ACTIVITY, 5.0),
-        lambda end: end.interrupted(),
+        lambda end: end.report_failed(1, "node2", "the same error"),
+        lambda end: end.report_lost(1, "node2", "closed its connection", {}),
+        lambda end: end.report_stalled(ACTIVITY, 5.0),
+        lambda end: end.report_interrupted(),
     ],
     ids=["failed", "lost", "stalled", "interrupted"],
 )

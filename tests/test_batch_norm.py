@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn.batch_norm import batch_norm, normalized
+from jaxtrain.nn.batch_norm import batch_norm, normalize
 
 EPSILON = 1e-5
 NO_SHIFT = np.zeros(4, np.float32)
@@ -53,7 +53,7 @@ def test_gradients_through_mean_and_variance_are_jaxs_own():
     def plain(x, scale, bias):
         mean = x.mean((0, 1, 2))
         variance = jnp.square(x - mean).mean((0, 1, 2))
-        return normalized(x, mean, variance, scale, bias, EPSILON), mean, variance
+        return normalize(x, mean, variance, scale, bias, EPSILON), mean, variance
 
     back = gradient, np.arange(4, dtype=np.float32), np.arange(3, -1, -1, dtype=np.float32)
     shift_C = np.arange(4, dtype=np.float32)

@@ -11,7 +11,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.masked_token import masked
+from jaxtrain.training.objectives.masked_token import mask_tokens
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 SHAPES = {
@@ -31,7 +31,9 @@ def batch_of(sizes: BERT, *, rows: int = 4, length: int = 16, packed: bool = Tru
         rows=rows, length=length, vocab_size=sizes.vocab_size - 1, documents=documents
     )
     made = [
-        masked(jax.tree.map(lambda x, i=i: x[i], text), np.random.default_rng(i), sizes.vocab_size)
+        mask_tokens(
+            jax.tree.map(lambda x, i=i: x[i], text), np.random.default_rng(i), sizes.vocab_size
+        )
         for i in range(rows)
     ]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *made)

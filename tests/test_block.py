@@ -17,8 +17,8 @@ from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.mlp import SwiGLU, TwoLayers
 from jaxtrain.nn.norms import LayerNorm, RMSNorm
-from jaxtrain.nn.parameters import normal, param, together
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.parameters import merge_weights, normal, param
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.parallel.sharding import is_variable
 
 V, L, D, N, K, F, C = 64, 2, 32, 4, 2, 48, 24
@@ -93,7 +93,7 @@ def test_layer_norms_around_grouped_queries_and_a_swiglu_are_stablelm():
 
     def run(params):
         model = nnx.merge(structure, params)
-        h_BTD, _, auxiliary = hidden(model, tokens, places(2, 5), Mask(), Execution())
+        h_BTD, _, auxiliary = hidden_states(model, tokens, places(2, 5), Mask(), Execution())
         assert auxiliary == {}
         return logits(model, h_BTD)
 
@@ -133,7 +133,7 @@ def test_matmul_parameters_are_those_with_two_sides(attention, mlp):
 def test_two_parts_with_a_parameter_of_one_name_are_not_put_together():
     weight = param(jax.random.key(0), (2,), ("vector",), normal(1.0))
     with pytest.raises(AssertionError, match="two parameters of one name"):
-        together({"up": weight}, {"down": weight, "up": weight})
+        merge_weights({"up": weight}, {"down": weight, "up": weight})
 
 
 @pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=["layer", "rms"])

@@ -16,7 +16,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.text import chat_template
 from jaxtrain.data.text.chat_template import ChatTemplate, TemplateError, open_template
-from jaxtrain.data.text.conversations import written
+from jaxtrain.data.text.conversations import format_conversation
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -101,7 +101,7 @@ def test_what_the_template_marks_is_what_transformers_says_is_the_assistant_s(fo
     theirs = peer.apply_chat_template(
         talk, chat_template=source, return_dict=True, return_assistant_tokens_mask=True
     )
-    ids, told = written({"messages": talk}, lambda: ours).encoded(tokenizer)
+    ids, told = format_conversation({"messages": talk}, lambda: ours).encode(tokenizer)
     assert ids.tolist() == theirs["input_ids"]
     assert told.tolist() == [bool(one) for one in theirs["assistant_masks"]]
     assert 0 < told.sum() < len(told)
@@ -110,7 +110,7 @@ def test_what_the_template_marks_is_what_transformers_says_is_the_assistant_s(fo
 def test_without_marks_an_answer_is_what_it_adds(folder, peer):
     ours = opened(folder, textwrap.dedent(TEMPLATES["default system, no marks"]))
     tokenizer = FileTokenizer(folder / "tokenizer.json")
-    ids, told = written({"messages": TALK}, lambda: ours).encoded(tokenizer)
+    ids, told = format_conversation({"messages": TALK}, lambda: ours).encode(tokenizer)
     parts = np.flatnonzero(np.diff(told, prepend=False, append=False)).reshape(-1, 2)
     answers = [tokenizer.decode(ids[begin:end]) for begin, end in parts]
     assert answers == ["4 \u2013 vi\u00e8r \U0001f642<|im_end|>\n", "6<|im_end|>\n"]
@@ -119,7 +119,7 @@ def test_without_marks_an_answer_is_what_it_adds(folder, peer):
         ({"prompt": TALK[:4], "completion": TALK[4:]}, "6<|im_end|>\n"),
         ({"prompt": "2 + 2 = ", "completion": "4"}, "4<|im_end|>"),
     ):
-        ids, told = written(form, lambda: ours).encoded(tokenizer)
+        ids, told = format_conversation(form, lambda: ours).encode(tokenizer)
         assert tokenizer.decode(ids[told]) == answer
         assert np.flatnonzero(told)[-1] == len(ids) - 1
 

@@ -15,9 +15,9 @@ from conftest import make_layout, make_program, needs_libtpu
 from jax.sharding import PartitionSpec as P
 from parity import assert_equal, evaluate
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.scheduled import scheduled
+from jaxtrain.analysis.planning.scheduled import simulate_schedule
 from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products import rings
@@ -81,7 +81,7 @@ def test_products_of_what_is_gathered_equal_einsum(sizes):
     ]  # fmt: skip
 
     def around(x, up, qkv):
-        return rings.gathered(equations, x, [up, qkv], wanted)
+        return rings.gather_matmul(equations, x, [up, qkv], wanted)
 
     found = along_mesh(layout, around, specs, (x, up, qkv), P())
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found,
@@ -96,7 +96,7 @@ def test_a_product_that_is_scattered_equals_einsum(sizes):
     wanted = layout.activation(("batch", "residual_length", "embed"))
     specs = [P(rows, length, "tensor", None), P("tensor", None, None)]
     found = along_mesh(
-        layout, lambda x, out: rings.scattered(equation, x, out, wanted), specs, (x, out), P()
+        layout, lambda x, out: rings.matmul_scatter(equation, x, out, wanted), specs, (x, out), P()
     )
     plain = grads(lambda x, out: jnp.einsum(equation, x, out), x, out)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, plain)
@@ -208,10 +208,10 @@ def test_a_tpu_s_schedule_puts_products_beside_what_is_sent():
     target, waited = parse_target("v5p:2x2x1"), {}
     for asked in (False, True):
         config = load_config("gpt2_124m", [*SMALL, f"Sharding.collective_matmul = {asked}"])
-        layout = planned_layout(config, target)
+        layout = target_layout(config, target)
         options = options_of(config, layout)
         text = lower(config, layout, options).compile().as_text() or ""
-        found = scheduled(config, layout, target, text, attention=0.0, thorough=True)
+        found = simulate_schedule(config, layout, target, text, attention=0.0, thorough=True)
         of_layers = [
             found.waits.get((kind, "tensor"), (0.0, 0.0))
             for kind in (("collective-permute",) if asked else ("all-gather", "reduce-scatter"))

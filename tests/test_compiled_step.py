@@ -11,7 +11,7 @@ from jaxtrain.analysis.planning.compiled.compiled import (
     compile_step,
     lower,
     options_of,
-    planned_layout,
+    target_layout,
 )
 from jaxtrain.analysis.planning.machines.targets import native_stderr_kept, parse_target
 from jaxtrain.analysis.profiling.recorder import Recorder
@@ -39,7 +39,7 @@ def config(request, tiny_config):
 @pytest.mark.slow_cases("accumulated", "replicas")
 def test_a_plan_lowers_what_a_run_lowers(config):
     trainer = Trainer(config)
-    layout = planned_layout(config, parse_target("cpu:8"))
+    layout = target_layout(config, parse_target("cpu:8"))
     options = options_of(config, layout)
     assert lower(config, layout, options).as_text() == trainer.lower().as_text()
     assert options == trainer._step.options
@@ -78,7 +78,7 @@ def test_the_options_of_a_run_on_tpus_are_those_of_its_plan(tiny_config, tmp_pat
     config = load_config(tiny_config, bindings=[*ONE, "Mesh.fsdp = 4", "Train.steps = 10000"])
     target = parse_target("v5p:2x2x1")
     with native_stderr_kept():
-        layout = planned_layout(config, target)
+        layout = target_layout(config, target)
     options = options_of(config, layout)
     assert options == xla_options("tpu", 10_000, layout.mesh.devices.flat[0].device_kind)
     assert {"xla_tpu_scoped_vmem_limit_kib"} < options.keys()

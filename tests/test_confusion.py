@@ -26,7 +26,7 @@ from jaxtrain.training.objectives.confusion import (
     macro_f1,
     metrics_of,
 )  # fmt: skip
-from jaxtrain.training.objectives.tokens import added
+from jaxtrain.training.objectives.tokens import add_sums
 
 sklearn_metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is the peer")
 
@@ -188,9 +188,9 @@ def test_a_run_leaves_the_matrix_in_its_metrics_and_as_a_picture(tmp_path, capsy
 def test_counts_of_tokens_stay_whole_numbers_beyond_what_float32_can_tell():
     """As those of images do; 2^24 + 1 is the first that float32 has not."""
     many = jnp.full((2, 2), 2**24 + 1, jnp.int32)
-    alone = added({}, {CONFUSION: many})[CONFUSION]
-    both = added({CONFUSION: many}, {CONFUSION: many})[CONFUSION]
+    alone = add_sums({}, {CONFUSION: many})[CONFUSION]
+    both = add_sums({CONFUSION: many}, {CONFUSION: many})[CONFUSION]
     assert alone.dtype == both.dtype == jnp.int32
     np.testing.assert_array_equal(alone, 2**24 + 1)
     np.testing.assert_array_equal(both, 2**25 + 2)
-    assert added({}, {"loss": jnp.ones(())})["loss"] == 1
+    assert add_sums({}, {"loss": jnp.ones(())})["loss"] == 1

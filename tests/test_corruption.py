@@ -19,7 +19,7 @@ from jaxtrain.training.corruption import (
     CorruptionError,
     compare_replicas,
     differing_replicas,
-    replayed,
+    replay_step,
     replica_digests,
     replicated_fraction,
 )
@@ -100,7 +100,7 @@ def test_trained_replicas_are_equal_and_a_replayed_step_too(name, trained):
         assert differing_replicas(state) == []
         compare_replicas(state, 2)
         expected, expected_metrics = step(placed_copy(state), batch)
-        after, metrics = replayed(step, placed_copy(state), batch, 3)
+        after, metrics = replay_step(step, placed_copy(state), batch, 3)
     jax.tree.map(np.testing.assert_array_equal, after, expected)
     jax.tree.map(np.testing.assert_array_equal, metrics, expected_metrics)
     assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
@@ -192,7 +192,7 @@ def test_a_step_whose_replay_differs_is_named(trained):
         return after, metrics
 
     with program.layout.active(), pytest.raises(CorruptionError) as error:
-        replayed(faulty, placed_copy(state), batch, 3)
+        replay_step(faulty, placed_copy(state), batch, 3)
     assert str(error.value).startswith(
         "step 3 taken twice from the same state and batch had two results: "
         "params/position_embedding on device 2; a device computes wrongly"

@@ -11,7 +11,7 @@ import scipy.stats
 
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.rows import SHUFFLE_STREAM
-from jaxtrain.data.shuffle import _mix, ordered, shuffled
+from jaxtrain.data.shuffle import _mix, shuffle, shuffle_nearby
 from jaxtrain.data.text.packing import pack
 from jaxtrain.data.text.source import TextData
 
@@ -31,20 +31,20 @@ def test_the_round_function_is_splitmix64():
 @pytest.mark.parametrize("counts", [range(1, 70), (255, 256, 257, 4097), (65_537, 100_000)])
 def test_each_epoch_holds_every_example_once_in_an_order_of_its_own(counts):
     for count in counts:
-        orders = [shuffled(e * count + np.arange(count), count, 3) for e in range(3)]
+        orders = [shuffle(e * count + np.arange(count), count, 3) for e in range(3)]
         assert all(np.array_equal(np.sort(order), np.arange(count)) for order in orders)
         if count > 20:
             assert not np.array_equal(orders[0], orders[1])
             assert not np.array_equal(orders[1], orders[2])
-    assert shuffled(np.arange(5), 9, 0).dtype == np.int64
+    assert shuffle(np.arange(5), 9, 0).dtype == np.int64
     mixed = np.array([7, 3, 30_000, 3])
-    found = shuffled(mixed, 1000, 2**32 - 1)
-    assert found.tolist() == [shuffled(mixed[[i]], 1000, 2**32 - 1)[0] for i in range(4)]
+    found = shuffle(mixed, 1000, 2**32 - 1)
+    assert found.tolist() == [shuffle(mixed[[i]], 1000, 2**32 - 1)[0] for i in range(4)]
 
 
 def test_each_order_of_a_few_examples_comes_as_often():
-    orders = [tuple(shuffled(np.arange(4), 4, seed)) for seed in range(4000)]
-    epochs = shuffled(np.arange(4 * 4000), 4, 1).reshape(-1, 4)
+    orders = [tuple(shuffle(np.arange(4), 4, seed)) for seed in range(4000)]
+    epochs = shuffle(np.arange(4 * 4000), 4, 1).reshape(-1, 4)
     for found in (orders, map(tuple, epochs.tolist())):
         counts = Counter(found)
         assert len(counts) == 24
@@ -54,7 +54,7 @@ def test_each_order_of_a_few_examples_comes_as_often():
 @pytest.mark.parametrize("count", [2**31, 2**32 + 2, 2**53 + 3])
 def test_epochs_of_any_length_hold_no_example_twice(count):
     places = np.concatenate([np.arange(500), count + np.arange(500)])
-    found = shuffled(places, count, 2**32 - 2)
+    found = shuffle(places, count, 2**32 - 2)
     assert len(set(found[:500])) == len(set(found[500:])) == 500
     assert 0 <= found.min() <= found.max() < count
 
@@ -66,8 +66,8 @@ def test_ten_thousand_million_windows_are_uniform_in_the_memory_of_one_batch(see
     tracemalloc.start()
     try:
         places = 4 * 10**9 + np.arange(20_000)
-        found = shuffled(places, count, seed)
-        again = shuffled(places + count, count, seed)
+        found = shuffle(places, count, seed)
+        again = shuffle(places + count, count, seed)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -87,7 +87,7 @@ def test_ten_thousand_million_windows_are_uniform_in_the_memory_of_one_batch(see
 def row_by_row(examples, seed, first, count):
     """The places `first` to `first + count - 1` of the stream, row by row, in one batch."""
     mixed = int(np.random.SeedSequence((seed, SHUFFLE_STREAM)).generate_state(1)[0])
-    order = shuffled(np.arange(first, first + count), len(examples), mixed)
+    order = shuffle(np.arange(first, first + count), len(examples), mixed)
     rows = [examples.example(index, None) for index in order.tolist()]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
@@ -118,6 +118,8 @@ def test_places_by_blocks_are_those_one_by_one(count):
     for begin in (0, 4090, 4096, 10**12 + 7):
         for size in (0, 1, 64, 9000):
             places = begin + np.arange(size)
-            np.testing.assert_array_equal(ordered(places, count, 3), shuffled(places, count, 3))
+            np.testing.assert_array_equal(
+                shuffle_nearby(places, count, 3), shuffle(places, count, 3)
+            )
         some = begin + rng.integers(0, 4000, 40)  # of one process, in any order
-        np.testing.assert_array_equal(ordered(some, count, 4), shuffled(some, count, 4))
+        np.testing.assert_array_equal(shuffle_nearby(some, count, 4), shuffle(some, count, 4))

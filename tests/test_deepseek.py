@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.balancing import biases, rebalanced, speed_of
+from jaxtrain.training.balancing import biases, speed_of, update_biases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
 
@@ -289,13 +289,13 @@ def test_biases_move_against_the_load_error_and_nothing_else_does():
     teacher = {"b": own.replace(own.get_value() + 1)}
     frozen = nnx.State({"b": own, "last": alone, "n": other, "teacher": teacher})
     with program.layout.active():
-        found = rebalanced(frozen, jnp.asarray(load, jnp.float32), 0.5, None)
+        found = update_biases(frozen, jnp.asarray(load, jnp.float32), 0.5, None)
     np.testing.assert_array_equal(found["n"].get_value(), other.get_value())
     np.testing.assert_array_equal(found["teacher"]["b"].get_value(), bias + 1)
     moved = np.asarray(found["b"].get_value()) - bias
     np.testing.assert_allclose(moved, [[0, 0, 0, 0], [-0.5, 0.5, 0, 0]], atol=1e-6)
     np.testing.assert_array_equal(found["last"].get_value(), [0, 0, 0.5, -0.5])
-    assert rebalanced(frozen, None, 0.5, None) is frozen
+    assert update_biases(frozen, None, 0.5, None) is frozen
 
 
 @pytest.mark.parametrize(

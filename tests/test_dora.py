@@ -12,7 +12,7 @@ from test_lora import MODELS, Begun
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import merged
+from jaxtrain.run.weights import merge_adapters
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -184,7 +184,7 @@ def test_a_run_begins_as_the_model_was_and_merges_into_what_it_says():
     state = program.create(0)
     whole = program.whole.create(0)
     with program.layout.active():
-        before = jax.tree.leaves(merged(program, state))
+        before = jax.tree.leaves(merge_adapters(program, state))
     for value, expected in zip(before, jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
 

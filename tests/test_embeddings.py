@@ -16,7 +16,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.nn.pooling import pooled
+from jaxtrain.nn.pooling import pool
 from jaxtrain.run.huggingface import importing
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -153,10 +153,10 @@ def test_every_pooling_leaves_padding_out():
         "max": [h_BTD[0, :3].max(0), h_BTD[1].max(0)],
     }
     for pooling, vectors in expected.items():
-        found = pooled(h_BTD, ids_BT, pooling, normalized=False)
+        found = pool(h_BTD, ids_BT, pooling, normalized=False)
         np.testing.assert_allclose(found, vectors, rtol=1e-5)
         of_length_1 = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
-        found = pooled(h_BTD, ids_BT, pooling, normalized=True)
+        found = pool(h_BTD, ids_BT, pooling, normalized=True)
         np.testing.assert_allclose(found, of_length_1, rtol=1e-5)
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.analysis.bindings import models
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch, stacked
+from jaxtrain.data.batch import Batch, stack
 from jaxtrain.models.weights.family import families
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
@@ -98,7 +98,7 @@ def trainer_of(name):
 @functools.cache
 def heldout(name):
     examples = trainer_of(name).dataset.heldout
-    return stacked([examples.example(number, None) for number in range(2)])
+    return stack([examples.example(number, None) for number in range(2)])
 
 
 # -- answers by another way ------------------------------------------------------------------------
@@ -186,12 +186,12 @@ def images(name):
     pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 40), dtype=np.uint8)
     given = [Image.fromarray(one) for one in pixels]
     data = trainer_of(name).config.train.data
-    return given, np.stack([data.prepared(one, None) for one in given])
+    return given, np.stack([data.prepare(one, None) for one in given])
 
 
 def vectors(name):
     table = np.random.default_rng(0).uniform(0, 16, (2, 64)).astype(np.float32)
-    return table, trainer_of(name).config.train.data.prepared(table)
+    return table, trainer_of(name).config.train.data.prepare(table)
 
 
 @pytest.mark.parametrize("name", by_cost(of_kind("tokens")))
@@ -222,7 +222,7 @@ def test_targets_that_are_written_have_the_logits_of_pairs(name):
         trainer.logits(heldout(name).inputs)
     (answer,) = trainer.answers([source], max_new_tokens=4, sampling=Sampling(temperature=0.0))
     row = pair(np.array(source), np.array(answer.tokens), (8, 8), 0)
-    logits_TV = trainer.logits(stacked([row]))[0, : len(answer.tokens)]
+    logits_TV = trainer.logits(stack([row]))[0, : len(answer.tokens)]
     assert answer.tokens == logits_TV.argmax(-1).tolist()
     likely = np.log(softmax(logits_TV))[np.arange(len(answer.tokens)), answer.tokens]
     np.testing.assert_allclose(answer.log_probabilities, likely, atol=1e-4)

@@ -8,9 +8,9 @@ from test_planning_traffic import LAYERS, MIXTRAL, audited, compiled_step, confi
 
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.compiled.audit import Row
-from jaxtrain.analysis.planning.compiled.compiled import options_of, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.scheduled import scheduled
+from jaxtrain.analysis.planning.scheduled import simulate_schedule
 from jaxtrain.nn import experts
 from jaxtrain.training.program.program import make_program
 
@@ -30,13 +30,13 @@ def share_waited(*, asked: bool) -> float:
     """Of the time that the experts' exchanges take in a step compiled as for a run."""
     target = parse_target("v5p:2x2x1")
     config = load_config("mixtral_tiny", MIXTURE)
-    layout = planned_layout(config, target)
+    layout = target_layout(config, target)
     options = options_of(config, layout)
     assert options.pop(ASKED) == "true"
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     done = lower_step(make_program(config, layout), batch)
     text = done.compile(options | ({ASKED: "true"} if asked else {})).as_text()
-    found = scheduled(config, layout, target, text, attention=0, thorough=True)
+    found = simulate_schedule(config, layout, target, text, attention=0, thorough=True)
     waited, sent = found.waits["all-to-all", "expert"]
     assert sent > 0
     return waited / sent

@@ -65,7 +65,7 @@ def test_a_deepseek_in_float8_comes_in_as_the_floats_that_it_stands_for(tmp_path
 
     from jaxtrain.run.huggingface import importing, receipt  # noqa: PLC0415
     from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
-    from jaxtrain.run.weights import merged as with_frozen  # noqa: PLC0415
+    from jaxtrain.run.weights import merge_adapters as with_frozen  # noqa: PLC0415
     from jaxtrain.training.settings import load_config  # noqa: PLC0415
 
     torch.manual_seed(0)

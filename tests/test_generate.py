@@ -19,11 +19,11 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.run.generation import decoding
 from jaxtrain.run.generation.decoding import for_texts, prefill
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjusted, draw
+from jaxtrain.run.generation.sampling import Sampling, adjust_logits, draw
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),
@@ -81,7 +81,7 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     # One padded shape for every length: causality keeps the padding out.
     def last_logits(tokens, length):
         positions = jnp.arange(24)[None]
-        h, _, _ = hidden(model, tokens[None], positions, Mask(), program.execution)
+        h, _, _ = hidden_states(model, tokens[None], positions, Mask(), program.execution)
         return logits(model, h)[0, length - 1]
 
     run = jax.jit(last_logits)
@@ -101,7 +101,7 @@ def test_a_padded_row_has_the_logits_of_the_row_alone(name):
     sizes = SIZES[name]
     program = for_texts(make_program(sizes, make_layout()))
     state = sharper(program.create(seed=0))
-    tokens_BT, padding_B = decoding.padded(program, sizes, PROMPTS)
+    tokens_BT, padding_B = decoding.pad_prompts(program, sizes, PROMPTS)
     assert tokens_BT.shape == (4, 16)
     assert padding_B.tolist() == [11, 15, 7, 15]
     tokens_BT = np.where(np.arange(16) < padding_B[:, None], 31, tokens_BT)
@@ -153,7 +153,7 @@ def test_experts_with_a_capacity_see_no_padding():
         context_length=24, num_experts=4, capacity_factor=0.5,
     )  # fmt: skip
     program = for_texts(make_program(sizes, make_layout()))
-    tokens_BT, padding_B = decoding.padded(program, sizes, [PROMPT])
+    tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
     assert tokens_BT.tolist() == [PROMPT]
     assert padding_B.tolist() == [0]
     state = sharper(program.create(seed=0))
@@ -192,7 +192,7 @@ def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
         )
         state = sharper(program.create(seed=0))
         program = for_texts(program)
-        tokens_BT, padding_B = decoding.padded(program, sizes, [PROMPT])
+        tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
         with program.layout.active():
             logits_BV, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=16)
         found.append(np.asarray(logits_BV)[:1])
@@ -209,7 +209,7 @@ def frequencies(sampling: Sampling) -> np.ndarray:
     draws = 20_000
     drawing, rows = sampling.drawing(), jnp.broadcast_to(LOGITS, (draws, 4))
     keys = jax.random.split(jax.random.key(0), draws)
-    return np.bincount(draw(adjusted(rows, None, drawing), keys, drawing), minlength=4) / draws
+    return np.bincount(draw(adjust_logits(rows, None, drawing), keys, drawing), minlength=4) / draws
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_watch_ends_some_targets_and_no_others(pair):
     class Watch:
         every = 2
 
-        def stopped_at(self, prompt, tokens):
+        def find_stop(self, prompt, tokens):
             return 3 if prompt % 2 and len(tokens) >= 3 else None
 
     sources, greedy = SOURCES * 2, Sampling(temperature=0.0)

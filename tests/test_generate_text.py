@@ -59,8 +59,8 @@ def test_only_what_will_stay_is_shown(text, expected):
 def test_the_fewest_tokens_that_have_the_stop_string():
     prompt, answer = list(b"go: "), list(b"a to be stopped at END and more END")
     stopping = Stopping(ByteTokenizer(), [prompt], ["END"])
-    assert stopping.stopped_at(0, answer) == len(b"a to be stopped at END")
-    assert stopping.stopped_at(0, answer[:20]) is None
+    assert stopping.find_stop(0, answer) == len(b"a to be stopped at END")
+    assert stopping.find_stop(0, answer[:20]) is None
     assert stopping.text(0, answer[:22]) == "a to be stopped at "
     with pytest.raises(UserError, match="--stop is empty"):
         Stopping(ByteTokenizer(), [prompt], [""])

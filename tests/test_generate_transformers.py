@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjusted, draw
+from jaxtrain.run.generation.sampling import Sampling, adjust_logits, draw
 from jaxtrain.run.tasks.scoring import Pair, scores
 from jaxtrain.run.trainer import Trainer
 
@@ -236,7 +236,7 @@ def test_what_is_drawn_from_equals_their_processors(ours, theirs):
         expected = getattr(transformers, name)(value)(ids, expected)
     seen = np.zeros((5, 61), bool)
     seen[np.arange(5)[:, None], text] = True
-    found = jax.nn.log_softmax(adjusted(logits, seen, Sampling(**ours).drawing()))
+    found = jax.nn.log_softmax(adjust_logits(logits, seen, Sampling(**ours).drawing()))
     np.testing.assert_allclose(found, expected.log_softmax(-1).numpy(), rtol=1e-5)
 
 
@@ -247,7 +247,7 @@ def test_tokens_that_are_equally_likely_are_cut_as_by_their_processors(name, val
     value = value if name == "top_k" else value / 10
     theirs = getattr(transformers, f"Top{name[-1].upper()}LogitsWarper")(value)
     expected = theirs(None, torch.from_numpy(logits)).log_softmax(-1).numpy()
-    found = jax.nn.log_softmax(adjusted(logits, None, Sampling(**{name: value}).drawing()))
+    found = jax.nn.log_softmax(adjust_logits(logits, None, Sampling(**{name: value}).drawing()))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -257,13 +257,13 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature, others)
     logits = np.array([[-1, 3, 2.9, 0], [5, 5, -2, 1], [-7, -7, -8, -6]], np.float32)
     expected = torch.from_numpy(logits).double().div(max(temperature, 1e-300)).softmax(-1).numpy()
     drawing = Sampling(temperature=temperature, **others).drawing()
-    found = jax.nn.softmax(adjusted(logits, None, drawing))
+    found = jax.nn.softmax(adjust_logits(logits, None, drawing))
     if others == {"top_p": 0.5}:  # of the two that are equally likely the second alone is enough
         expected[1] = [0, 1, 0, 0]
     np.testing.assert_array_equal(found, expected)
-    assert draw(adjusted(logits, None, drawing), jax.random.split(jax.random.key(0), 3), drawing)[
-        jnp.array([0, 2])
-    ].tolist() == [1, 3]
+    assert draw(
+        adjust_logits(logits, None, drawing), jax.random.split(jax.random.key(0), 3), drawing
+    )[jnp.array([0, 2])].tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e38, 1e300])
@@ -272,5 +272,7 @@ def test_extreme_penalties_leave_a_distribution(penalty, temperature):
     logits, seen = np.array([[-1, 0, 3, 2.5]], np.float32), np.array([[True, True, False, True]])
     sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
     drawing = sampling.drawing()
-    [token] = draw(adjusted(logits, seen, drawing), jax.random.split(jax.random.key(0), 1), drawing)
+    [token] = draw(
+        adjust_logits(logits, seen, drawing), jax.random.split(jax.random.key(0), 1), drawing
+    )
     assert token == (3 if penalty < 1 else 2)  # 2.5 grows without bound, or vanishes

@@ -68,7 +68,7 @@ def test_phases_are_causes_and_steps_are_productive(machine):
 
 
 def test_steps_past_the_checkpoint_become_replay(machine):
-    machine.goodput.resumed_at(0)
+    machine.goodput.mark_replay(0)
     for step in range(1, 8):
         machine.spend(10 + step, "step", step)
         if step in (3, 6):
@@ -77,7 +77,7 @@ def test_steps_past_the_checkpoint_become_replay(machine):
     recorded = machine.goodput.account()
     machine.pass_time(100)
     machine.start(recorded)
-    machine.goodput.resumed_at(3)
+    machine.goodput.mark_replay(3)
     # 14 + 15 + 16 + 17 seconds are done again; 100 were spent away.
     assert machine.spent() == {"step": 36, "replay": 62, "down": 100}
     machine.spend(14, "step", 4)
@@ -94,11 +94,11 @@ def test_replay_reaches_back_over_several_attempts(machine):
             machine.spend(10, "step", step)
             machine.goodput.record(step)
         machine.start(machine.goodput.account())
-        machine.goodput.resumed_at(2 * attempt + 2)
-    machine.goodput.resumed_at(1)
+        machine.goodput.mark_replay(2 * attempt + 2)
+    machine.goodput.mark_replay(1)
     assert machine.spent() == {"step": 10, "replay": 50}
     machine.start(machine.goodput.account())
-    machine.goodput.resumed_at(0)
+    machine.goodput.mark_replay(0)
     assert machine.spent() == {"replay": 60}
 
 
@@ -107,7 +107,7 @@ def test_a_rewind_replays_the_steps_of_its_own_attempt(machine):
         machine.spend(10, "step", step)
         if step == 2:
             machine.goodput.record(step)
-    machine.goodput.resumed_at(2, done=5)
+    machine.goodput.mark_replay(2, done=5)
     assert machine.spent() == {"step": 20, "replay": 30}
     for step in range(3, 6):
         machine.spend(10, "step", step)
@@ -119,11 +119,11 @@ def test_between_two_records_steps_are_taken_to_be_alike(machine):
     for step in range(1, 11):
         machine.spend(10, "step", step)
     machine.goodput.record(10)
-    machine.goodput.resumed_at(4)
+    machine.goodput.mark_replay(4)
     assert machine.spent() == {"step": 40, "replay": 60}
     machine.spend(20, "step", 5)
     machine.goodput.record(5)
-    machine.goodput.resumed_at(4)  # where it resumed is a point of its own
+    machine.goodput.mark_replay(4)  # where it resumed is a point of its own
     assert machine.spent() == {"step": 40, "replay": 80}
 
 
@@ -131,26 +131,26 @@ def test_a_save_that_was_not_recorded_loses_no_productive_time(machine):
     machine.spend(10, "step", 1)
     machine.goodput.record(1)
     machine.start(machine.goodput.account())
-    machine.goodput.resumed_at(2)
+    machine.goodput.mark_replay(2)
     assert machine.spent() == {"step": 10}
 
 
 def test_skipped_updates_are_bad_time(machine):
     for step, seconds in enumerate((8, 10, 12, 10), start=1):
         machine.spend(seconds, "step", step)
-    machine.goodput.skipped(2)
+    machine.goodput.mark_skipped(2)
     assert machine.spent() == {"step": 20, "bad": 20}
-    machine.goodput.skipped(50)
+    machine.goodput.mark_skipped(50)
     assert machine.spent() == {"bad": 40}
 
 
 def test_a_step_skipped_after_its_record_is_not_kept_by_a_rewind(machine):
     machine.spend(10, "step", 1)
     machine.goodput.record(1)
-    machine.goodput.skipped()
+    machine.goodput.mark_skipped()
     machine.spend(40, "step", 2)
     machine.goodput.record(2)
-    machine.goodput.resumed_at(1)
+    machine.goodput.mark_replay(1)
     # Nothing of step 1 was productive, so all that was is done again.
     assert machine.spent() == {"bad": 10, "replay": 40}
 
@@ -212,10 +212,10 @@ def test_the_causes_sum_to_the_time_elapsed(operations):
                 machine.spend(seconds, "step", done)
                 elapsed += seconds
         elif operation == "skip":
-            machine.goodput.skipped(*values)
+            machine.goodput.mark_skipped(*values)
         elif operation == "rewind":
             before, done = done, done * values[0] // 100
-            machine.goodput.resumed_at(done, done=before)
+            machine.goodput.mark_replay(done, done=before)
         else:
             percent, away = values
             machine.goodput.record(done)
@@ -223,7 +223,7 @@ def test_the_causes_sum_to_the_time_elapsed(operations):
             machine.wall += away
             elapsed += max(0, away)
             machine.start(machine.goodput.account())
-            machine.goodput.resumed_at(done)
+            machine.goodput.mark_replay(done)
         seconds = machine.goodput.account().seconds
         assert sum(seconds.values()) == elapsed
         assert min(seconds.values()) >= 0
@@ -241,7 +241,7 @@ def test_productive_is_the_time_of_the_steps_that_were_kept(attempts):
             machine.goodput.record(len(kept))
         kept = kept[: len(kept) * percent // 100]
         machine.start(machine.goodput.account())
-        machine.goodput.resumed_at(len(kept))
+        machine.goodput.mark_replay(len(kept))
         assert machine.goodput.account().seconds["step"] == sum(kept)
 
 
@@ -250,9 +250,9 @@ def test_a_long_run_keeps_a_small_file(machine):
         machine.spend(2, "step", step)
         machine.goodput.record(step)
     assert len(machine.goodput.account().points) <= 1000
-    machine.goodput.resumed_at(2990)
+    machine.goodput.mark_replay(2990)
     assert machine.spent() == {"step": 5980, "replay": 20}
-    machine.goodput.resumed_at(17)
+    machine.goodput.mark_replay(17)
     assert machine.spent() == {"step": 34, "replay": 5966}
 
 

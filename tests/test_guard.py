@@ -136,7 +136,7 @@ def test_stop_and_rewind_say_which_step_and_why(tmp_path, policy, metrics, why):
     log = make_log(tmp_path, Guard(policy=policy))
     log.later(1, numbers())
     log.later(7, metrics)
-    with pytest.raises(BadStepError if policy == "stop" else Rewind) as raised, log.paused():
+    with pytest.raises(BadStepError if policy == "stop" else Rewind) as raised, log.pause():
         pytest.fail("the state of a bad step would have been saved")
     log.close()
     assert raised.value.step == 7

@@ -211,7 +211,7 @@ def test_skipped_steps_have_their_lines_and_training_goes_on_without_being_waite
         for number, batch in enumerate(placed, 1):
             state, metrics = step(state, batch)
             log.later(number, metrics)
-        with log.paused():
+        with log.pause():
             pass  # what is saved now is good
         log.close()
     written = read_lines(tmp_path / METRICS_FILE)

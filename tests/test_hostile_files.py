@@ -259,7 +259,7 @@ GREEDY = {
 
 @pytest.mark.parametrize("source", GREEDY)
 def test_a_template_that_asks_for_too_much_is_stopped(source):
-    template = ChatTemplate(source, "the template").checked()
+    template = ChatTemplate(source, "the template").validate()
     with hostile.little_memory(), pytest.raises(TemplateError, match=GREEDY[source]):
         template.text([{"role": "user", "content": "Hi"}])
 
@@ -272,7 +272,7 @@ def test_a_template_that_asks_for_too_much_is_stopped(source):
 )  # fmt: skip
 def test_a_template_that_cannot_be_compiled_is_refused(source):
     with pytest.raises(UserError, match="the template"):
-        ChatTemplate(source, "the template").checked()
+        ChatTemplate(source, "the template").validate()
 
 
 def test_bounds_leave_templates_as_jinja_renders_them():

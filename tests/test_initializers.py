@@ -15,7 +15,7 @@ from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.convolutional.vgg import VGG
 from jaxtrain.models.feed_forward.autoencoder import Autoencoder
 from jaxtrain.models.feed_forward.mlp import MLP
-from jaxtrain.nn.initializers import InitializerName, drawn
+from jaxtrain.nn.initializers import InitializerName, initializer_of
 
 NAMES = get_args(InitializerName)
 # [I, O] and [H, W, I, O] of ours.
@@ -41,7 +41,7 @@ def of_torch(torch, name, shape):
 @pytest.mark.parametrize("name", NAMES)
 def test_variances_are_pytorchs_and_the_papers(name, shape):
     torch = pytest.importorskip("torch")
-    ours = np.asarray(drawn(name, "relu")(jax.random.key(0), shape))
+    ours = np.asarray(initializer_of(name, "relu")(jax.random.key(0), shape))
     theirs = of_torch(torch, name, shape)
     pixels = math.prod(shape[:-2])
     fan_in, fan_out = pixels * shape[-2], pixels * shape[-1]
@@ -66,7 +66,7 @@ def test_what_he_draws_keeps_the_variance_through_relus_and_lecun_does_not():
     for name, factor in (("he_normal", 1.0), ("lecun_normal", 0.5)):
         y = x
         for key in jax.random.split(jax.random.key(1), 10):
-            y = np.maximum(y @ np.asarray(drawn(name, "relu")(key, (512, 512))), 0)
+            y = np.maximum(y @ np.asarray(initializer_of(name, "relu")(key, (512, 512))), 0)
         # What a ReLU leaves has half the mean square of what it was given.
         np.testing.assert_allclose(np.square(y).mean(), factor**10, rtol=0.4)
 

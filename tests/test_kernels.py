@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import needs_libtpu, text_batch
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
 from jaxtrain.nn.attention.kernels import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
@@ -263,12 +263,12 @@ def test_on_tpus_auto_is_a_pallas_kernel_in_the_compiled_step() -> None:
     target = parse_target("v5e:2x2")
     config = load_config("llama_1b", SMALL)
     quick: Any = {"exec_time_optimization_effort": -1.0}
-    text = lower(config, planned_layout(config, target)).compile(quick).as_text()
+    text = lower(config, target_layout(config, target)).compile(quick).as_text()
     # Forward, again where the layer is recomputed, backward for queries and for keys and values.
     assert text.count('custom_call_target="tpu_custom_call"') == 4
     # Whole tiles are not to be had: XLA's attention, and the run says so.
     config = load_config("llama_1b", [*SMALL, "TextData.sequence_length = 192"])
-    assert "tpu_custom_call" not in lower(config, planned_layout(config, target)).as_text()
+    assert "tpu_custom_call" not in lower(config, target_layout(config, target)).as_text()
 
 
 @pytest.mark.cuda_compile
@@ -283,7 +283,7 @@ def test_on_gpus_auto_is_cudnn_or_with_documents_triton_in_the_compiled_step(
         f"TextData.separate_documents = {packed}",
     ]  # fmt: skip
     own = load_config(config, bindings)
-    lowered = lower(own, planned_layout(own, target))
+    lowered = lower(own, target_layout(own, target))
     text = lowered.compile(compiler_options(target)).as_text()
     cudnn = {name: text.count(f'custom_call_target="{name}"') for name in (
         "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")}  # fmt: skip

@@ -14,7 +14,7 @@ from cluster import ROOT, start_processes
 from metadata_server import ATTRIBUTES, metadata_server
 
 from jaxtrain.run.attempts import supervise
-from jaxtrain.run.attempts.signals import noted_signals
+from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.cluster.token import RunToken
 
 yaml = pytest.importorskip("yaml")
@@ -310,7 +310,7 @@ def test_slurm_signals_what_supervise_takes_early_enough():
     text = script_text()
     name, seconds = re.search(r"^#SBATCH --signal=(\w+)@(\d+)$", text, re.M).groups()
     # A signal that a supervisor does not ask for would end it before the run has saved.
-    with noted_signals():
+    with record_signals():
         assert signal.getsignal(signal.Signals[f"SIG{name}"]) is not signal.SIG_DFL
     assert int(seconds) > supervise.Supervision().grace_seconds
     assert re.search(r"^#SBATCH --requeue$", text, re.M)

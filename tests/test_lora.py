@@ -21,7 +21,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import merged
+from jaxtrain.run.weights import merge_adapters
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import UP, LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -69,7 +69,7 @@ def by_the_formula(model: str) -> tuple[float, dict[str, np.ndarray]]:
     lora, layout = tuning(model), make_layout()
     program = make_program(MODELS[model], layout, tuning=lora)
     state = program.create(seed=0)
-    whole = program.whole.create(0, merged(program, state))
+    whole = program.whole.create(0, merge_adapters(program, state))
     with layout.active():
         gradients, metrics, _ = jax.jit(program.whole.gradients)(whole, BATCH)
     of_weights = {n: np.asarray(v.get_value()) for n, v in by_name(gradients).items()}

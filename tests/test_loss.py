@@ -15,7 +15,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.losses import Loss, cross_entropy
@@ -119,7 +119,7 @@ def test_next_token_sums_losses_and_weights_over_unmasked_targets():
     @jax.jit
     def run(model, batch):
         mask = Mask(segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids)
-        h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, execution)
+        h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, execution)
         sums = NextToken().sums(model, None, batch, execution, Loss(), train=True)
         return sums, logits(model, h_BTD)
 

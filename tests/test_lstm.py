@@ -28,7 +28,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.run.generation.decoding import next_logits
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
@@ -59,7 +59,7 @@ def logits_and_gradients(params, tokens, targets, weights, segment_ids):  # noqa
     def loss(params):  # noqa: ANN001, ANN202
         model = nnx.merge(split()[0], params)
         mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
-        h_BTD, _, _ = hidden(model, tokens, places(*tokens.shape), mask, Execution())
+        h_BTD, _, _ = hidden_states(model, tokens, places(*tokens.shape), mask, Execution())
         found = logits(model, h_BTD)
         losses = optax.softmax_cross_entropy_with_integer_labels(found, targets)
         return (weights * losses).sum(), found

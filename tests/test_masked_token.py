@@ -19,7 +19,7 @@ from jaxtrain.data.text.packing import pack
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.masked_token import Masked, MaskedToken, masked
+from jaxtrain.training.objectives.masked_token import Masked, MaskedToken, mask_tokens
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.objectives.tokens import token_loss
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -50,7 +50,7 @@ def masked_batch(rows: int = 8, length: int = 16) -> Batch:
     """A masked global batch of two documents a row."""
     text = text_batch(rows=rows, length=length, vocab_size=V - 1)
     made = [
-        masked(jax.tree.map(lambda x, i=i: x[i], text), np.random.default_rng(i), V)
+        mask_tokens(jax.tree.map(lambda x, i=i: x[i], text), np.random.default_rng(i), V)
         for i in range(rows)
     ]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *made)
@@ -59,7 +59,7 @@ def masked_batch(rows: int = 8, length: int = 16) -> Batch:
 def test_the_shares_are_those_of_the_paper():
     length = 200_000
     row = Rows(length).example(3, None)
-    found = masked(row, np.random.default_rng(0), V)
+    found = mask_tokens(row, np.random.default_rng(0), V)
     real, chosen = row.segment_ids != 0, found.loss_mask == 1
     assert not chosen[~real].any()
     np.testing.assert_array_equal(found.targets, row.inputs)
@@ -80,7 +80,7 @@ def test_no_padding_is_told_where_documents_are_not_kept_apart():
     row = text.example(0, None)
     assert row.segment_ids is None
     for seed in range(20):
-        found = masked(row, np.random.default_rng(seed), V)
+        found = mask_tokens(row, np.random.default_rng(seed), V)
         assert not found.loss_mask[3:].any()
         np.testing.assert_array_equal(found.inputs[3:], 0)
 

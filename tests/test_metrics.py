@@ -167,7 +167,7 @@ def test_a_pause_is_not_counted_as_training(tmp_path, clock_by_hand):
     for step in range(1, 7):
         clock_by_hand.now += 3
         log.later(step, scalars(step))
-        with log.paused():
+        with log.pause():
             clock_by_hand.now += 100
     log.close()
     assert [line["step_seconds"] for line in read(tmp_path)] == pytest.approx([3, 3, 3, 3])
@@ -241,7 +241,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_after_its_line(tmp_path, bad):
 def test_a_pause_finds_the_bad_loss_before_anything_is_saved():
     log = make_log(None)
     log.later(1, scalars(1, loss=float("nan")))
-    with pytest.raises(BadStepError), log.paused():
+    with pytest.raises(BadStepError), log.pause():
         pytest.fail("the state of a bad step would have been saved")
     log.close()
 

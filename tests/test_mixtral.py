@@ -23,7 +23,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.experts import slots_per_expert
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
@@ -108,7 +108,7 @@ def test_logits_and_losses_equal_transformers(changes: dict[str, Any]) -> None:
     @jax.jit
     def ours(params, tokens):  # noqa: ANN001, ANN202
         model = nnx.merge(structure, params)
-        h_BTD, _, auxiliary = hidden(model, tokens, places(1, C), Mask(), Execution())
+        h_BTD, _, auxiliary = hidden_states(model, tokens, places(1, C), Mask(), Execution())
         return logits(model, h_BTD), auxiliary
 
     tokens = some_tokens(1, C)

@@ -72,11 +72,11 @@ def test_what_was_seen_is_known_without_drawing_it():
     one = mixing((0.6, 0.3, 0.1), later=stages, once=(False, False, True))
     everything = by_source(drawn(one, 90))[0]
     for count in (0, 1, 19, 20, 21, 59, 60, 61, 90):
-        told = one.seen(count, global_batch_size=10, seed=3)
+        told = one.count_seen(count, global_batch_size=10, seed=3)
         counts = np.bincount(everything[: 10 * count], minlength=3)
         assert [seen.rows for seen in told.values()] == counts.tolist()
         assert told["a"].epochs == counts[0] / 200
-    later = one.seen(10**15, global_batch_size=10**3, seed=3)  # in no time
+    later = one.count_seen(10**15, global_batch_size=10**3, seed=3)  # in no time
     assert later["a"].rows > 0.99 * 10**18
 
 
@@ -121,7 +121,7 @@ def test_of_shares_that_move_what_was_seen_is_what_was_drawn(shares, gaps, once,
         mixing_of_data._segments.cache_clear()
         source, row = by_source(drawn(one, 30, size=5, seed=seed), (11, 30, 19))
         for count in (1, *steps, 30):
-            told = one.seen(count, global_batch_size=5, seed=seed)
+            told = one.count_seen(count, global_batch_size=5, seed=seed)
             counts = np.bincount(source[: 5 * count], minlength=3)
             assert [seen.rows for seen in told.values()] == counts.tolist()
     mixing_of_data._segments.cache_clear()
@@ -134,13 +134,13 @@ def test_of_shares_that_move_what_was_seen_is_what_was_drawn(shares, gaps, once,
 def test_shares_that_move_over_a_long_run_are_known_in_no_time():
     half = 10**12
     one = mixing((1.0, 0.0, 0.0), later=((2 * half, (0.0, 0.0, 1.0)),), linear=True)
-    told = one.seen(2 * half, global_batch_size=10**3, seed=3)
+    told = one.count_seen(2 * half, global_batch_size=10**3, seed=3)
     assert told["a"].rows == pytest.approx(10**15, rel=1e-9)
     assert told["b"].rows == 0
     rows = one.indices(half, np.arange(1000), global_batch_size=10**3, seed=3)
     assert 490 < np.count_nonzero(rows < 200) < 510
     before, after = (
-        one.seen(half + one_more, global_batch_size=10**3, seed=3) for one_more in (0, 1)
+        one.count_seen(half + one_more, global_batch_size=10**3, seed=3) for one_more in (0, 1)
     )
     assert after["a"].rows - before["a"].rows == np.count_nonzero(rows < 200)
 
@@ -234,7 +234,7 @@ def test_a_run_tells_losses_and_epochs_by_source_and_goes_on_where_it_was(corpus
     straight = run()
     evaluations = [line for line in straight if "eval_loss" in line]
     assert [line["step"] for line in evaluations] == [3, 6]
-    seen = config.train.data.open(seed=0).mixing.seen(6, global_batch_size=8, seed=0)
+    seen = config.train.data.open(seed=0).mixing.count_seen(6, global_batch_size=8, seed=0)
     assert {f"epochs_{name}": one.epochs for name, one in seen.items()}.items() <= (
         evaluations[1].items()
     )

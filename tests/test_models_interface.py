@@ -28,7 +28,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import normal, param, role_of, stack
-from jaxtrain.nn.transformer import Transformer, hidden
+from jaxtrain.nn.transformer import Transformer, hidden_states
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.settings import load_config
 
@@ -176,7 +176,9 @@ def test_what_is_cached_is_what_the_layers_give_back(name):
             model.cached, layers=model.layers, rows=2, room=9, dtype=jnp.dtype("bfloat16")
         )
         mask = Mask(query_start=empty.length)
-        return empty, hidden(module, tokens, tokens, mask, Execution(kernel="reference"), empty)[1]
+        return empty, hidden_states(
+            module, tokens, tokens, mask, Execution(kernel="reference"), empty
+        )[1]
 
     with make_layout(fsdp=1).active():
         before, after = jax.eval_shape(caches, tokens)

@@ -23,14 +23,14 @@ from jaxtrain.parallel.sharding import is_variable
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def hidden(name, execution, params, tokens, positions, mask, cache=None):  # noqa: ANN001, ANN201
     model = nnx.merge(split(name)[0], params)
-    return transformer.hidden(model, tokens, positions, mask, execution, cache)[:2]
+    return transformer.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(name, params, tokens, positions, segment_ids):  # noqa: ANN001, ANN201
     mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
     model = nnx.merge(split(name)[0], params)
-    h_BTD = transformer.hidden(model, tokens, positions, mask, Execution())[0]
+    h_BTD = transformer.hidden_states(model, tokens, positions, mask, Execution())[0]
     return transformer.logits(model, h_BTD)
 
 
@@ -174,9 +174,9 @@ def test_llama_with_a_pattern_equals_transformers_with_its_dense_mask(
     @jax.jit
     def told(params: Any) -> jax.Array:
         module = nnx.merge(nnx.split(nnx.eval_shape(sizes.build, jax.random.key(0)))[0], params)
-        h_BTD = transformer.hidden(module, tokens, places(2, C), Mask(), Execution(kernel=kernel))[
-            0
-        ]
+        h_BTD = transformer.hidden_states(
+            module, tokens, places(2, C), Mask(), Execution(kernel=kernel)
+        )[0]
         return transformer.logits(module, h_BTD)
 
     np.testing.assert_allclose(told(ours), expected, rtol=1e-4, atol=1e-4)
@@ -195,7 +195,9 @@ def test_a_place_sees_itself_and_what_came_before(name: str) -> None:
         model = nnx.merge(structure, params)
         model.token_embedding = model.token_embedding.replace(table)
         # Every token stands once: row s of the table is the embedding at place s.
-        h_BTD, _, _ = transformer.hidden(model, places(1, T), places(1, T), Mask(), Execution())
+        h_BTD, _, _ = transformer.hidden_states(
+            model, places(1, T), places(1, T), Mask(), Execution()
+        )
         return h_BTD[0] @ weights
 
     table = params["token_embedding"].get_value()

@@ -16,7 +16,7 @@ from conftest import compile_step, make_layout, needs_libtpu, text_batch
 from conftest import make_program as make_plain
 from flax import nnx
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -33,7 +33,7 @@ from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import OnHost
 from jaxtrain.training.offload.streaming import DEVICE, is_pinned, streamed
-from jaxtrain.training.optimizers.optimizer import Optimizer, chained, make_optimizer
+from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.layouts import abstract_layout
@@ -93,7 +93,7 @@ def after_three(rule: str, join: Any, **shared: Any) -> Any:
 )
 def test_a_layer_at_a_time_is_the_update_of_all(rule):
     shared = {"average_decay": 0.9, "moments": "bfloat16"} if rule == "adamw" else {}
-    whole, layers = (after_three(rule, join, **shared) for join in (chained, streamed))
+    whole, layers = (after_three(rule, join, **shared) for join in (chain, streamed))
     assert jax.tree.structure(whole) == jax.tree.structure(layers)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(layers), strict=True
@@ -107,7 +107,7 @@ def test_a_layer_at_a_time_is_the_update_of_all(rule):
 
 
 def make_program(offload: Offload | None, zero: int = 3, **changes: Any) -> Program:
-    join = streamed if offload is not None and offload.optimizer_state == "host" else chained
+    join = streamed if offload is not None and offload.optimizer_state == "host" else chain
     optimizer = make_optimizer(ADAMW, optax.constant_schedule(1e-2), join)
     layout = make_layout(zero, fsdp=2, tensor=2)
     program = make_plain(MODEL, layout, optimizer=optimizer, **changes)
@@ -348,7 +348,7 @@ def test_a_tpus_compiler_has_them_there_too():
     """Arguments on both sides to the byte; nothing twice on the host; one layer's state at a time
     on the device, and written while the next array is read."""
     config, target = large(STATE), parse_target("v5e:2x4")
-    layout = planned_layout(config, target)
+    layout = target_layout(config, target)
     compiled = lower(config, layout).compile()
     stats: Any = compiled.memory_analysis()
     found = argument_bytes(config, layout)
@@ -388,7 +388,7 @@ def test_a_plan_has_the_bytes_of_gradients_there(accumulation, of_each):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_tpus_compiler_has_gradients_there(accumulation):
     config, target = gradients_there(accumulation), parse_target("v5e:2x4")
-    layout = planned_layout(config, target)
+    layout = target_layout(config, target)
     plain = dataclasses.replace(config, offload=Offload())
     stats, without = (
         lower(c, layout).compile({"exec_time_optimization_effort": -1.0}).memory_analysis()

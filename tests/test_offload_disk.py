@@ -16,7 +16,7 @@ from cluster import start_processes
 from conftest import needs_libtpu
 from test_offload import LARGE, config_of
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
@@ -240,7 +240,7 @@ def test_a_plan_has_its_bytes_on_disk_device_and_host():
 @needs_libtpu
 def test_a_tpus_compiler_is_given_none_of_it():
     config = load_config(LARGE, ["Offload.optimizer_state = 'disk'"])
-    layout = planned_layout(config, parse_target("v5e:2x4"))
+    layout = target_layout(config, parse_target("v5e:2x4"))
     stats: Any = lower(config, layout).compile().memory_analysis()
     held = argument_bytes(config, layout)
     assert abs(stats.argument_size_in_bytes - held.total) < 1 << 16  # vectors fill no tile

@@ -15,7 +15,7 @@ from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.adamw import AdamW
-from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.average import averaged_params
 from jaxtrain.training.optimizers.lion import Lion
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule, notes
@@ -190,7 +190,7 @@ def test_the_average_equals_torch():
     )
     params = state_of(INITIAL)
     opt_state, plain_state = optimizer.init(params), plain.init(params)
-    start = averaged(opt_state, params)
+    start = averaged_params(opt_state, params)
     jax.tree.map(np.testing.assert_array_equal, start, params)
     module = torch.nn.ParameterDict({n: torch.zeros(v.shape) for n, v in INITIAL.items()})
     theirs = swa.AveragedModel(module, multi_avg_fn=swa.get_ema_multi_avg_fn(DECAY))
@@ -204,7 +204,7 @@ def test_the_average_equals_torch():
         for name, parameter in module.items():
             parameter.data = torch.tensor(np.asarray(params[name].get_value()))
         theirs.update_parameters(module)
-        found = averaged(opt_state, params)
+        found = averaged_params(opt_state, params)
         for name, average in theirs.module.items():
             np.testing.assert_allclose(
                 found[name].get_value(),
@@ -226,7 +226,7 @@ def test_the_first_parameters_have_no_part_in_the_average(decay):
     opt_state = optimizer.init(params)
     _, opt_state = optimizer.update(gradient, opt_state, params)
     # 1e6 - (1e6 - 1): to float32's rounding of the million's share, an eighth.
-    np.testing.assert_allclose(averaged(opt_state, params)["w"].get_value(), 1.0, atol=0.25)
+    np.testing.assert_allclose(averaged_params(opt_state, params)["w"].get_value(), 1.0, atol=0.25)
 
 
 def test_bfloat16_parameters_are_averaged_in_float32():
@@ -234,7 +234,7 @@ def test_bfloat16_parameters_are_averaged_in_float32():
         Optimizer(rule=SGD(), average_decay=0.9), optax.constant_schedule(1.0)
     )
     params = {"w": nnx.Param(jnp.ones((4,), jnp.bfloat16), axes=("embed",))}
-    assert averaged(optimizer.init(params), params)["w"].get_value().dtype == jnp.float32
+    assert averaged_params(optimizer.init(params), params)["w"].get_value().dtype == jnp.float32
 
 
 def test_without_a_decay_no_average_is_kept():
@@ -243,7 +243,7 @@ def test_without_a_decay_no_average_is_kept():
         make_optimizer(Optimizer(average_decay=decay), optax.constant_schedule(1.0)).init(params)
         for decay in (None, 0.9)
     )
-    assert averaged(without, params) is None
+    assert averaged_params(without, params) is None
     assert jax.tree.structure(with_average[:-1]) == jax.tree.structure(without)
 
 
@@ -273,12 +273,12 @@ def trained():
 
 def test_the_average_on_eight_devices_equals_one(trained):
     (_, one, _), (program, eight, _) = trained
-    found, expected = (averaged(state.opt_state, state.params) for state in (eight, one))
+    found, expected = (averaged_params(state.opt_state, state.params) for state in (eight, one))
     # Adam's first steps are of size learning_rate whatever the gradient's: where it is next to
     # nothing, the order of a sum decides, as it does of the parameters.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), found, expected)
     abstract = program.abstract_state()
-    average = averaged(abstract.opt_state, abstract.params)
+    average = averaged_params(abstract.opt_state, abstract.params)
     wanted = jax.tree.map(lambda leaf: leaf.sharding, average)
     assert jax.tree.map(lambda x: x.sharding, found) == wanted
     # ZeRO 1: the average lies split over fsdp as the moments do, the parameters do not.
@@ -294,7 +294,9 @@ def test_evaluation_uses_the_average(trained):
     for program, state, batch in trained:
         consensus = program.consensus(state)
         jax.tree.map(
-            np.testing.assert_array_equal, consensus.params, averaged(state.opt_state, state.params)
+            np.testing.assert_array_equal,
+            consensus.params,
+            averaged_params(state.opt_state, state.params),
         )
         assert jax.tree.map(lambda x: x.sharding, consensus.params) == jax.tree.map(
             lambda x: x.sharding, state.params

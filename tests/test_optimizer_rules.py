@@ -26,11 +26,11 @@ from jaxtrain.training.optimizers.adagrad import Adagrad
 from jaxtrain.training.optimizers.adam import Adam
 from jaxtrain.training.optimizers.adam_sage import AdamSAGE
 from jaxtrain.training.optimizers.adan import Adan
-from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.average import averaged_params
 from jaxtrain.training.optimizers.lamb import LAMB
 from jaxtrain.training.optimizers.lars import LARS
 from jaxtrain.training.optimizers.matrices import sides
-from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalized
+from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalize
 from jaxtrain.training.optimizers.nadamw import NAdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.radam import RAdam, memory_length
@@ -328,7 +328,7 @@ def test_schedule_free_equals_its_published_rule_and_evaluates_its_average():
     ):
         rate, total = rates[step - 1], total + rates[step - 1] ** 2
         share = rate**2 / total
-        evaluated = averaged(opt_state, params)
+        evaluated = averaged_params(opt_state, params)
         mine = apart({name: params[name].get_value() for name in PARAMETERS})
         average = apart({name: evaluated[name].get_value() for name in PARAMETERS})
         for name, values in apart(gradients).items():
@@ -461,7 +461,7 @@ def test_muon_sends_layers_to_their_devices_where_they_divide_and_gathers_one_at
             jnp.ones((4, 32, 48)), layout.named(layout.moment(("layers", "embed", "mlp")))
         )
         with layout.active():
-            function = functools.partial(orthogonalized, dims=sides(("layers", "embed", "mlp")))
+            function = functools.partial(orthogonalize, dims=sides(("layers", "embed", "mlp")))
             return jax.jit(function).lower(x).compile().as_text()
 
     shared, gathered = text(fsdp=4), text(fsdp=8)

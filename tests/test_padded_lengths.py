@@ -126,13 +126,13 @@ def test_a_run_compiles_each_length_at_its_start_and_none_later(corpus):
     steps, lowered = [], []
     lower = trainer._step.lower
     trainer._step.lower = lambda batch: lowered.append(batch.inputs.shape) or lower(batch)
-    step = trainer._stepper.checked_step
+    step = trainer._stepper.step_and_check
 
     def noted(batch, number):
         steps.append((batch.inputs.shape, len(lowered)))
         return step(batch, number)
 
-    trainer._stepper.checked_step = noted
+    trainer._stepper.step_and_check = noted
     trainer.train(steps=8)
     trainer.train(steps=4)
     assert lowered == [(8, 16), (8, 32), (8, 64)]

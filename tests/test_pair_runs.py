@@ -207,7 +207,7 @@ def test_what_verify_proves_with_is_small_and_allowed(name, more):
     data = sample.dataset(small.config)
     for mesh in small.meshes:
         check(small.on(mesh), device_count=math.prod(mesh.values()), platform="cpu")
-    batch = sample.whole_batch(small.config, data)
+    batch = sample.first_batch(small.config, data)
     assert {len(leaf) for leaf in vars(batch).values() if leaf is not None} == {
         small.config.train.global_batch_size
     }
@@ -257,7 +257,7 @@ def test_relative_positions_choose_a_kernel_that_adds_them():
 
 def test_a_batch_of_another_form_is_refused(runs):
     trainer = runs["transformer"]
-    batch = sample.whole_batch(trainer.config, trainer.dataset)
+    batch = sample.first_batch(trainer.config, trainer.dataset)
     with pytest.raises(UserError, match=r"Batch.source is None; use an array"):
         trainer.step(dataclasses.replace(batch, source=None))
     with pytest.raises(UserError, match=r"Batch.source\[0, 0\] is 300; use 0 to 255"):

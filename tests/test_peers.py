@@ -359,7 +359,9 @@ def test_an_error_that_follows_from_a_loss_is_not_the_first_cause():
     first, second, third = join(3)
     # What the others feel of a death may be told before the death itself is seen.
     told = []
-    telling = threading.Thread(target=lambda: told.append(second.failed("gloo: connection closed")))
+    telling = threading.Thread(
+        target=lambda: told.append(second.report_failure("gloo: connection closed"))
+    )
     telling.start()
     third.close()
     telling.join()
@@ -400,5 +402,5 @@ def test_one_process_has_the_same_calls():
     peers.request_stop("SIGTERM")
     peers.request_stop("SIGINT")
     assert peers.tick(2) == "SIGTERM"
-    assert str(peers.failed("an error")).endswith("failed: an error")
+    assert str(peers.report_failure("an error")).endswith("failed: an error")
     peers.goodbye()

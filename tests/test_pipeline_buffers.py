@@ -6,7 +6,7 @@ import re
 import pytest
 from conftest import needs_libtpu
 
-from jaxtrain.analysis.planning.compiled.compiled import lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.training.pipeline.slots import slots
 from jaxtrain.training.pipeline.timetables import make_schedule
@@ -40,7 +40,7 @@ def test_no_action_copies_what_waits_for_others(schedule):
         make_schedule(schedule, ranks=RANKS, microbatches=MICROBATCHES, virtual_stages=chunks),
         backward="residuals",
     )
-    layout = planned_layout(config, parse_target("v5e:2x2"))
+    layout = target_layout(config, parse_target("v5e:2x2"))
     text = lower(config, layout).compile({"exec_time_optimization_effort": -1.0}).as_text() or ""
     places = table.num_residual_slots
     assert places > 2

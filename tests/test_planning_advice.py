@@ -9,7 +9,7 @@ from jaxtrain.analysis.planning.advice import fixes_for, remarks
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
 from jaxtrain.analysis.planning.search import price
-from jaxtrain.analysis.planning.variants import bindings_of, changed, refusal
+from jaxtrain.analysis.planning.variants import apply_changes, bindings_of, refusal
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
@@ -36,7 +36,7 @@ def too_large(name: str, target: str, bindings: tuple[str, ...] = ()):
 )
 def test_pasted_bindings_are_the_changed_configuration(changes):
     plain = load_config("gpt_quickstart")
-    found = changed(plain, changes)
+    found = apply_changes(plain, changes)
     assert found == load_config("gpt_quickstart", bindings_of(changes))
     assert found != plain
 
@@ -45,10 +45,10 @@ def test_a_refusal_names_its_reasons():
     target = parse_target("v5e:2x4")
     config = load_config("gpt_quickstart")
     assert refusal(config, target) is None
-    found = refusal(changed(config, {"Mesh.tensor": 3, "Mesh.fsdp": 1}), target)
+    found = refusal(apply_changes(config, {"Mesh.tensor": 3, "Mesh.fsdp": 1}), target)
     assert found is not None
     assert "Mesh" in found
-    both = changed(config, {"Attention.kernel": "cudnn", "Train.accumulation": 3})
+    both = apply_changes(config, {"Attention.kernel": "cudnn", "Train.accumulation": 3})
     found = refusal(both, target)
     assert found is not None
     assert "cudnn" in found
@@ -62,7 +62,7 @@ def test_fixes_fit_load_and_come_cheapest_first():
     for fix in found:
         variant = load_config("gpt2_124m", [*NONE, *fix.bindings])
         after = price(variant, target)
-        assert variant == changed(config, fix.changes)
+        assert variant == apply_changes(config, fix.changes)
         assert fix.fits
         assert after.fits
         assert refusal(variant, target) is None
@@ -81,7 +81,7 @@ def test_where_one_change_is_not_enough_several_are_combined():
     combined, *rest = found
     assert combined.fits
     assert len(combined.changes) > 1
-    assert price(changed(config, combined.changes), target).fits
+    assert price(apply_changes(config, combined.changes), target).fits
     assert rest
     assert not any(fix.fits for fix in rest)
     assert all(fix.sentence.endswith("(not enough alone)") for fix in rest)

@@ -12,7 +12,7 @@ from test_planning_traffic import LLAMA, MODELS, audited, config_of
 
 from jaxtrain.analysis.planning.compiled.audit import SMALL_THINGS, Row, audit, over_dcn, over_hosts
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
-from jaxtrain.analysis.planning.compiled.placement import misplaced, paddings, replicated
+from jaxtrain.analysis.planning.compiled.placement import find_misplaced, find_replicated, paddings
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.decoder import Decoder
@@ -363,7 +363,7 @@ def test_a_sharding_without_need_is_found_in_a_compiled_step(monkeypatch):
 
 def test_parameters_that_could_be_shared_are_listed():
     config = config_of(LLAMA, {"fsdp": 8}, sharding=Sharding(zero=1))
-    found = replicated(config, abstract_layout(config, 8), threshold=100_000)
+    found = find_replicated(config, abstract_layout(config, 8), threshold=100_000)
     bytes_of = {row.name: row.bytes for row in found}
     assert bytes_of["layers/up"] == 4 * 3 * 256 * 512
     assert bytes_of["output"] == 4 * 128 * 256
@@ -371,10 +371,10 @@ def test_parameters_that_could_be_shared_are_listed():
     assert {row.way_out for row in found} == {"Sharding.zero = 3"}
     assert all(8 * (row.bytes - row.saving) == row.bytes for row in found)
     config = config_of(LLAMA, {"fsdp": 8})
-    assert replicated(config, abstract_layout(config, 8), threshold=10_000) == []
+    assert find_replicated(config, abstract_layout(config, 8), threshold=10_000) == []
     few = dataclasses.replace(MODELS["llama8"], num_kv_heads=2)
     config = config_of(few, {"tensor": 8})
-    found = replicated(config, abstract_layout(config, 8), threshold=10_000)
+    found = find_replicated(config, abstract_layout(config, 8), threshold=10_000)
     assert {row.name for row in found} == {"layers/key", "layers/value"}
     assert {row.axis for row in found} == {"tensor"}
     assert "Llama.num_kv_heads a multiple of 8" in found[0].way_out
@@ -409,8 +409,8 @@ def _gathered(program):
 
 
 def test_where_the_state_lies_is_held_against_the_intention():
-    assert misplaced(*tiny(True)) == []
-    row = one(misplaced(*tiny(False)))
+    assert find_misplaced(*tiny(True)) == []
+    row = one(find_misplaced(*tiny(False)))
     assert (row.name, row.way, row.bytes) == ("params/output/value", "out", 4 * 128 * 256)
     assert "fsdp" in row.intended
     assert "fsdp" not in row.actual

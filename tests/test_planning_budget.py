@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.budget import plan_budget, show
-from jaxtrain.analysis.planning.budgeted import bindings_for, planned, sentences
+from jaxtrain.analysis.planning.budgeted import bindings_for, plan_on_target, sentences
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.config.errors import UserError
@@ -44,7 +44,7 @@ def test_the_model_of_a_budget_has_its_parameters_and_a_batch_for_every_device(c
 def test_its_time_is_the_plan_s():
     """The best of a search, for all tokens of the budget."""
     budget, target = plan_budget(1e17), parse_target("h100:1x1")
-    found = planned(budget, target, price=3.0)
+    found = plan_on_target(budget, target, price=3.0)
     again = plan(found.config, "h100:1x1", compile=False, tokens=budget.tokens)
     assert found.whole_run.days == again.whole_run.days > 0
     assert found.whole_run.dollars == pytest.approx(3 * found.whole_run.device_hours)

@@ -16,8 +16,8 @@ from jaxtrain.analysis.planning.executed import (
     executed_flops,
     of_one_row,
     row_flops,
-    scored_share,
-    traced,
+    score_fraction,
+    trace_gradients,
     work,
 )
 from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
@@ -78,7 +78,7 @@ def elements(config, rows):
     train = dataclasses.replace(one.train, global_batch_size=rows)
     return sum(
         product.times * math.prod(shape_of(array))
-        for product in products_of(traced(dataclasses.replace(one, train=train)))
+        for product in products_of(trace_gradients(dataclasses.replace(one, train=train)))
         if "BKGTS" not in product.scope
         for array in (*product.equation.invars[:2], *product.equation.outvars)
     )
@@ -96,7 +96,7 @@ def compare(name, model):
     low, high = BYTES.get(name, (1.0, 1.0))
     assert low * (1 - 1e-9) <= found / (2 * of_layers) <= high * (1 + 1e-9)
     row = row_flops(config)
-    executed = row.executed - row.scores * (1 - scored_share(config))
+    executed = row.executed - row.scores * (1 - score_fraction(config))
     low, high = FLOPS.get(name, (1.0, 1.0))
     assert low * (1 - 1e-9) <= executed / model.flops((T,)) <= high * (1 + 1e-9)
     assert executed_flops(config, abstract_layout(config, 1)) == pytest.approx(executed * ROWS)
@@ -161,7 +161,7 @@ def test_a_kernel_that_skips_does_the_scores_that_are_counted_for_mfu():
     of_model = model.block.attention.score_flops_per_token(length) * length * model.num_layers
     assert scores == pytest.approx(3.5 / 3 * of_model, rel=1e-6)
     full = dataclasses.replace(model.attention, window=None)
-    assert scored_share(config) < 0.5 * full.visible_share(length)
+    assert score_fraction(config) < 0.5 * full.visible_share(length)
 
 
 def test_products_of_a_loop_over_layers_are_read_in_each():
@@ -182,4 +182,4 @@ def test_texts_without_a_window_are_as_before():
     config = with_model("Llama", config_of("Llama").train.model, "tpu")
     assert isinstance(config.train.model, Llama)
     whole = dataclasses.replace(config.train.model, sliding_window=None)
-    assert scored_share(with_model("Llama", whole, "tpu")) == 0.5
+    assert score_fraction(with_model("Llama", whole, "tpu")) == 0.5

@@ -39,8 +39,8 @@ def test_stages_and_rows_share_their_traces(name: str, zero: int) -> None:
     key: Any = memory.of_forward(config)
     shared = memory.of_weights(layout)
     assert (shared == layout) == (zero == 3)
-    expected = memory.kept(dataclasses.replace(config), layout, rows)
-    assert memory.kept_of_rows(key, shared, rows) == expected
+    expected = memory.residual_bytes(dataclasses.replace(config), layout, rows)
+    assert memory.residual_bytes_of_rows(key, shared, rows) == expected
     # Each row adds as much, and weights are none of it.
-    fewer = memory.kept(key, shared, layout.batch_devices())[0]
+    fewer = memory.residual_bytes(key, shared, layout.batch_devices())[0]
     assert expected[0] == times * fewer > 0

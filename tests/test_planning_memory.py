@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from conftest import needs_libtpu
 
-from jaxtrain.analysis.planning.compiled.compiled import compile_step, lower, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import compile_step, lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook import formulas
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -206,7 +206,7 @@ def estimate_and_compiler(config: Config, target: str) -> tuple[int, int]:
     estimate = memory(
         config, layouts.abstract_layout(config, machine.devices), machine.chip.kind
     ).temporaries
-    live = compile_step(config, planned_layout(config, machine), machine).live_bytes
+    live = compile_step(config, target_layout(config, machine), machine).live_bytes
     assert live is not None, "it fits, so that the compiler says"
     return estimate, live
 
@@ -327,7 +327,7 @@ def test_what_lives_of_image_models_is_the_compilers_to_a_quarter(name, tmp_path
     )  # fmt: skip
     config, machine = load_config("resnet50_imagenet", bindings), parse_target("v5e:1x1")
     found = memory(config, layouts.abstract_layout(config, 1), "tpu")
-    made = compile_step(config, planned_layout(config, machine), machine)
+    made = compile_step(config, target_layout(config, machine), machine)
     assert found.total == pytest.approx(made.argument_bytes + made.temp_bytes, rel=0.25)
 
 
@@ -350,7 +350,7 @@ def test_what_is_offloaded_is_the_compilers_to_the_byte(name, tmp_path, monkeypa
         parse_target("v5e:4x4"),
     )
     found = memory(config, layouts.abstract_layout(config, machine.devices), "tpu")
-    made = compile_step(config, planned_layout(config, machine), machine)
+    made = compile_step(config, target_layout(config, machine), machine)
     assert made.live_bytes is not None
     assert found.host == made.host_bytes
     assert found.temporaries == pytest.approx(made.live_bytes, rel=0.25)

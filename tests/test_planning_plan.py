@@ -13,7 +13,7 @@ from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning import plan as plans
 from jaxtrain.analysis.planning.candidates import COMPILED
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
-from jaxtrain.analysis.planning.fitted import fitted
+from jaxtrain.analysis.planning.fitted import efficiency_of
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
 from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.parallel.chips import CHIPS
@@ -148,7 +148,9 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     assert time.exposed + time.hidden == pytest.approx(sum(time.by_axis.values()))
     rows, length = config.train.global_batch_size / 8, model.context_length
     scores = 3.5 * 2 * rows * model.num_layers * length**2 * model.embed_dim
-    assert time.kernels == pytest.approx(scores / 197e12 / fitted(parse_target("v5e:2x4")).scores)
+    assert time.kernels == pytest.approx(
+        scores / 197e12 / efficiency_of(parse_target("v5e:2x4")).scores
+    )
     assert time.compute > time.kernels + 6 * rows * length * model.num_layers * layer / 197e12
     # Beside it stand the closed forms.
     assert time.estimate.compute == closed.compute
@@ -170,7 +172,7 @@ def test_a_plan_for_tpus_explains_all_traffic_and_comes_from_the_cache_again(lla
     assert "by the schedule" in table
     assert "closed forms" in table
     assert "are attention's kernels" in table
-    share = fitted(parse_target("v5e:2x4")).products
+    share = efficiency_of(parse_target("v5e:2x4")).products
     assert f"Assumed: {share:.0%} of 197 TFLOP/s (bfloat16) in products" in table
 
 

@@ -16,7 +16,7 @@ from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.unstacked import between_layers
-from jaxtrain.analysis.planning.variants import changed, refusal
+from jaxtrain.analysis.planning.variants import apply_changes, refusal
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.training.program.layouts import abstract_layout
@@ -71,7 +71,7 @@ def test_no_hand_written_recipe_is_faster(recipe, policy):
     tried = 0
     for accumulation in (1, 2, 4, 8, 16, 32):
         changes = {**recipe, "Remat.policy": policy, "Train.accumulation": accumulation}
-        config = changed(load_config("llama_1b", KERNEL), changes)
+        config = apply_changes(load_config("llama_1b", KERNEL), changes)
         if refusal(config, target) is not None:
             continue
         tried += 1
@@ -109,7 +109,7 @@ def test_masters_are_sharded_where_that_fits_and_nowhere_else():
     for one in found().candidates:
         if one in local or one.config.sharding.zero < 3 or one.config.mesh.fsdp == 1:
             continue
-        twin = changed(one.config, SHARDED)
+        twin = apply_changes(one.config, SHARDED)
         priced = price(twin, target)
         if priced.fits and priced.seconds <= last:
             roomy += 1
@@ -125,18 +125,18 @@ SHARDED = {"Sharding.zero": 1, "Sharding.masters": "sharded"}
 
 
 def shard(config):
-    return changed(config, {"Sharding.zero": 3, "Sharding.masters": "whole"})
+    return apply_changes(config, {"Sharding.zero": 3, "Sharding.masters": "whole"})
 
 
 def uncounted(config):
-    return changed(shard(config), {"Train.accumulation": 1, "Pipeline.microbatches": 1})
+    return apply_changes(shard(config), {"Train.accumulation": 1, "Pipeline.microbatches": 1})
 
 
 def test_stage_3_summed_locally_is_stage_1_with_sharded_masters():
     """To the byte and the second, which is why the search tries one of them."""
     config = load_config("llama_1b", [*KERNEL, "Mesh.fsdp = 8", "Train.accumulation = 8"])
     one, three = (
-        price(changed(config, changes), parse_target(TARGET))
+        price(apply_changes(config, changes), parse_target(TARGET))
         for changes in (SHARDED, {"Sharding.accumulate": "local"})
     )
     assert (one.seconds, one.memory) == (three.seconds, three.memory)
@@ -146,7 +146,7 @@ def test_stage_2_summed_locally_is_stage_1():
     """In the time of its step, which is why the search leaves it out."""
     config = load_config("llama_1b", [*KERNEL, "Mesh.fsdp = 8", "Train.accumulation = 8"])
     one, two = (
-        price(changed(config, {"Sharding.zero": zero, "Sharding.accumulate": accumulate}),
+        price(apply_changes(config, {"Sharding.zero": zero, "Sharding.accumulate": accumulate}),
               parse_target(TARGET))
         for zero, accumulate in ((1, "shard"), (2, "local"))
     )  # fmt: skip
@@ -192,7 +192,7 @@ def test_layers_of_other_shapes_gather_their_inputs_and_add_up_their_gradients()
                                         "Train.global_batch_size = 32"])  # fmt: skip
     moved = [(one.kind, one.count * one.bytes) for one in between_layers(config, of_four(config))]
     assert moved == [("all-gather", 16 * 128 * 4 // 2), ("all-reduce", 16 * 128 * 4)]
-    alone = changed(config, {"Mesh.tensor": 1, "Mesh.fsdp": 4})
+    alone = apply_changes(config, {"Mesh.tensor": 1, "Mesh.fsdp": 4})
     assert not list(between_layers(alone, of_four(alone)))
 
 
@@ -246,7 +246,7 @@ def test_the_least_memory_is_below_the_estimate_and_has_the_sums_of_gradients(
     """The search rejects a layout by it before a layer is traced."""
     sizes = {"Mesh.data": 2, "Mesh.fsdp": 4, "Mesh.expert": 1, "Sharding.zero": zero}
     changes = {"Train.global_batch_size": 64, "Train.accumulation": accumulation}
-    config = changed(load_config(name), {**sizes, **changes})
+    config = apply_changes(load_config(name), {**sizes, **changes})
     layout = abstract_layout(config, 8)
     least, whole = least_memory(config, layout, "gpu"), memory(config, layout, "gpu")
     shapes = jax.tree.leaves(parameter_shapes(config.train.model.build))

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.candidates import TIE, Candidate, numbered, ranked
+from jaxtrain.analysis.planning.candidates import TIE, Candidate, assign_ranks, rank
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
 from jaxtrain.analysis.planning.search import price, search
 from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
@@ -70,12 +70,12 @@ def test_what_the_prediction_cannot_tell_apart_shares_a_rank_the_smallest_first(
     gib = 2**30
     close, far = 1 + 0.9 * TIE, 1 + 1.1 * TIE
     given = [(1.0, 30), (close, 20), (far, 10), (far * close, 40), (5.0, 1)]
-    found = ranked([candidate(seconds, size * gib) for seconds, size in reversed(given)])
+    found = rank([candidate(seconds, size * gib) for seconds, size in reversed(given)])
     assert [(one.rank, one.price.memory.total // gib) for one in found] == [
         (1, 20), (1, 30), (3, 10), (3, 40), (5, 1),
     ]  # fmt: skip
     # In an order that is given, as after compiling, ranks follow it.
-    assert [one.rank for one in numbered([found[4], found[0], found[1]])] == [1, 2, 2]
+    assert [one.rank for one in assign_ranks([found[4], found[0], found[1]])] == [1, 2, 2]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.gpu import target_config
-from jaxtrain.analysis.planning.whole_run import whole_run
+from jaxtrain.analysis.planning.whole_run import project_run
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.swept import combinations
@@ -20,7 +20,7 @@ SMALL = ["-b", "GPT.num_layers=2", "-b", "Train.steps=1000"]
 
 
 def test_a_run_is_its_steps_multiplied_out():
-    found = whole_run(
+    found = project_run(
         step_seconds=36.0, devices=8, per_step=1_000_000, steps=2400, price=2.5, watts=700
     )
     assert found.examples == 2_400_000_000
@@ -31,7 +31,7 @@ def test_a_run_is_its_steps_multiplied_out():
 
 
 def test_tokens_in_place_of_steps_end_with_a_whole_step():
-    found = whole_run(step_seconds=1.0, devices=1, per_step=1000, steps=5, examples=2001.0)
+    found = project_run(step_seconds=1.0, devices=1, per_step=1000, steps=5, examples=2001.0)
     assert (found.steps, found.examples) == (3, 3000)
     assert found.dollars is None
     assert found.kilowatt_hours is None

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.profile import layer_stash
@@ -46,7 +46,7 @@ def test_a_layer_s_share_is_that_of_the_stages_of_a_run(monkeypatch, backward, p
 
     plain = Backward.halves
     monkeypatch.setattr(Backward, "halves", halves)
-    layout = planned_layout(config, parse_target("cpu:2"))
+    layout = target_layout(config, parse_target("cpu:2"))
     lower(config, layout, options_of(config, layout))
     monkeypatch.setattr(Backward, "halves", plain)
     layer = layer_stash(config, abstract_layout(config, 2), "cpu")

@@ -14,9 +14,9 @@ from test_planning_memory import TINY_GPT, T, config_of
 from jaxtrain.analysis.planning.executed import activation_bytes, executed_flops, row_flops
 from jaxtrain.analysis.planning.fitted import (
     attention_speed,
+    efficiency_of,
     error_bar,
     family_of,
-    fitted,
     scores_share,
 )
 from jaxtrain.analysis.planning.machines import links
@@ -114,7 +114,7 @@ def test_products_of_8_bits_are_those_inside_the_layers_and_take_half_the_time(
         took.append(
             step_time(one, abstract_layout(one, 8), parse_target(target), [], update_bytes=0)
         )
-    share = fitted(parse_target(target)).products
+    share = efficiency_of(parse_target(target)).products
     last_wave = quantization(one, abstract_layout(one, 8), parse_target(target))
     saved = inside * ROWS / 8 * (1 / peaks[0] - 1 / peaks[1]) / share * last_wave
     assert took[0].compute - took[1].compute == pytest.approx(saved, rel=1e-9)
@@ -349,7 +349,7 @@ def test_a_wave_of_tiles_that_is_not_full_takes_as_long_as_one_that_is():
 def test_computation_is_products_scores_memory_and_the_update():
     """v5e, attention with the whole square of scores: 3.5 forward passes of them."""
     found = timed({"fsdp": 8}, [], update=8 * MIB, attention=Attention(kernel="reference"))
-    shares, scores = fitted(V5E), 4 * TINY_GPT.num_layers * T * TINY_GPT.embed_dim * T
+    shares, scores = efficiency_of(V5E), 4 * TINY_GPT.num_layers * T * TINY_GPT.embed_dim * T
     products = (closed_form_row() - 3 * scores) / 197e12 / shares.products
     attention = 3.5 * scores / 197e12 / shares.scores
     plain = config({"fsdp": 8}, attention=Attention(kernel="reference"))
@@ -382,7 +382,7 @@ def test_a_model_has_the_error_bar_of_its_family(name, family):
 def test_small_chunks_of_the_loss_wait_for_memory():
     """Each reads the output matrix twice in bfloat16 and adds to its gradient in float32, 12 bytes
     a number, beside 6 FLOPs a number and place; chunks as large as their products hide it."""
-    matrix, shares = TINY_GPT.vocab_size * TINY_GPT.embed_dim, fitted(V5E)
+    matrix, shares = TINY_GPT.vocab_size * TINY_GPT.embed_dim, efficiency_of(V5E)
     for mesh, split in (({"fsdp": 8}, 1), ({"fsdp": 4, "tensor": 2}, 2)):
         rows, at_once = ROWS * split // 8, timed(mesh, [])
         for size in (4, 16):
@@ -418,7 +418,7 @@ def test_a_kernel_that_no_generation_has_for_itself_is_slower_on_hopper():
         target = parse_target(f"{chip}:1x8")
         took[chip, kernel] = step_time(one, abstract_layout(one, 8), target, [], update_bytes=0)
     h100 = parse_target("h100:1x8")
-    hopper = fitted(h100)
+    hopper = efficiency_of(h100)
     heads = {"head_dim": TINY_GPT.embed_dim // TINY_GPT.num_heads, "keys": T / 2}
     shares = {
         "cudnn": hopper.scores * attention_speed(h100, "cudnn", **heads),
@@ -444,7 +444,7 @@ def test_attention_is_as_fast_as_measured_on_an_h100(kernel, head_dim, measured)
     """TFLOP/s of causal attention forward and backward, 16,384 tokens a call: measured on
     2026-11-27 by `benchmarks.gpu_vs_torch` (benchmarks/history/gpu.md)."""
     h100 = parse_target("h100:1x1")
-    share = scores_share(fitted(h100), portable=kernel == "triton")
+    share = scores_share(efficiency_of(h100), portable=kernel == "triton")
     for length, tflops in measured.items():
         speed = attention_speed(h100, kernel, head_dim=head_dim, keys=length / 2)
         assert 989 * share * speed == pytest.approx(tflops, rel=0.2)
@@ -452,7 +452,7 @@ def test_attention_is_as_fast_as_measured_on_an_h100(kernel, head_dim, measured)
 
 def test_weights_hide_in_part_behind_computation_as_far_as_it_lasts():
     """A gather of shards of n over 8 devices sends 7 n, at 180 GB/s."""
-    shard, shown = MIB, fitted(V5E).shown
+    shard, shown = MIB, efficiency_of(V5E).shown
     seconds = 7 * shard / (4 * 45e9)
     some = timed({"fsdp": 8}, [moved("all-gather", "fsdp", 1, shard)], update=100 * MIB)
     assert some.compute > seconds
@@ -485,7 +485,8 @@ def test_what_waits_for_what_is_sent(axis, kind, share):
         {"data": 2, "fsdp": 2, "tensor": 2}, [moved(kind, axis, 3, MIB)], update=1000 * MIB
     )
     sent = found.by_axis[axis]
-    part = {"shown": fitted(V5E).shown, "activations": fitted(V5E).activations, None: 1.0}[share]
+    factors = efficiency_of(V5E)
+    part = {"shown": factors.shown, "activations": factors.activations, None: 1.0}[share]
     if axis == "context":
         assert sent == 0  # one device along it sends nothing
     else:
@@ -500,7 +501,7 @@ def test_every_doubling_of_the_slices_waits_for_the_slowest():
     four = dataclasses.replace(alone, mesh=Mesh(data=4, fsdp=8, dcn={"data": 4}))
     plain = step_time(alone, abstract_layout(alone, 8), V5E, [], update_bytes=0)
     found = step_time(four, abstract_layout(four, 32), V5E, [], update_bytes=0)
-    assert found.seconds == pytest.approx(plain.seconds / 4 * (1 + 2 * fitted(V5E).slices))
+    assert found.seconds == pytest.approx(plain.seconds / 4 * (1 + 2 * efficiency_of(V5E).slices))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.analysis.planning.textbook import facts, formulas
 from jaxtrain.analysis.planning.textbook.facts import Expected
-from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expected
+from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expect_traffic
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.attention import Attention
@@ -413,7 +413,7 @@ def audited(config: Config, text: str, sizes: dict[str, int]) -> list[Row]:
     """The audit without its row of numbers alone (losses, norms), of which there are few."""
     over = abstract_layout(config, 8)
     found = collectives(text, sizes, branch_counts(config, over))
-    rows = audit(found, expected(config, over), sizes, small=NUMBER)
+    rows = audit(found, expect_traffic(config, over), sizes, small=NUMBER)
     moved, textbook = {}, {}
     for one in found:
         moved[one.axis] = moved.get(one.axis, 0) + one.total_bytes
@@ -455,7 +455,7 @@ def test_the_cpu_s_compiler_sends_float32_for_bfloat16_and_does_not_join_sums():
     over = abstract_layout(config, 8)
     text = lower_step(program, batch).compile().as_text()
     found = collectives(text, over.mesh.shape, branch_counts(config, over))
-    rows = audit(found, expected(config, over), dict(over.mesh.shape), widens=True)
+    rows = audit(found, expect_traffic(config, over), dict(over.mesh.shape), widens=True)
     (rest,) = [row for row in rows if not row.explained]
     layers, microbatches = 2, 4
     stream = 4 * (16 // microbatches // 2) * LENGTH * 256
@@ -507,7 +507,7 @@ def test_gradients_cross_context_and_expert_once_whatever_the_number_of_microbat
 
 
 def of(config: Config, cause: str, devices: int = 8) -> list[Expected]:
-    found = expected(config, abstract_layout(config, devices))
+    found = expect_traffic(config, abstract_layout(config, devices))
     return [one for one in found if one.cause.startswith(cause)]
 
 
@@ -583,15 +583,15 @@ def test_gradients_of_data_parallelism_are_all_parameters():
     parameters = sum(
         weight.copies * math.prod(weight.shape) for weight in test_traffic.weights(LLAMA)
     )
-    found = total(expected(config, abstract_layout(config, 8)))
+    found = total(expect_traffic(config, abstract_layout(config, 8)))
     assert found["all-reduce"][1] == formulas.data_parallel(parameters, element_bytes=4).bytes
     assert list(found) == ["all-reduce"]
 
 
 def test_one_device_moves_nothing_and_a_model_is_traced_once(monkeypatch):
     config = config_of(LLAMA, {}, rows=3)
-    assert expected(config, abstract_layout(config, 1)) == []
+    assert expect_traffic(config, abstract_layout(config, 1)) == []
     monkeypatch.setattr(facts, "parameter_shapes", None)  # would fail if it were asked again
     for mesh in ({"data": 8}, {"fsdp": 8}, {"tensor": 2, "fsdp": 4}):
         config = config_of(LLAMA, mesh)
-        assert expected(config, abstract_layout(config, 8))
+        assert expect_traffic(config, abstract_layout(config, 8))

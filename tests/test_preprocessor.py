@@ -63,7 +63,7 @@ def test_pixels_are_those_of_transformers(case, size):
     image = Image.fromarray(pixels)
     theirs = processor_of(kind)(**said)(image, return_tensors="np")["pixel_values"][0]
     content = json.loads(json.dumps({"image_processor_type": f"{kind}ImageProcessor", **said}))
-    found = ours(content, model).prepared(image, None)
+    found = ours(content, model).prepare(image, None)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found.transpose(2, 0, 1), theirs, rtol=2e-6, atol=2e-6)
 
@@ -126,4 +126,4 @@ def test_pixels_in_training_have_the_same_filter_and_scale():
                      resample="bicubic", rescale_factor=1.0, mean=(0.0,), std=(1.0,))  # fmt: skip
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 57, 3), np.uint8))
     expected = np.asarray(image.resize((24, 24), Image.Resampling.BICUBIC), np.float32)
-    assert np.array_equal(data.prepared(image, np.random.default_rng(1)), expected)
+    assert np.array_equal(data.prepare(image, np.random.default_rng(1)), expected)

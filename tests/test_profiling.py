@@ -19,9 +19,9 @@ from jaxtrain.analysis.profiling.ceilings import Ceilings, ceilings
 from jaxtrain.analysis.profiling.costs import costs, readers
 from jaxtrain.analysis.profiling.events import (
     Run,
+    divide_time,
     newest_trace,
     operation_times,
-    shared_out,
     until_done,
 )
 from jaxtrain.analysis.profiling.recorder import Recorder
@@ -225,7 +225,7 @@ def test_what_is_picked_out_of_numbers_in_another_dtype_is_all_that_is_read():
 
 def test_a_moment_is_shared_out_among_those_that_run_in_it():
     runs = [Run("a", 0e9, 4e9), Run("b", 2e9, 6e9), Run("c", 10e9, 11e9), Run("d", 3e9, 3e9)]
-    assert shared_out(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])
+    assert divide_time(runs) == pytest.approx([3.0, 3.0, 1.0, 0.0])
 
 
 def test_a_library_call_of_several_kernels_is_one_run(tmp_path):

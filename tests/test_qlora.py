@@ -13,9 +13,9 @@ from parity import TOLERANCE, evaluate
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantized import NF4, dequantized, quantize
+from jaxtrain.nn.products.quantized import NF4, dequantize, quantize
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run.weights import merged
+from jaxtrain.run.weights import merge_adapters
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -58,7 +58,7 @@ def test_nf4_is_the_nearest_of_its_numbers_times_the_blocks_largest(side):
     code = np.abs(blocks[..., None] / largest[:, None, None] - NF4).argmin(-1)
     packed = as_matrices(found.codes, order, outs).reshape(-1, 32)
     np.testing.assert_array_equal(packed, code[:, ::2] << 4 | code[:, 1::2])
-    floats = as_matrices(dequantized(found), order, outs).reshape(-1, 64)
+    floats = as_matrices(dequantize(found), order, outs).reshape(-1, 64)
     np.testing.assert_array_equal(floats, NF4[code] * largest[:, None])
 
 
@@ -91,7 +91,7 @@ def test_int8_rounds_to_a_127th_of_the_largest_of_each_result(side):
     found = quantize(value, axes, summed, "int8")
     rows = as_matrices(value, order, outs)
     step = np.abs(rows).max(-1, keepdims=True) / 127
-    error = as_matrices(dequantized(found), order, outs) - rows
+    error = as_matrices(dequantize(found), order, outs) - rows
     assert (np.abs(error) <= step * 0.5001).all()
     assert np.abs(found.codes).max() == 127
 
@@ -111,7 +111,7 @@ def of_the_floats(kind: str) -> tuple[float, dict[str, np.ndarray]]:
     floats = dataclasses.replace(
         program, tuning=dataclasses.replace(program.tuning, few_bits=frozenset())
     )
-    beside = floats.create(0, merged(program, state))
+    beside = floats.create(0, merge_adapters(program, state))
     with layout.active():
         gradients, metrics, _ = jax.jit(floats.gradients)(beside, BATCH)
     return float(metrics["loss"]), {

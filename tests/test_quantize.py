@@ -22,15 +22,15 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.awq import merged
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.safetensors import read_header
-from jaxtrain.nn.products.quantized import dequantized, quantize, unpacked
+from jaxtrain.nn.products.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
-from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaled_together
+from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaling_groups
 from jaxtrain.run.quantization.calibration import EVERY, read_by, rows_of
-from jaxtrain.run.quantization.clipping import clipped
+from jaxtrain.run.quantization.clipping import clip_weight
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import on_host, placed
+from jaxtrain.run.weights import on_host, place_weights
 from jaxtrain.training.settings import load_config
 
 GROUP = 16
@@ -62,10 +62,10 @@ def test_codes_and_floats_are_those_of_even_steps_between_a_groups_ends():
     found = quantize(weight, axes, (1, 2), "int4", group=GROUP)
     theirs = torch.tensor(weight.transpose(0, 3, 1, 2).copy())
     floats, codes = rounded_by_torch(theirs.reshape(2 * 24, -1), GROUP)
-    ours = np.asarray(unpacked(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
+    ours = np.asarray(unpack(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
     told = ~np.isnan(codes.numpy())  # of zeros alone 0 / 0
     np.testing.assert_array_equal(ours[told], codes.numpy()[told])
-    made = np.asarray(dequantized(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
+    made = np.asarray(dequantize(found)).transpose(0, 3, 1, 2).reshape(2 * 24, -1)
     np.testing.assert_array_equal(made[told], floats.numpy()[told])
     assert (made[~told] == 0).all()
     assert (~told).sum() == 24 * 16
@@ -106,7 +106,7 @@ def test_groups_are_clipped_to_the_range_that_a_statement_of_the_search_finds():
     best = torch.stack(errors).argmin(0)
     assert 0 < float(best.float().mean()) < 9
     wanted = torch.gather(torch.stack(cuts), 0, best[None, ..., None].expand(1, *groups.shape))[0]
-    found, shares = clipped(x.numpy(), weight.numpy().T.copy(), group=GROUP)
+    found, shares = clip_weight(x.numpy(), weight.numpy().T.copy(), group=GROUP)
     np.testing.assert_allclose(shares, 1 - best.numpy().T / 20, rtol=1e-6)
     np.testing.assert_allclose(found, wanted.reshape(weight.shape).numpy().T, rtol=1e-6)
 
@@ -161,7 +161,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
         vocab_size=61, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=kv_heads, mlp_dim=48,
         context_length=16, qkv_bias=True,
     )  # fmt: skip
-    of = scaled_together(sizes)
+    of = scaling_groups(sizes)
     assert len(of) == (4 if kv_heads == 4 else 3)
     program = make_program(sizes, make_layout(fsdp=1))
     weights = on_host(program.create(0).params, None)
@@ -178,7 +178,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
     tokens = rng.integers(0, 61, (2, 16))
     shapes = program.abstract_state().params
     was, now = (
-        logits_of(program, sizes, placed(shapes, values, None), tokens)
+        logits_of(program, sizes, place_weights(shapes, values, None), tokens)
         for values in (before, weights)
     )
     np.testing.assert_allclose(now, was, atol=1e-4, rtol=1e-4)

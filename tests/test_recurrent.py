@@ -13,7 +13,7 @@ from jaxtrain.models.recurrent.rnn import RNN
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.training.step import TrainState
 
 SHAPES = {
@@ -102,7 +102,9 @@ def test_logits_equal_torch_and_place_after_place_the_same(name):
     model = nnx.merge(structure, state.params)
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=2, room=9, dtype=jnp.float32)
     found, execution = [], Execution(kernel="reference")
-    run = jax.jit(lambda tokens, cache: hidden(model, tokens, tokens, Mask(), execution, cache))
+    run = jax.jit(
+        lambda tokens, cache: hidden_states(model, tokens, tokens, Mask(), execution, cache)
+    )
     for part in np.split(tokens, [4, 5], 1):
         h_BTD, cache, _ = run(part, cache)
         found.append(logits(model, h_BTD))

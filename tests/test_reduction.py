@@ -21,7 +21,7 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import Layout, mean_over_batch, on_each_device, size_of_batch
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.reduction import _sum, summed_once
+from jaxtrain.training.reduction import _sum, reduce_once_axes
 
 P = jax.P
 LLAMA = MODELS["llama"]
@@ -187,12 +187,12 @@ def test_half_precision_gradients_are_summed_between_devices():
     ids=str,
 )
 def test_which_axes_gradients_cross_once(layout, passes, axes):
-    assert summed_once(make_layout(**layout), passes) == axes
+    assert reduce_once_axes(make_layout(**layout), passes) == axes
 
 
 def test_replicas_that_agree_in_another_way_sum_as_they_did():
     layout: Layout = dataclasses.replace(make_layout(1, data=2, fsdp=4), manual=frozenset({"data"}))
-    assert summed_once(layout, 2) == ()
+    assert reduce_once_axes(layout, 2) == ()
 
 
 def test_rows_of_less_than_a_tile_are_cut_and_stay_in_place():

@@ -22,7 +22,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.average import averaged
+from jaxtrain.training.optimizers.average import averaged_params
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -165,7 +165,7 @@ def test_every_layout_trains_alike(name, run):
     # Not vacuous: every step moves the loss, the average is not the parameters, moments are there.
     assert min(np.abs(np.diff(expected.losses))) > 1e3 * TOLERANCE
     (params, opt_state), *_ = expected.saved
-    both = (params, averaged(opt_state, params))
+    both = (params, averaged_params(opt_state, params))
     for one, average in zip(*map(jax.tree.leaves, both), strict=True):
         assert (one != average).any()
     assert all(x.any() for x in jax.tree.leaves(opt_state))

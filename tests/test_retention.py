@@ -18,7 +18,7 @@ from jaxtrain.run.checkpoint.manifest import seal
     keep_every=strategies.none() | strategies.integers(1, 9),
 )
 def test_the_newest_and_the_multiples_stay(steps, keep, keep_every):
-    expired = retention.expired(steps, keep=keep, keep_every=keep_every)
+    expired = retention.select_expired(steps, keep=keep, keep_every=keep_every)
     assert set(expired) <= steps
     for step in steps:
         newer = sum(other > step for other in steps)
@@ -32,10 +32,10 @@ def test_the_newest_and_the_multiples_stay(steps, keep, keep_every):
     keep=strategies.integers(1, 5),
 )
 def test_the_last_of_the_best_that_is_whole_stays_beside_the_newest(steps, best, keep):
-    without = retention.expired(steps, keep=keep, keep_every=None)
+    without = retention.select_expired(steps, keep=keep, keep_every=None)
     whole = [step for step in best if step in steps]
     expected = [step for step in without if step != (whole or [None])[-1]]
-    assert retention.expired(steps, keep=keep, keep_every=None, best=best) == expected
+    assert retention.select_expired(steps, keep=keep, keep_every=None, best=best) == expected
 
 
 @pytest.fixture

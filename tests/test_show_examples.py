@@ -14,7 +14,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.show.data_picture import data_picture
-from jaxtrain.run.show.examples import drawn, show_examples, show_tokens
+from jaxtrain.run.show.examples import draw_row, show_examples, show_tokens
 from jaxtrain.run.show.report import show_facts
 from jaxtrain.training.settings import load_config
 
@@ -45,14 +45,16 @@ def test_a_row_is_drawn_by_its_documents_and_the_targets_that_count():
     places = np.concatenate([np.arange(n) for n in (100, 28, 60, 12)]).astype(np.int32)
     inputs = np.full(200, ord("x"), np.int32)
     row = Batch(inputs, inputs, mask, segments, places)
-    documents, counts = drawn(row)
+    documents, counts = draw_row(row)
     assert documents == "  documents  " + "A" * 25 + "B" * 7 + "C" * 15 + "." * 3 + (
         "  (4 tokens a sign)"
     )
     assert counts == "  counts     " + "#" * 24 + "+" + "#" * 6 + "+" + "#" * 14 + "+" + "..."
     short = Batch(inputs[:3], inputs[:3], np.ones(3, np.float32))
-    assert drawn(short) == []
-    assert drawn(dataclasses.replace(short, loss_mask=np.array([1, 0, 1]))) == ["  counts     #.#"]
+    assert draw_row(short) == []
+    assert draw_row(dataclasses.replace(short, loss_mask=np.array([1, 0, 1]))) == [
+        "  counts     #.#"
+    ]
 
 
 def test_documents_of_a_row_stand_apart_and_the_batch_is_counted(tiny_config, tmp_path, capsys):

@@ -271,7 +271,7 @@ def test_with_a_cache_equals_without(name: str, model: str) -> None:
     def hidden(kernel: str, tokens: Any, positions: Any, mask: Mask, cache: Any = None) -> Any:
         model = nnx.merge(structure, params)
         execution = Execution(kernel=kernel)
-        return transformer.hidden(model, tokens, positions, mask, execution, cache)[:2]
+        return transformer.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
 
     expected, _ = hidden("sparse", tokens_BT[1:, padding:], places(1, T - padding), Mask())
     before_B1, place_S = np.array([[0], [padding]]), np.arange(T + 2)

@@ -25,7 +25,7 @@ from jaxtrain.data.text.fill_in_middle import FilledRows
 from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenizer_folder import AS_IN_FILE, SETTINGS_KEYS, TOKENIZER_KEYS
-from jaxtrain.run.generation.write import encoded
+from jaxtrain.run.generation.write import encode_prompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -87,12 +87,12 @@ def test_prompts_have_the_tokens_of_the_models_own_tokenizer(family):
     file, theirs = family
     tokenizer = FileTokenizer(file)
     for text in TEXTS:
-        assert encoded(tokenizer, text) == theirs(text).input_ids
+        assert encode_prompt(tokenizer, text) == theirs(text).input_ids
         bare = theirs(text, add_special_tokens=False).input_ids
-        assert encoded(tokenizer, text, special_tokens=False) == bare
+        assert encode_prompt(tokenizer, text, special_tokens=False) == bare
         assert tokenizer.encode_whole(text, 100) == (theirs(text).input_ids, False)
     without = FileTokenizer(file, add_special_tokens=False)
-    assert encoded(without, TEXTS[0]) == theirs(TEXTS[0], add_special_tokens=False).input_ids
+    assert encode_prompt(without, TEXTS[0]) == theirs(TEXTS[0], add_special_tokens=False).input_ids
 
 
 @pytest.mark.parametrize("asked", [None, False])
@@ -221,7 +221,7 @@ def test_spaces_behind_special_tokens_are_those_of_transformers(
     )  # fmt: skip
     theirs = transformers.AutoTokenizer.from_pretrained(file.parent)
     for text in ("<s>the cat</s>the mat", "the cat<|im_end|> on", "</s>\n", " the  cat"):
-        assert encoded(FileTokenizer(file), text) == theirs(text).input_ids
+        assert encode_prompt(FileTokenizer(file), text) == theirs(text).input_ids
 
 
 def test_models_whose_file_is_taken_as_it_is_are_those_of_transformers():

@@ -13,7 +13,7 @@ from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjusted
+from jaxtrain.run.generation.sampling import Sampling, adjust_logits
 from jaxtrain.run.generation.speculative import Draft, Lookup, _accept, rolls_back, speculate
 
 SIZES = Llama(
@@ -103,7 +103,7 @@ def test_draws_have_the_models_distribution():
         return _accept(logits_TV, guesses_K, from_KV, None, drawing, of_pass)[:2]
 
     count, tokens = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(2), draws))
-    expected_TV = np.asarray(jax.nn.softmax(adjusted(logits_TV, None, drawing)), np.float64)
+    expected_TV = np.asarray(jax.nn.softmax(adjust_logits(logits_TV, None, drawing)), np.float64)
     for place in range(K + 1):
         drawn = np.asarray(tokens)[np.asarray(count) >= place, place]
         assert len(drawn) >= draws / 4**place

@@ -15,7 +15,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.run.attempts.goodput import Account
-from jaxtrain.run.commands.starved import starved
+from jaxtrain.run.commands.starved import advise_on_waiting
 from jaxtrain.training.settings import load_config
 
 DATASET = Dataset([], [], "", {"source": "birds"}, None, "images")
@@ -24,7 +24,7 @@ DATASET = Dataset([], [], "", {"source": "birds"}, None, "images")
 def said(data, *, waited, dataset=DATASET, worked=90.0):
     # Of two attempts; what is not a step's time does not count.
     account = Account(({"data": waited, "step": worked - 10, "compile": 900.0}, {"step": 10.0}))
-    return starved(account, data, dataset)
+    return advise_on_waiting(account, data, dataset)
 
 
 def test_a_twentieth_is_where_it_is_worth_a_word():

@@ -14,7 +14,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import ByteTokenizer
 from jaxtrain.run.tasks.lm_eval_model import lm_eval_model
-from jaxtrain.run.tasks.scoring import Score, paired
+from jaxtrain.run.tasks.scoring import Score, encode_pair
 from jaxtrain.run.tasks.tasks import Question, Task, results
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
@@ -33,31 +33,31 @@ class Merging:
 
 
 def test_white_space_at_a_contexts_end_is_the_continuations():
-    expected = paired(Merging(), "ab", " cd", length=9)
+    expected = encode_pair(Merging(), "ab", " cd", length=9)
     assert expected.continuation == [1000 + ord("c"), ord("d")]
     assert expected.tokens == [ord("a"), ord("b"), 1000 + ord("c")]
-    assert paired(Merging(), "ab ", "cd", length=9) == expected
+    assert encode_pair(Merging(), "ab ", "cd", length=9) == expected
 
 
 def test_what_does_not_fit_is_left_out_at_the_beginning():
-    found = paired(ByteTokenizer(), "abcdef", "gh", length=4)
+    found = encode_pair(ByteTokenizer(), "abcdef", "gh", length=4)
     assert bytes(found.tokens) == b"defg"
     assert bytes(found.continuation) == b"gh"
     assert found.truncated
-    whole = paired(ByteTokenizer(), "abcdef", "gh", length=7)
+    whole = encode_pair(ByteTokenizer(), "abcdef", "gh", length=7)
     assert bytes(whole.tokens) == b"abcdefg"
     assert not whole.truncated
 
 
 def test_an_empty_context_is_the_end_of_a_text():
-    found = paired(ByteTokenizer(), "", "ab", length=4)
+    found = encode_pair(ByteTokenizer(), "", "ab", length=4)
     assert found.tokens == [0, ord("a")]
     with pytest.raises(UserError, match="the tokenizer has no end-of-text token"):
-        paired(Merging(), "", "ab", length=4)
+        encode_pair(Merging(), "", "ab", length=4)
     with pytest.raises(UserError, match="has 5 tokens, more than the model's context of 4"):
-        paired(ByteTokenizer(), "a", "bcdef", length=4)
+        encode_pair(ByteTokenizer(), "a", "bcdef", length=4)
     with pytest.raises(UserError, match="has no token of its own"):
-        paired(ByteTokenizer(), "a", "", length=4)
+        encode_pair(ByteTokenizer(), "a", "", length=4)
 
 
 # -- the arithmetic --------------------------------------------------------------------------------

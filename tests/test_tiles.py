@@ -8,7 +8,7 @@ from conftest import needs_libtpu
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
-from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.parallel.dividing import in_tiles
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh
@@ -104,7 +104,7 @@ def test_beside_other_axes_than_data_embed_is_split(sizes, table):
 @needs_libtpu
 def test_what_has_other_sizes_keeps_embed_split(bindings):
     bindings = [*SYNTHETIC, "Mesh.data=1", "Mesh.fsdp=8", *bindings]
-    layout = planned_layout(load_config("gpt2_124m", bindings), parse_target("v5e:2x4"))
+    layout = target_layout(load_config("gpt2_124m", bindings), parse_target("v5e:2x4"))
     assert layout.parameter(TABLE) == P(None, "fsdp")
     assert not layout.by_rows
 
@@ -127,7 +127,7 @@ def table_on(devices: int) -> tuple[Config, Layout]:
             f"Mesh.data={64 // devices}", f"Mesh.fsdp={devices}",
         ],
     )  # fmt: skip
-    return config, planned_layout(config, parse_target("v5p:4x4x4"))
+    return config, target_layout(config, parse_target("v5p:4x4x4"))
 
 
 @needs_libtpu
@@ -162,7 +162,7 @@ def attention_of(name: str, target: str, *bindings: str) -> tuple[Config, Layout
         f"Mesh.fsdp={devices}",
     )  # fmt: skip
     config = load_config(name, bindings)
-    return config, planned_layout(config, parse_target(target))
+    return config, target_layout(config, parse_target(target))
 
 
 @needs_libtpu

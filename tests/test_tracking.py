@@ -163,14 +163,14 @@ def test_a_function_gets_each_line_that_survives_a_killed_run(tmp_path, monkeypa
         config = load_config("mlp_digits", bindings=[*BINDINGS, f"Train.steps = {steps}"])
         return Trainer(config, tmp_path, track=track)
 
-    killed = Stepper.checked_step
+    killed = Stepper.step_and_check
 
     def dies_at_8(self, batch, step):
         if step == 8:
             raise KeyboardInterrupt
         return killed(self, batch, step)
 
-    monkeypatch.setattr(Stepper, "checked_step", dies_at_8)
+    monkeypatch.setattr(Stepper, "step_and_check", dies_at_8)
     first = trainer(9)
     with pytest.raises(KeyboardInterrupt):
         first.train()
@@ -178,7 +178,7 @@ def test_a_function_gets_each_line_that_survives_a_killed_run(tmp_path, monkeypa
     assert {line["step"] for line in lines_of(tmp_path)} == set(range(1, 8))
     assert [step for step, _ in got][:5] == [1, 2, 3, 4, 4]
     assert max(step for step, _ in got) <= 6
-    monkeypatch.setattr(Stepper, "checked_step", killed)
+    monkeypatch.setattr(Stepper, "step_and_check", killed)
     second = trainer(9)
     second.train()
     second.close()

@@ -19,7 +19,7 @@ from jaxtrain.run.show.report import parameter_table
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.adamw import AdamW
-from jaxtrain.training.optimizers.optimizer import Optimizer, chained, make_optimizer
+from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
@@ -37,7 +37,7 @@ SCHEDULE = optax.cosine_decay_schedule(RATE, STEPS)
 
 
 def ours(
-    settings: Optimizer, join: Any = chained, steps: int = STEPS, layers: Any = None,
+    settings: Optimizer, join: Any = chain, steps: int = STEPS, layers: Any = None,
     placed: Any = lambda tree: tree,
 ):  # fmt: skip
     """Parameters and the optimizer's state after each step, as a program takes them."""
@@ -46,7 +46,7 @@ def ours(
 
     @jax.jit
     def move(params, state, grads, step, more):
-        grads = WAITS.held_back(grads, step, layers)
+        grads = WAITS.mask_gradients(grads, step, layers)
         updates, state = optimizer.update(grads, state, params, step=step, layers=layers, **more)
         return optax.apply_updates(params, updates), state
 

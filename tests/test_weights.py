@@ -17,7 +17,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.methods import with_exchange
-from jaxtrain.training.optimizers.average import averaged, begun
+from jaxtrain.training.optimizers.average import averaged_params, restart_averages
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule_free import ScheduleFree
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -220,7 +220,7 @@ def test_an_average_begins_anew_with_weights_that_are_set(settings):
         return {"w": nnx.Param(jnp.array(values, jnp.float32), axes=("embed",))}
 
     def evaluated(state, params):
-        return np.asarray(averaged(state, params)["w"].get_value())
+        return np.asarray(averaged_params(state, params)["w"].get_value())
 
     params = named(0.0, 1.0, 2.0, 3.0)
     state = optimizer.init(params)
@@ -229,7 +229,7 @@ def test_an_average_begins_anew_with_weights_that_are_set(settings):
         params = optax.apply_updates(params, updates)
     new = named(5.0, -1.0, 0.5, 2.0)
     assert np.abs(evaluated(state, params) - params["w"].get_value()).max() > 1e-3
-    state = begun(state, new)
+    state = restart_averages(state, new)
     np.testing.assert_allclose(evaluated(state, new), new["w"].get_value(), rtol=1e-6)
     updates, state = optimizer.update(named(*[1.0] * 4), state, new)
     params = optax.apply_updates(new, updates)

@@ -18,7 +18,7 @@ from jaxtrain.analysis import doctor
 from jaxtrain.analysis.planning import side_by_side
 from jaxtrain.analysis.planning.budget import Budget, plan_budget
 from jaxtrain.analysis.planning.budget import show as show_budget
-from jaxtrain.analysis.planning.budgeted import planned, sentences
+from jaxtrain.analysis.planning.budgeted import plan_on_target, sentences
 from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
@@ -153,7 +153,7 @@ def _on_target(
         console.print(words, highlight=False)
         return
     jax.config.update("jax_platforms", "cpu")
-    found = planned(budget, targets[0], price=price)
+    found = plan_on_target(budget, targets[0], price=price)
     say(console, *sentences(budget, found))
 
 

@@ -27,7 +27,7 @@ CORE = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain
         "tensorflow-datasets", "gin-config", "numpy")  # fmt: skip
 
 
-def installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
@@ -42,7 +42,7 @@ def show(console: Console) -> int:
     table.add_column("version")
     table.add_row("python", platform.python_version())
     for name in CORE:
-        table.add_row(name, installed(name) or "not installed")
+        table.add_row(name, installed_version(name) or "not installed")
     console.print(table)
 
     devices = jax.devices()
@@ -59,7 +59,7 @@ def show(console: Console) -> int:
     for column in ("extra", "missing", "how to get it"):
         extras.add_column(column, overflow="fold")
     for extra, names in EXTRAS.items():
-        missing = [name for name in names if installed(name) is None]
+        missing = [name for name in names if installed_version(name) is None]
         how = f"pip install 'jaxtrain[{extra}]'" if missing else ""
         extras.add_row(extra, ", ".join(missing) or "nothing", escape(how))
     console.print(extras)

@@ -105,6 +105,6 @@ def example_shape(batch: Batch) -> tuple[int, ...]:
     return batch.inputs.shape[1:]
 
 
-def stacked(examples: Sequence[Batch]) -> Batch:
+def stack(examples: Sequence[Batch]) -> Batch:
     """One batch of these examples, one under the other."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

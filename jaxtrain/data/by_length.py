@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from jaxtrain.data.mixture_sampler import STREAM, Mixing, Source
-from jaxtrain.data.shuffle import ordered
+from jaxtrain.data.shuffle import shuffle_nearby
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ByLength:
         number, before = self._mixing.whose(batch, seed=seed)
         own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
         ranks = before * global_batch_size + rows
-        return sum(self.rows[:number]) + ordered(ranks, self.rows[number], own_seed)
+        return sum(self.rows[:number]) + shuffle_nearby(ranks, self.rows[number], own_seed)
 
     @functools.cached_property
     def _mixing(self) -> Mixing:

@@ -57,7 +57,7 @@ class ClassedRows(abc.ABC):
         """What names its settings."""
         return type(self).__name__
 
-    def laid_out(self, begun: np.ndarray, label_T: np.ndarray, told_T: np.ndarray) -> Batch:
+    def pad_row(self, begun: np.ndarray, label_T: np.ndarray, told_T: np.ndarray) -> Batch:
         """Return a row [T] or [T, F], padded to `sequence_length`, with labels at the predicted
         positions."""
         place_T = np.arange(self.sequence_length, dtype=np.int32)
@@ -69,21 +69,21 @@ class ClassedRows(abc.ABC):
             place_T,
         )
 
-    def told_once(self, begun: np.ndarray, label: int) -> Batch:
+    def label_sequence(self, begun: np.ndarray, label: int) -> Batch:
         """A row with one label."""
         place = 0 if self.place == "first" else len(begun) - 1
         told_T = np.arange(self.sequence_length) == place
-        return self.laid_out(begun, np.full(self.sequence_length, label), told_T)
+        return self.pad_row(begun, np.full(self.sequence_length, label), told_T)
 
-    def told_everywhere(self, begun: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
+    def label_tokens(self, begun: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
         """A row with labels of its places from `first` on; one stands for all."""
         label_T = np.full(self.sequence_length, -1, np.int32)
         count = len(begun) - first
         own = np.full(count, labels) if np.ndim(labels) == 0 else np.asarray(labels)[:count]
         label_T[first : first + len(own)] = own
-        return self.laid_out(begun, label_T, label_T >= 0)
+        return self.pad_row(begun, label_T, label_T >= 0)
 
-    def spread_over_classes(self, labels: Sequence[Labels]) -> np.ndarray:
+    def split_by_class(self, labels: Sequence[Labels]) -> np.ndarray:
         """Which of the examples with these labels are held out, bool: the same share of each."""
         classes, held = np.array(labels), np.zeros(len(labels), bool)
         for label in range(self.num_classes):

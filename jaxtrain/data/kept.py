@@ -47,9 +47,9 @@ def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
-            from jaxtrain.data.text.fetching import fetched
+            from jaxtrain.data.text.fetching import fetch
 
-            folder, away = fetched(path, say)
+            folder, away = fetch(path, say)
             return data if away is not None else dataclasses.replace(data, source=str(folder))
         return data
     if data.is_tokens():
@@ -69,7 +69,7 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
       say: takes a line for people.
     """
     # Imported here: most runs read less text than this.
-    from jaxtrain.data.once import made_once
+    from jaxtrain.data.once import make_once
     from jaxtrain.data.text.prepare import identity, prepare, source_characters
     from jaxtrain.data.text.tokenizing import PIECES
 
@@ -96,7 +96,7 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
             share = f"{characters:,} characters" if known is None else f"{characters / known:.0%}"
             say(f"{named}: {share} tokenized, {tokens:,} tokens")
 
-    made_once(
+    make_once(
         folder,
         lambda: is_store(folder),
         lambda: prepare(data, folder, workers=1, progress=progress),

@@ -61,7 +61,7 @@ def heldout_facts(
     }
 
 
-def merged(facts: Mapping[str, Mapping[str, object]]) -> Facts:
+def merge(facts: Mapping[str, Mapping[str, object]]) -> Facts:
     """The facts of this kind of several sources together.
 
     Args:

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.left_out import merged
+from jaxtrain.data.left_out import merge
 from jaxtrain.data.mixture_sampler import Mixing, Source, shares_by_size
 from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
-from jaxtrain.data.text.fill_in_middle import filled
+from jaxtrain.data.text.fill_in_middle import fill_in_middle
 from jaxtrain.data.text.source import SOURCE, TextData
 from jaxtrain.data.tokenizer import Tokenizer
 
@@ -176,7 +176,7 @@ class Mixture:
             Mixing(sources, stages, once, self.between == "linear"),
         )
         middle = self.data.fill_in_middle
-        return mixed if middle is None else filled(mixed, middle)
+        return mixed if middle is None else fill_in_middle(mixed, middle)
 
     def _of(self, name: str) -> TextData:
         # What is done to rows when they are drawn is done to those of all sources.
@@ -187,7 +187,7 @@ class Mixture:
         for name in ("documents", "train_tokens", "heldout_tokens"):
             facts[name] = sum(int(one.facts[name]) for one in opened.values())
         facts["vocab_size"] = self.vocab_size
-        facts |= merged({name: one.facts for name, one in opened.items()})
+        facts |= merge({name: one.facts for name, one in opened.items()})
         # Of a model that knows which source it reads, and how often each token is there.
         nats = sum(
             float(one.facts["unigram_entropy"]) * int(one.facts["heldout_tokens"])

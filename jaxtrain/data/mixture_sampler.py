@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxtrain.data.shuffle import ordered
+from jaxtrain.data.shuffle import shuffle_nearby
 
 STREAM = 2  # of the seeds of `pipeline`: 0 shuffles, 1 augments
 _WHOLE = 1 << 32  # a share is a number of these parts
@@ -113,7 +113,7 @@ class Mixing:
             # The places of a source, counted: those before this batch, then those before the row.
             ranks = count + np.cumsum(of_places == number)[rows[own]] - 1
             own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
-            found[own] = offset + ordered(ranks, one.rows, own_seed)
+            found[own] = offset + shuffle_nearby(ranks, one.rows, own_seed)
             offset += one.rows
         return found
 
@@ -122,7 +122,7 @@ class Mixing:
         number = int(self._source(np.array([place]), 1, seed)[0])
         return number, self._before(place, 1, seed)[number]
 
-    def seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
+    def count_seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
         """Return how far each source is read after `batches`."""
         before = self._before(batches * global_batch_size, global_batch_size, seed)
         return {

@@ -34,7 +34,7 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def made_once(folder: Path, done: Callable[[], bool], make: Callable[[], object]) -> None:
+def make_once(folder: Path, done: Callable[[], bool], make: Callable[[], object]) -> None:
     """Makes what a folder of the cache is to hold, or waits until another process has.
 
     Args:

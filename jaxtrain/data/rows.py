@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
-from jaxtrain.data.batch import Batch, stacked
-from jaxtrain.data.shuffle import ordered
+from jaxtrain.data.batch import Batch, stack
+from jaxtrain.data.shuffle import shuffle_nearby
 from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 
 # Streams drawn from one seed; 2 is that of `mixing`.
@@ -67,18 +67,18 @@ class TrainingRows:
         needed, places = np.unique(np.concatenate([rows, others]), return_inverse=True)
         plain = self._rows_without_mixing(number, needed, bad)
         mixed = [
-            examples.mixed(_row(plain, own), _row(plain, other), self._rng(PAIR_STREAM, number, r))
+            examples.mix(_row(plain, own), _row(plain, other), self._rng(PAIR_STREAM, number, r))
             for own, other, r in zip(
                 places[: len(rows)], places[len(rows) :], rows.tolist(), strict=True
             )
         ]
-        return stacked(mixed)
+        return stack(mixed)
 
     def _rows_without_mixing(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         size = self.global_batch_size
         if self.order is None:
             places = number * size + rows
-            indices = ordered(places, len(self.examples), self._shuffle_seed)
+            indices = shuffle_nearby(places, len(self.examples), self._shuffle_seed)
         else:
             indices = self.order.indices(number, rows, global_batch_size=size, seed=self.seed)
 
@@ -149,4 +149,4 @@ def _read_rows(
         read_example(examples, index, rng(row), split, bad)
         for row, index in enumerate(indices.tolist())
     ]
-    return stacked(made)
+    return stack(made)

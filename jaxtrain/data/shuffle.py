@@ -20,8 +20,8 @@ _BLOCK = 4096  # places enciphered together: NumPy's calls cost the same for 64 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def ordered(places: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """As `shuffled`, for places that lie close together, asked for again and again further on.
+def shuffle_nearby(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """As `shuffle`, for places that lie close together, asked for again and again further on.
 
     The blocks of places that they lie in are kept, the latest few of them.
     """
@@ -29,17 +29,17 @@ def ordered(places: np.ndarray, count: int, seed: int) -> np.ndarray:
         return np.empty(0, np.int64)
     first, last = int(np.min(places)) // _BLOCK, int(np.max(places)) // _BLOCK
     if last > first + 1:
-        return shuffled(places, count, seed)
+        return shuffle(places, count, seed)
     blocks = [_block(number, count, seed) for number in range(first, last + 1)]
     return np.concatenate(blocks)[places - first * _BLOCK]
 
 
 @functools.lru_cache(maxsize=64)
 def _block(number: int, count: int, seed: int) -> np.ndarray:
-    return shuffled(np.arange(number * _BLOCK, (number + 1) * _BLOCK), count, seed)
+    return shuffle(np.arange(number * _BLOCK, (number + 1) * _BLOCK), count, seed)
 
 
-def shuffled(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+def shuffle(places: np.ndarray, count: int, seed: int) -> np.ndarray:
     """The examples at these places of epochs concatenated, each epoch in an order of its own.
 
     Args:

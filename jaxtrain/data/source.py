@@ -55,7 +55,7 @@ class WholeBatches(Examples, Protocol):
 class MixedRows(Examples, Protocol):
     """Examples that are learned from in pairs: each row of a batch with some of its neighbour's."""
 
-    def mixed(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
+    def mix(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
         """One row of a training batch, of itself and its neighbour, each as `example` gives it."""
         ...
 

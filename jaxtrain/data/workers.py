@@ -49,7 +49,7 @@ class _Memory:
     rows: int
     leaves: Batch
 
-    def mapped(self) -> mmap.mmap:
+    def map_memory(self) -> mmap.mmap:
         """Maps it; in another process by the opener's entry for it."""
         own = os.getpid() == self.process
         file = self.file if own else os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR)
@@ -107,7 +107,7 @@ def batches_of_processes(
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, file)
         os.ftruncate(file, memory.slots * memory.slot_bytes)
-        mapped = memory.mapped()
+        mapped = memory.map_memory()
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (of, rows, memory))
         stack.callback(pool.shutdown, cancel_futures=True)
         parts = [range(at, min(at + _ROWS, len(rows))) for at in range(0, len(rows), _ROWS)]
@@ -155,7 +155,7 @@ def _begin(of: Rows, rows: np.ndarray, memory: _Memory) -> None:
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _of, _rows, _memory, _mapped = of, rows, memory, memory.mapped()
+    _of, _rows, _memory, _mapped = of, rows, memory, memory.map_memory()
 
 
 def _end_with_parent() -> None:

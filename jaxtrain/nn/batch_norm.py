@@ -43,10 +43,10 @@ def batch_norm(
     )
     variance_C = jnp.maximum(square_C - jnp.square(offset_C), 0)
     mean_C = shift_C + offset_C
-    return normalized(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
+    return normalize(x_BHWC, mean_C, variance_C, scale_C, bias_C, epsilon), mean_C, variance_C
 
 
-def normalized(
+def normalize(
     x_BHWC: jax.Array,
     mean_C: jax.Array,
     variance_C: jax.Array,
@@ -117,7 +117,7 @@ class BatchNorm(nnx.Module):
         self.variance = Statistic(jnp.ones((channels,), jnp.float32), axes=(axis,))
         self.momentum, self.epsilon = momentum, epsilon
 
-    def normed(
+    def apply(
         self, x_BHWC: jax.Array, statistics: Mapping[str, nnx.Variable], *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
         """The normed activations, and the running `mean` and `variance` after this batch."""
@@ -125,7 +125,7 @@ class BatchNorm(nnx.Module):
         scale_C, bias_C = gather(self.scale), gather(self.bias)
         if not train:
             of_runs = mean.get_value(), variance.get_value()
-            x_BHWC = normalized(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
+            x_BHWC = normalize(x_BHWC, *of_runs, scale_C, bias_C, self.epsilon)
             return x_BHWC, {"mean": mean, "variance": variance}
         x_BHWC, mean_C, variance_C = batch_norm(
             x_BHWC, scale_C, bias_C, mean.get_value(), self.epsilon
@@ -153,11 +153,11 @@ class Running:
         self._values = dict(nnx.to_flat_state(statistics))
         self.train = train
 
-    def normed(self, x_BHWC: jax.Array, norm: BatchNorm) -> jax.Array:
+    def apply(self, x_BHWC: jax.Array, norm: BatchNorm) -> jax.Array:
         """The activations normed, in training with the batch's own statistics."""
         path = self._paths[id(norm)]
         own = {name: self._values[*path, name] for name in ("mean", "variance")}
-        x_BHWC, moved = norm.normed(x_BHWC, own, train=self.train)
+        x_BHWC, moved = norm.apply(x_BHWC, own, train=self.train)
         self._values |= {(*path, name): value for name, value in moved.items()}
         return x_BHWC
 

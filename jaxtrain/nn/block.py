@@ -18,8 +18,8 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
-from jaxtrain.nn.parameters import Weights, prefixed, together, under
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -155,13 +155,13 @@ class Block:
         first = self.attention.num_keys
         keys = jax.random.split(key, first + self.mlp.num_keys)
         after = {} if self.after is None else self.after.weights(key)
-        return together(
-            prefixed("attention_norm", self.norm.weights(key)),
+        return merge_weights(
+            add_prefix("attention_norm", self.norm.weights(key)),
             self.attention.weights(keys[:first]),
-            prefixed("after_attention_norm", after),
-            prefixed("mlp_norm", self.norm.weights(key)),
+            add_prefix("after_attention_norm", after),
+            add_prefix("mlp_norm", self.norm.weights(key)),
             self.mlp.weights(keys[first:]),
-            prefixed("after_mlp_norm", after),
+            add_prefix("after_mlp_norm", after),
         )
 
     def matmul_parameters(self) -> int:
@@ -184,25 +184,25 @@ class Block:
             y_BTD, extended = self.attention(
                 own, h_BTD, positions_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
-            y_BTD = named(y_BTD, "attention_out")
-            return finished("after_attention_norm", y_BTD, 0), extended
+            y_BTD = name_activation(y_BTD, "attention_out")
+            return finish("after_attention_norm", y_BTD, 0), extended
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:
             y_BTD, auxiliary = self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)
-            return finished("after_mlp_norm", y_BTD, 1), auxiliary
+            return finish("after_mlp_norm", y_BTD, 1), auxiliary
 
-        def normed(name: str) -> Callable[[jax.Array], jax.Array]:
+        def norm_of(name: str) -> Callable[[jax.Array], jax.Array]:
             return lambda x_BTD: self.norm(under(name, own), x_BTD)
 
-        def finished(name: str, y_BTD: jax.Array, number: int) -> jax.Array:
+        def finish(name: str, y_BTD: jax.Array, number: int) -> jax.Array:
             if self.after is not None:
                 y_BTD = self.after(under(name, own), y_BTD)
             return self.dropout(y_BTD, execution.draws, execution.layer, number=number)
 
         with jax.named_scope("attention"):
-            x_BTD, cache = self.placement(normed("attention_norm"), x_BTD, attend)
+            x_BTD, cache = self.placement(norm_of("attention_norm"), x_BTD, attend)
         with jax.named_scope(self.mlp.scope):
-            x_BTD, auxiliary = self.placement(normed("mlp_norm"), x_BTD, feed)
+            x_BTD, auxiliary = self.placement(norm_of("mlp_norm"), x_BTD, feed)
         return x_BTD, cache, auxiliary
 
 

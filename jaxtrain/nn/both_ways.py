@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.decoder import Layer
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.parameters import Weights, prefixed, together, under
+from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 
 
@@ -31,9 +31,9 @@ class BothWays:
     def weights(self, key: jax.Array) -> Weights:
         """Those of both, each behind the name of its direction."""
         forward, backward = jax.random.split(key)
-        return together(
-            prefixed("forward", self.one_way.weights(forward)),
-            prefixed("backward", self.one_way.weights(backward)),
+        return merge_weights(
+            add_prefix("forward", self.one_way.weights(forward)),
+            add_prefix("backward", self.one_way.weights(backward)),
         )
 
     def matmul_parameters(self) -> int:

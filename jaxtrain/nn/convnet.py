@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.batch_norm import BatchNorm, Running
-from jaxtrain.nn.convolution import average_pool, convolution, max_pool, pool_to, pooled_side
+from jaxtrain.nn.convolution import average_pool, convolution, max_pool, pool_output_size, pool_to
 from jaxtrain.nn.dense import Dense, fan_in, fan_out, multiply_adds
 from jaxtrain.nn.dropout import dropout
 from jaxtrain.nn.execution import Execution
@@ -66,7 +66,7 @@ class Normed(Protocol):
     def norm_groups(self) -> int | None: ...
 
 
-def chosen_norm(model: Normed, epsilon: float = 1e-5) -> Norm | None:
+def norm_of(model: Normed, epsilon: float = 1e-5) -> Norm | None:
     """The norm that a model's settings ask for; None: none."""
     if model.norm is None:
         return None
@@ -107,7 +107,7 @@ class Convolution:
 
     def side(self, side: int) -> int:
         """Pixels of a side that come out."""
-        return pooled_side(side, self.size, self.stride, self.padding)
+        return pool_output_size(side, self.size, self.stride, self.padding)
 
     def multiply_adds(self, height: int, width: int) -> int:
         """Return the multiply-adds for an output image of this size."""
@@ -126,7 +126,7 @@ class Pooling:
 
     def side(self, side: int) -> int:
         """Pixels of a side that come out."""
-        return pooled_side(side, self.size, self.stride, self.padding, ceil=self.ceil)
+        return pool_output_size(side, self.size, self.stride, self.padding, ceil=self.ceil)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
         """The pooled image."""
@@ -196,7 +196,7 @@ class Convolved(nnx.Module):
         self.norm = None if norm is None else norm.of(key, plan.channels, axis)
         self.stride, self.padding, self.of = plan.stride, plan.padding, of
 
-    def convolved(self, x: jax.Array) -> jax.Array:
+    def convolve(self, x: jax.Array) -> jax.Array:
         """Activations that no norm has seen."""
         kernel = gather(self.weight)
         x = shard(x, self.of).astype(kernel.dtype)
@@ -204,9 +204,9 @@ class Convolved(nnx.Module):
 
     def __call__(self, x_BHWC: jax.Array, running: Running) -> jax.Array:
         """Activations, normed where there is a norm."""
-        x_BHWC = self.convolved(x_BHWC)
+        x_BHWC = self.convolve(x_BHWC)
         if isinstance(self.norm, BatchNorm):
-            return running.normed(x_BHWC, self.norm)
+            return running.apply(x_BHWC, self.norm)
         return x_BHWC if self.norm is None else self.norm(x_BHWC)
 
 

@@ -86,7 +86,7 @@ def _multiply_patches(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
     """
     S, _, C, D = kernel.shape
     B, *sides, _ = x_BHWC.shape
-    H, W = (pooled_side(side, S, stride, padding) for side in sides)
+    H, W = (pool_output_size(side, S, stride, padding) for side in sides)
     border = (padding, padding)
     padded = jnp.pad(x_BHWC, ((0, 0), border, border, (0, 0)))
     high, wide = stride * (H - 1) + 1, stride * (W - 1) + 1
@@ -171,7 +171,9 @@ class Window(NamedTuple):
     columns: tuple[int, int]
 
 
-def pooled_side(side: int, size: int, stride: int, padding: int = 0, *, ceil: bool = False) -> int:
+def pool_output_size(
+    side: int, size: int, stride: int, padding: int = 0, *, ceil: bool = False
+) -> int:
     """Pixels of a side after pooling; `ceil` lets the last window reach over the edge."""
     free = side + 2 * padding - size
     if not ceil:
@@ -190,14 +192,14 @@ def max_pool(
 
     Args:
       x_BHWC: images.
-      size, stride, padding, ceil: as in `pooled_side`.
+      size, stride, padding, ceil: as in `pool_output_size`.
     """
 
-    def around(side: int) -> tuple[int, int]:
-        pooled = pooled_side(side, size, stride, padding, ceil=ceil)
+    def padding_of(side: int) -> tuple[int, int]:
+        pooled = pool_output_size(side, size, stride, padding, ceil=ceil)
         return padding, max((pooled - 1) * stride + size - side - padding, padding * (not ceil))
 
-    window = Window(size, stride, around(x_BHWC.shape[1]), around(x_BHWC.shape[2]))
+    window = Window(size, stride, padding_of(x_BHWC.shape[1]), padding_of(x_BHWC.shape[2]))
     if platform_of(jax.sharding.get_abstract_mesh()) == "tpu":  # has an instruction for both ways
         return _pool(x_BHWC, window)
     return _pool_by_index(x_BHWC, window)
@@ -241,7 +243,7 @@ def _pool_backward(
     size, stride, rows, columns = window
     H, W = like.shape[1:3]
 
-    def spread(k: int) -> jax.Array:
+    def scatter(k: int) -> jax.Array:
         def edges(offset: int, side: int, pooled: int) -> tuple[int, int, int]:
             return offset, side - offset - (stride * (pooled - 1) + 1), stride - 1
 
@@ -250,7 +252,7 @@ def _pool_backward(
         wide = edges(k % size - columns[0], W, index.shape[2])
         return lax.pad(here, jnp.float32(0), ((0, 0, 0), high, wide, (0, 0, 0)))
 
-    total = sum((spread(k) for k in range(1, size * size)), spread(0))
+    total = sum((scatter(k) for k in range(1, size * size)), scatter(0))
     return (total.astype(gradient.dtype),)
 
 
@@ -259,7 +261,7 @@ _pool_by_index.defvjp(_pool_forward, _pool_backward)
 
 def average_pool(x_BHWC: jax.Array, size: int, stride: int) -> jax.Array:
     """The mean of size x size pixels, in float32."""
-    rows, columns = (pooled_side(side, size, stride) for side in x_BHWC.shape[1:3])
+    rows, columns = (pool_output_size(side, size, stride) for side in x_BHWC.shape[1:3])
     total = jnp.zeros((), jnp.float32)
     for i, j in itertools.product(range(size), range(size)):
         last_h, last_w = i + (rows - 1) * stride + 1, j + (columns - 1) * stride + 1

@@ -15,8 +15,8 @@ from jaxtrain.nn.block import RESIDUAL, Attends, Feeds, Placement, pre_norm
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.norms import Norm
-from jaxtrain.nn.parameters import Weights, prefixed, together, under
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -43,12 +43,12 @@ class CrossBlock:
         """Freshly drawn parameters of all parts, for `parameters.stack`."""
         first, second = self.attention.num_keys, self.cross.num_keys
         keys = jax.random.split(key, first + second + self.mlp.num_keys)
-        return together(
-            prefixed("attention_norm", self.norm.weights(key)),
+        return merge_weights(
+            add_prefix("attention_norm", self.norm.weights(key)),
             self.attention.weights(keys[:first]),
-            prefixed("cross_norm", self.norm.weights(key)),
-            prefixed("cross", self.cross.weights(keys[first : first + second])),
-            prefixed("mlp_norm", self.norm.weights(key)),
+            add_prefix("cross_norm", self.norm.weights(key)),
+            add_prefix("cross", self.cross.weights(keys[first : first + second])),
+            add_prefix("mlp_norm", self.norm.weights(key)),
             self.mlp.weights(keys[first + second :]),
         )
 
@@ -91,27 +91,27 @@ class CrossBlock:
             y_BTD, extended = self.attention(
                 own, h_BTD, nowhere_BT, mask, execution, out=RESIDUAL, cache=cache, start=start
             )
-            return dropped(named(y_BTD, "attention_out"), 0), extended
+            return drop(name_activation(y_BTD, "attention_out"), 0), extended
 
         def look(h_BTD: jax.Array) -> tuple[jax.Array, None]:
             of = under("cross", own)
             y_BTD = self.cross(of, h_BTD, remembered, of_memory, execution, out=RESIDUAL)
-            return dropped(named(y_BTD, "attention_out"), 1), None
+            return drop(name_activation(y_BTD, "attention_out"), 1), None
 
         def feed(h_BTD: jax.Array) -> tuple[jax.Array, None]:
-            return dropped(self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)[0], 2), None
+            return drop(self.mlp(own, h_BTD, mask, execution, out=RESIDUAL)[0], 2), None
 
-        def dropped(y_BTD: jax.Array, number: int) -> jax.Array:
+        def drop(y_BTD: jax.Array, number: int) -> jax.Array:
             return self.dropout(y_BTD, execution.draws, execution.layer, number=number)
 
-        def normed(name: str) -> Callable[[jax.Array], jax.Array]:
+        def norm_of(name: str) -> Callable[[jax.Array], jax.Array]:
             return lambda x_BTD: self.norm(under(name, own), x_BTD)
 
         x_BTD = shard(x_BTD, RESIDUAL)
         with jax.named_scope("attention"):
-            x_BTD, cache = self.placement(normed("attention_norm"), x_BTD, attend)
+            x_BTD, cache = self.placement(norm_of("attention_norm"), x_BTD, attend)
         with jax.named_scope("cross_attention"):
-            x_BTD, _ = self.placement(normed("cross_norm"), x_BTD, look)
+            x_BTD, _ = self.placement(norm_of("cross_norm"), x_BTD, look)
         with jax.named_scope(self.mlp.scope):
-            x_BTD, _ = self.placement(normed("mlp_norm"), x_BTD, feed)
+            x_BTD, _ = self.placement(norm_of("mlp_norm"), x_BTD, feed)
         return x_BTD, cache

@@ -15,7 +15,7 @@ from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
-from jaxtrain.nn.parameters import Weights, prefixed, stack, under
+from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -89,7 +89,7 @@ class Decoder(nnx.Module):
         key_predictors = jax.random.fold_in(key, num_layers + 1)
         self.predictors = nnx.data(_init(predicting, key_predictors))
         self.output = output
-        for name, weight in prefixed("norm", norm.weights(key) if norm else {}).items():
+        for name, weight in add_prefix("norm", norm.weights(key) if norm else {}).items():
             setattr(self, name, weight)
 
     @property

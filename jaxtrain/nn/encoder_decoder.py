@@ -19,7 +19,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.norms import Norm
-from jaxtrain.nn.parameters import Weights, prefixed, stack, under
+from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.positional_embedding import Places
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.sharding import shard
@@ -72,10 +72,10 @@ class EncoderDecoder(nnx.Module):
         self.token_embedding, self.output = token_embedding, output
         self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[0]))
         self.decoder_layers = nnx.data(stack(decoder.weights, num_layers, keys[1]))
-        own = prefixed("source", source_places.weights(keys[2]))
-        own |= prefixed("target", target_places.weights(keys[3]))
+        own = add_prefix("source", source_places.weights(keys[2]))
+        own |= add_prefix("target", target_places.weights(keys[3]))
         for part in ("encoder_norm", "decoder_norm"):
-            own |= prefixed(part, norm.weights(key) if norm else {})
+            own |= add_prefix(part, norm.weights(key) if norm else {})
         for name, weight in own.items():
             setattr(self, name, weight)
 
@@ -253,13 +253,13 @@ class EncoderDecoder(nnx.Module):
         x_BTD = self.enter_target(tokens_BT, execution, start)
         mask = self.of_target(mask, tokens_BT.shape[1], keys, start)
 
-        def numbered(layer: Weights, x_BTD: jax.Array, own: tuple[jax.Array, Any]) -> Any:
+        def run_numbered(layer: Weights, x_BTD: jax.Array, own: tuple[jax.Array, Any]) -> Any:
             number, extra = own
             return run_layer(layer, x_BTD, mask, execution.of_layer(number), extra)
 
         with jax.named_scope("decoder"):
             each = _numbers(self.decoder_layers), extra
-            x_BTD, kept = execution.over_layers(numbered, x_BTD, self.decoder_layers, each)
+            x_BTD, kept = execution.over_layers(run_numbered, x_BTD, self.decoder_layers, each)
         return self.finish_target(x_BTD, execution), kept
 
     def _embed(

@@ -15,7 +15,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.products.contract import StructuredWeight, contract, project
 from jaxtrain.nn.products.dot import Einsum, einsum
-from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, named, remat
+from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, name_activation, remat
 from jaxtrain.parallel.sharding import shard
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Execution:
         x_BTD = shard(x_BTD, HIDDEN)
         return [self.contract(equation, x_BTD, weight) for equation, weight in products]
 
-    def kept(self, layer_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def remat_layer(self, layer_fn: Callable[..., Any]) -> Callable[..., Any]:
         """One layer outside of the loop; the backward pass keeps of it what it keeps in the loop.
 
         Args:
@@ -127,7 +127,7 @@ class Execution:
         """
 
         def of_named(x: jax.Array, *rest: Any) -> Any:
-            return layer_fn(named(x, RESIDUAL), *rest)
+            return layer_fn(name_activation(x, RESIDUAL), *rest)
 
         return remat(of_named, self.remat, prevent_cse=True)
 
@@ -155,7 +155,7 @@ class Execution:
             )
 
         def of_named(layer: Any, x: jax.Array, extra: Any) -> Any:
-            return layer_fn(layer, named(x, RESIDUAL), extra)
+            return layer_fn(layer, name_activation(x, RESIDUAL), extra)
 
         # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.
         run = remat(of_named, self.remat, prevent_cse=block == count)
@@ -185,7 +185,7 @@ class Execution:
         return x, outs
 
 
-def taken(times: int, of: int) -> str:
+def branch_scope(times: int, of: int) -> str:
     """Return the scope name of a branch that `times` of the layers take, for counts of what
     runs."""
     return f"taken_{times}_of_{of}"

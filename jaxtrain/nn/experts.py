@@ -23,7 +23,7 @@ from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.products.grouped import Grouped
-from jaxtrain.nn.remat import elementwise, named
+from jaxtrain.nn.remat import elementwise, name_activation
 from jaxtrain.nn.routing import Router, Routes, Softmax
 from jaxtrain.nn.transformer import EXPERT_LOAD, Auxiliary
 from jaxtrain.parallel.gathering import gather
@@ -342,7 +342,7 @@ def _with_capacity(
         jnp.arange(B * T * k, dtype=jnp.int32).reshape(B, T, k), mode="drop"
     )
 
-    def projected(x_ESD: jax.Array, name: str) -> jax.Array:
+    def project(x_ESD: jax.Array, name: str) -> jax.Array:
         h_ESF, bias = by(x_ESD, networks[name], None), f"{name}_bias"
         return h_ESF + networks[bias][:, None] if bias in networks else h_ESF
 
@@ -350,7 +350,7 @@ def _with_capacity(
         x_ESD = jnp.moveaxis(x_BECD, 1, 0).reshape(E, -1, D)
         if ranks > 1:
             x_ESD = _all_to_all(x_ESD, axis=0, concat=1)
-        y_ESD = _through(gated, x_ESD, projected)
+        y_ESD = _through(gated, x_ESD, project)
         if ranks > 1:
             y_ESD = _all_to_all(y_ESD, axis=1, concat=0)
         return jnp.moveaxis(y_ESD.reshape(E, B, -1, D), 0, 1)
@@ -446,11 +446,11 @@ def _run_grouped(
     # The expert of each row; E for a row that is nobody's.
     expert_N = (jnp.arange(x_ND.shape[0])[:, None] >= jnp.cumsum(sizes_E)).sum(1)
 
-    def projected(x_ND: jax.Array, name: str) -> jax.Array:
+    def project(x_ND: jax.Array, name: str) -> jax.Array:
         h_NF, bias = by(x_ND, networks[name], sizes_E), f"{name}_bias"
         return h_NF + _own(networks[bias], expert_N) if bias in networks else h_NF
 
-    return _through(gated, x_ND, projected)
+    return _through(gated, x_ND, project)
 
 
 @jax.custom_vjp
@@ -478,7 +478,7 @@ def _through(
     gated: Gated, x: jax.Array, projected: Callable[[jax.Array, str], jax.Array]
 ) -> jax.Array:
     """A network of three projections, by their names."""
-    gate, up = (named(projected(x, name), f"mlp_{name}") for name in ("gate", "up"))
+    gate, up = (name_activation(projected(x, name), f"mlp_{name}") for name in ("gate", "up"))
     return projected(elementwise(gated, gate, up), "down")
 
 

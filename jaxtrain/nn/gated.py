@@ -18,6 +18,6 @@ def cell(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
     return (1 - z) * jnp.tanh(x_n + r * u_n) + z * h_BD
 
 
-def gated(embed_dim: int, state_dim: int) -> Recurrent:
+def gru_layer(embed_dim: int, state_dim: int) -> Recurrent:
     """Return a GRU layer from `embed_dim` inputs to a state of `state_dim`."""
     return Recurrent(embed_dim, state_dim, 3, cell, "gru")

@@ -28,7 +28,7 @@ INITIALIZERS: dict[InitializerName, Initializer] = {
 HE, GLOROT = INITIALIZERS["he_normal"], INITIALIZERS["glorot_normal"]
 
 
-def drawn(name: InitializerName | None, activation: str) -> Initializer:
+def initializer_of(name: InitializerName | None, activation: str) -> Initializer:
     """How a layer is drawn; None: as its results go through this activation.
 
     Args:

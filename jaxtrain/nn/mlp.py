@@ -16,7 +16,7 @@ from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
-from jaxtrain.nn.remat import elementwise, named
+from jaxtrain.nn.remat import elementwise, name_activation
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.devices import platform_of
 
@@ -72,7 +72,7 @@ class SwiGLU:
         gate_BTF, up_BTF = execution.project(
             h_BTD, ("BTD,DF->BTF", own["gate"]), ("BTD,DF->BTF", own["up"])
         )
-        gate_BTF, up_BTF = named(gate_BTF, "mlp_gate"), named(up_BTF, "mlp_up")
+        gate_BTF, up_BTF = name_activation(gate_BTF, "mlp_gate"), name_activation(up_BTF, "mlp_up")
         h_BTF = elementwise(lambda gate, up: self.function(gate) * up, gate_BTF, up_BTF)
         h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
@@ -150,7 +150,9 @@ class TwoLayers:
         """The network's outputs; arguments and results as in `block.Feeds`."""
         del mask
         (up_BTF,) = execution.project(h_BTD, ("BTD,DF->BTF", own["up"]))
-        up_BTF = named(add_bias(up_BTF, own["up_bias"]) if self.biases else up_BTF, "mlp_up")
+        up_BTF = name_activation(
+            add_bias(up_BTF, own["up_bias"]) if self.biases else up_BTF, "mlp_up"
+        )
         h_BTF = self.dropout(elementwise(self.function, up_BTF), execution.draws, execution.layer)
         y_BTD = execution.contract("BTF,FD->BTD", h_BTF, own["down"], out)
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}

@@ -61,20 +61,20 @@ def constant(value: float) -> Initializer:
     return jax.nn.initializers.constant(value)
 
 
-def together(*parts: Weights) -> Weights:
+def merge_weights(*parts: Weights) -> Weights:
     """The parameters of several parts side by side; no two may have one name."""
     names = [name for part in parts for name in part]
     assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
     return {name: weight for part in parts for name, weight in part.items()}
 
 
-def prefixed(prefix: str, weights: Weights) -> Weights:
+def add_prefix(prefix: str, weights: Weights) -> Weights:
     """The same parameters, each name after `prefix` and an underscore."""
     return {f"{prefix}_{name}": weight for name, weight in weights.items()}
 
 
 def under(prefix: str, weights: Weights) -> Weights:
-    """The parameters that `prefixed` gave this prefix, by their own names."""
+    """The parameters that `add_prefix` gave this prefix, by their own names."""
     start = f"{prefix}_"
     return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
 

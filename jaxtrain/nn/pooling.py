@@ -12,7 +12,7 @@ import jax.numpy as jnp
 Pooling = Literal["mean", "first", "max"]
 
 
-def pooled(
+def pool(
     h_BTD: jax.Array, segment_ids_BT: jax.Array, pooling: Pooling, *, normalized: bool
 ) -> jax.Array:
     """The vector of each text, float32 [B, D]; padding has no part in it.

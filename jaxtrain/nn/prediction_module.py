@@ -12,7 +12,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.block import RESIDUAL, Block
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.norms import RMSNorm
-from jaxtrain.nn.parameters import Weights, normal, param, prefixed, together, under
+from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, under
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.sharding import shard
 
@@ -38,12 +38,12 @@ class PredictionModule:
         """The block's, three norms, and the projection [2 D, D], the embedding's rows first."""
         key_block, key_project = jax.random.split(key)
         shape = 2 * self.embed_dim, self.embed_dim
-        return together(
-            prefixed("token_norm", self.norm.weights(key)),
-            prefixed("hidden_norm", self.norm.weights(key)),
+        return merge_weights(
+            add_prefix("token_norm", self.norm.weights(key)),
+            add_prefix("hidden_norm", self.norm.weights(key)),
             {"project": param(key_project, shape, ("embed", "latent"), normal(0.02))},
             self.block.weights(key_block),
-            prefixed("norm", self.norm.weights(key)),
+            add_prefix("norm", self.norm.weights(key)),
         )
 
     def matmul_parameters(self) -> int:
@@ -85,5 +85,5 @@ class PredictionModule:
                 axis=-1,
             )
             x_BTD = execution.contract("BTD,DC->BTC", both_BTD, own["project"], RESIDUAL)
-            x_BTD, sums = execution.kept(run)(x_BTD)
+            x_BTD, sums = execution.remat_layer(run)(x_BTD)
             return shard(self.norm(under("norm", own), x_BTD), HIDDEN), sums

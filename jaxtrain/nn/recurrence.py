@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 
 # (of the inputs [B, G], of the state [B, G], the state [B, D]) -> the new state, all float32.
 Cell = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -79,7 +79,7 @@ def _forward(
         return new_BD, (new_BD.astype(dtype), u_BG.astype(dtype), h_BD.astype(dtype))
 
     after, outs = jax.lax.scan(step, state_BD, (x_TBG, goes_on_TB1))
-    h_TBD, u_TBG, before_TBD = (named(x, "mixer") for x in outs)
+    h_TBD, u_TBG, before_TBD = (name_activation(x, "mixer") for x in outs)
     return (h_TBD, after), (x_TBG, weight_DG, bias_G, goes_on_TB1, u_TBG, before_TBD)
 
 

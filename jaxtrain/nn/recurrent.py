@@ -14,7 +14,7 @@ from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.recurrence import Cell, goes_on, recurrence
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
@@ -72,7 +72,7 @@ class Recurrent:
         with jax.named_scope(self.name):
             x_TBD = jnp.swapaxes(x_BTD, 0, 1)
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
-            x_TBG = named(add_bias(x_TBG, own["input_bias"]), "mixer_in")
+            x_TBG = name_activation(add_bias(x_TBG, own["input_bias"]), "mixer_in")
             weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
             bias_G = gather(own["recurrent_bias"]).astype(jnp.float32)
             if cache is None:

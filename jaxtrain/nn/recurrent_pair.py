@@ -19,7 +19,7 @@ from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.decoder import Layer
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import embed
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, stack, under
 from jaxtrain.parallel.sharding import shard
 
 STATES = ("layers", "batch", "embed")
@@ -128,7 +128,7 @@ class RecurrentPair(nnx.Module):
         self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[3]))
         self.decoder_layers = nnx.data(stack(decoder.weights, num_layers, keys[4]))
         drawn = {} if attention is None else attention.weights(keys[5])
-        for name, weight in prefixed("attention", drawn).items():
+        for name, weight in add_prefix("attention", drawn).items():
             setattr(self, name, weight)
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> Memory:

@@ -40,7 +40,7 @@ _KERNELS = ("dot_product_attention_fwd_wrapper", "pallas_call")
 OF_ROWS, OF_WEIGHTS = "grouped_rows", "grouped_weights"
 
 
-def named(x: jax.Array, name: str) -> jax.Array:
+def name_activation(x: jax.Array, name: str) -> jax.Array:
     """The activation x, which Remat.save and Remat.offload know by this name, one of `NAMES`."""
     assert name in NAMES, name
     return checkpoint_name(x, name)

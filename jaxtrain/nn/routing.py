@@ -58,7 +58,7 @@ class Groups:
     count: int
     chosen: int
 
-    def limited(self, scores_BTE: jax.Array, best: int) -> jax.Array:
+    def mask_groups(self, scores_BTE: jax.Array, best: int) -> jax.Array:
         """The scores, minus infinity in groups that are not a token's.
 
         Args:
@@ -98,7 +98,7 @@ class Softmax:
     def __call__(self, own: Weights, logits_BTE: jax.Array, experts_per_token: int) -> Routes:
         """As in `Router`; a group is as good as its best expert."""
         del own
-        among = logits_BTE if self.groups is None else self.groups.limited(logits_BTE, best=1)
+        among = logits_BTE if self.groups is None else self.groups.mask_groups(logits_BTE, best=1)
         top_BTk, experts_BTk = jax.lax.top_k(among, experts_per_token)
         gates_BTk = jax.nn.softmax(top_BTk, axis=-1)
         if not self.normalized:
@@ -114,7 +114,7 @@ class Sigmoid:
     """The k highest of a sigmoid plus a bias, weighted by the sigmoid alone.
 
     The bias balances the load without a loss (arXiv 2408.15664): after each step it is moved up for
-    experts that had less than the mean and down for those that had more, see `balanced`. Source:
+    experts that had less than the mean and down for those that had more, see `update_bias`. Source:
     DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
 
     Attributes:
@@ -138,7 +138,7 @@ class Sigmoid:
         scores_BTE = jax.nn.sigmoid(logits_BTE)
         among = jax.lax.stop_gradient(scores_BTE) + jax.lax.stop_gradient(gather(own["bias"]))
         if self.groups is not None:
-            among = self.groups.limited(among, best=2)
+            among = self.groups.mask_groups(among, best=2)
         _, experts_BTk = jax.lax.top_k(among, experts_per_token)
         picked_BTkE = experts_BTk[..., None] == jnp.arange(scores_BTE.shape[-1])
         gates_BTk = jnp.where(picked_BTkE, scores_BTE[:, :, None], 0).sum(-1)
@@ -149,7 +149,7 @@ class Sigmoid:
         return Routes(experts_BTk, gates_BTk, scores_BTE / scores_BTE.sum(-1, keepdims=True))
 
 
-def balanced(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
+def update_bias(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
     """The biases after a step: each moved by `speed` against its expert's load error.
 
     Source: arXiv 2408.15664, algorithm 1.

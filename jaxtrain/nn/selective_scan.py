@@ -101,7 +101,7 @@ def selective_scan(
     C = min(chunk, T)
     count = math.ceil(T / C)
 
-    def chunked(x: jax.Array) -> jax.Array:
+    def split_chunks(x: jax.Array) -> jax.Array:
         """[chunks, B, C, ...]; places after the last have a step of 0, which changes no state."""
         rest = [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, ((0, 0), (0, count * C - T), *rest))
@@ -117,7 +117,7 @@ def selective_scan(
         states_BCFS += kept_BCFS * state_BFS[:, None]
         return states_BCFS[:, -1], (states_BCFS * out_BCS[:, :, None]).sum(-1)
 
-    inputs = tuple(map(chunked, (x_BTF, step_BTF, into_BTS, out_BTS)))
+    inputs = tuple(map(split_chunks, (x_BTF, step_BTF, into_BTS, out_BTS)))
     goes_on = jnp.pad(goes_on_BT1, ((0, 0), (0, count * C - T), (0, 0)), constant_values=True)
     goes_on = jnp.moveaxis(goes_on.reshape(B, count, C, 1), 1, 0)
     state_BFS, y = jax.lax.scan(run, state_BFS, (*inputs, goes_on))

@@ -12,7 +12,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.experts import Experts
 from jaxtrain.nn.mlp import SwiGLU
-from jaxtrain.nn.parameters import Weights, normal, param, prefixed, together, under
+from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, under
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.nn.transformer import Auxiliary
 from jaxtrain.parallel.sharding import shard
@@ -39,11 +39,11 @@ class SharedExperts:
     def weights(self, keys: jax.Array) -> Weights:
         """Of both, the shared ones' names after "shared"."""
         first = self.shared.num_keys
-        shared = prefixed("shared", self.shared.weights(keys[:first]))
+        shared = add_prefix("shared", self.shared.weights(keys[:first]))
         if self.gated:
             matrix = param(keys[0], (self.shared.embed_dim, 1), ("embed", "narrow"), normal(0.02))
-            shared = together(shared, {"share": matrix})
-        return together(shared, self.routed.weights(keys[first:]))
+            shared = merge_weights(shared, {"share": matrix})
+        return merge_weights(shared, self.routed.weights(keys[first:]))
 
     def matmul_parameters(self) -> int:
         """Of both, for a token."""

@@ -46,7 +46,7 @@ def state_space_dual(
     C = min(chunk, T)
     count = math.ceil(T / C)
 
-    def chunked(x: jax.Array, *, last: float = 0.0) -> jax.Array:
+    def split_chunks(x: jax.Array, *, last: float = 0.0) -> jax.Array:
         """[chunks, B, C, ...]; places after the last have a step of 0, which changes no state."""
         rest = [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, ((0, 0), (0, count * C - T), *rest), constant_values=last)
@@ -79,7 +79,7 @@ def state_space_dual(
         state_BNPS += jnp.einsum("btnp,bts->bnps", given_BCNP, into_BCS)
         return state_BNPS, y_BCNP
 
-    inputs = tuple(map(chunked, (x_BTNP, step_BTN, into_BTS, out_BTS)))
-    goes_on = chunked(goes_on_BT1, last=True)
+    inputs = tuple(map(split_chunks, (x_BTNP, step_BTN, into_BTS, out_BTS)))
+    goes_on = split_chunks(goes_on_BT1, last=True)
     state_BNPS, y = jax.lax.scan(run, state_BNPS, (*inputs, goes_on))
     return jnp.moveaxis(y, 0, 1).reshape(B, count * C, N, P)[:, :T], state_BNPS

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import capped
+from jaxtrain.nn.attention.softcap import apply_softcap
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
@@ -127,7 +127,7 @@ def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
     if bias is not None:
         logits_BTV = add_bias(logits_BTV, bias)
-    return capped(logits_BTV, model.logit_softcap())
+    return apply_softcap(logits_BTV, model.logit_softcap())
 
 
 def vocabulary(model: TellsTokens) -> int:
@@ -154,12 +154,12 @@ def enter(
         def run(x_BTD: jax.Array, own: LayerCache | None, layer: Any = layer) -> Any:
             return layer(x_BTD, positions_BT, mask, execution, own, start)[:2]
 
-        x_BTD, own = execution.kept(run)(x_BTD, own)
+        x_BTD, own = execution.remat_layer(run)(x_BTD, own)
         caches += [] if own is None else [own]
     return x_BTD, caches
 
 
-def hidden(
+def hidden_states(
     model: Transformer,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,

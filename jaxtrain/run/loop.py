@@ -203,7 +203,7 @@ class Loop:
         if mixing is None:
             return {}
         size, seed = train.global_batch_size, train.seed
-        seen = mixing.seen(self.next_batch, global_batch_size=size, seed=seed)
+        seen = mixing.count_seen(self.next_batch, global_batch_size=size, seed=seed)
         return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
     def _until(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
@@ -240,7 +240,7 @@ class Loop:
         with phases.phase("step" if self._is_compiled else "compile", step):
             with phases.phase("data", step):
                 batch = next(stream)
-            metrics = self.stepper.checked_step(batch, step)
+            metrics = self.stepper.step_and_check(batch, step)
             if not self._is_compiled:  # other processes may compile for longer
                 jax.block_until_ready(metrics)
             self.steps_done = self.attempt.step = step
@@ -269,7 +269,7 @@ class Loop:
         return due
 
     def _turn(self, recorder: "Recorder", log: MetricsLog) -> None:
-        with log.paused():
+        with log.pause():
             jax.block_until_ready(self.stepper.state)
             recorder.turn(log.seconds)
 
@@ -283,7 +283,7 @@ class Loop:
             self.saved.keep_best(stretch.record.steps)
 
     def _evaluate_and_log(self, stretch: _Stretch, step: int) -> None:
-        with stretch.log.paused():
+        with stretch.log.pause():
             stretch.values = self.evaluate(stretch.log)
             stretch.garbage.collect()
         line = {**stretch.values, **self._epochs_of_sources()}
@@ -313,7 +313,7 @@ class Loop:
     def _account(self, log: MetricsLog) -> dict[str, Any]:
         """Records where the time went so far."""
         goodput = self.attempt.goodput
-        goodput.skipped(log.take_bad_steps())
+        goodput.mark_skipped(log.take_bad_steps())
         goodput.record(self.steps_done)
         return goodput.account().line()
 
@@ -331,7 +331,7 @@ class Loop:
         if reason is None:
             return
         if self.steps_done:
-            with log.paused():
+            with log.pause():
                 self._save()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
@@ -341,7 +341,7 @@ class Loop:
 
     def _save_and_time(self, stretch: _Stretch, step: int) -> None:
         """Saves, and lets the schedule know what that took from the steps."""
-        with stretch.log.paused():
+        with stretch.log.pause():
             waited, saved = self._save()
             with jax.transfer_guard("allow"):
                 self.saved.schedule.record(step, saved, waited_seconds=waited)
@@ -378,7 +378,7 @@ class Loop:
         with jax.transfer_guard("allow"):
             self.stepper.state, position = self.saved.back_to(target, self.dataset)
             done, self.steps_done = self.steps_done, int(self.stepper.state.step)
-        self.attempt.goodput.resumed_at(self.steps_done, done=done)
+        self.attempt.goodput.mark_replay(self.steps_done, done=done)
         skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
         self.next_batch = position + skipped
         self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")

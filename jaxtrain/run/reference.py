@@ -22,7 +22,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.npz import read_npz
 from jaxtrain.data.source import Dataset, digest
 from jaxtrain.data.text.preferences import Pairs
-from jaxtrain.nn.transformer import hidden, logits
+from jaxtrain.nn.transformer import hidden_states, logits
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.training.objectives.losses import cross_entropy
 from jaxtrain.training.objectives.tokens import TokenObjective
@@ -118,7 +118,7 @@ def _of_batch(program: Program, state: TrainState, batch: Batch) -> jax.Array:
     assert isinstance(objective, TokenObjective), "pairs are of tokens"
     assert batch.positions is not None, "a batch of text has positions"
     mask = objective.mask(batch)
-    h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, program.execution)
+    h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, program.execution)
     told_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
     # Whole on every device, so that each process can read them.
     return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, told_BT, 0.0), P())

@@ -57,7 +57,7 @@ def first_parameters(
     checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
     try:
         step = max(checkpoints.steps()) if step is None else step
-        return restored_parameters(checkpoints, step, config, program)
+        return restore_parameters(checkpoints, step, config, program)
     finally:
         checkpoints.close()
 
@@ -98,7 +98,7 @@ def _is_published(folder: Place) -> bool:
     return isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file())
 
 
-def restored_parameters(
+def restore_parameters(
     checkpoints: Checkpoints, step: int, config: Config, program: Program
 ) -> nnx.State:
     """The parameters of a checkpoint but for `Finetune.fresh`; UserError, with the settings that

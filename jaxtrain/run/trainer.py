@@ -183,7 +183,7 @@ class Trainer:
         if self.program.plain.objective.refers and not read_only:
             _ = self.dataset  # while the state is the one that it is compared with
         self._attempt.has_begun = True
-        self._attempt.goodput.resumed_at(self.steps_done)
+        self._attempt.goodput.mark_replay(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
         if self._folder is not None and jax.process_index() == 0:
             write_atomically(self._folder.local / "config.gin", config.operative().encode())
@@ -225,13 +225,13 @@ class Trainer:
           UserError: the model is known nowhere else, or the folder cannot be made.
         """
         from jaxtrain.run.huggingface.exporting import export_run
-        from jaxtrain.run.weights import merged
+        from jaxtrain.run.weights import merge_adapters
 
         state = self.program.consensus(self.state)
         return export_run(
             str(path), self.config,
             dataclasses.replace(self.program.plain.whole, build=self.config.train.model.build),
-            nnx.merge_state(merged(self.program.plain, state), state.statistics),
+            nnx.merge_state(merge_adapters(self.program.plain, state), state.statistics),
             self.workdir, dtype=dtype, ancestors=self.ancestors, console=self.console,
         )  # fmt: skip
 
@@ -426,7 +426,7 @@ class Trainer:
         folder = None if self._folder is None else self._folder.local
         recorder = profile(folder, self.console, compute, done=done, last=last)
         with self._attempt.phases.phase("compile", done):
-            self._stepper.train_step = self._step.around(recorder.compile(self.lower()))
+            self._stepper.train_step = self._step.wrap(recorder.compile(self.lower()))
         return recorder
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, Any]:
@@ -566,14 +566,14 @@ class Trainer:
     def __repr__(self) -> str:
         from jaxtrain.run.show import report
 
-        model, mesh = type(self.config.train.model).__name__, report.written_mesh(self.mesh.shape)
+        model, mesh = type(self.config.train.model).__name__, report.format_mesh(self.mesh.shape)
         return f"Trainer({model}, step {self.steps_done} of {self.config.train.steps}, {mesh})"
 
     def _repr_html_(self) -> str:
         from jaxtrain.run.show import notebook
 
-        configuration = notebook.folded("Configuration", self.config.to_gin())
-        return notebook.printed(self._show_pieces) + configuration
+        configuration = notebook.details("Configuration", self.config.to_gin())
+        return notebook.export_html(self._show_pieces) + configuration
 
     def close(self) -> None:
         """Waits for the checkpoint being written, and brings the rest to the run's folder."""

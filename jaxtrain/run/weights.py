@@ -74,7 +74,7 @@ def with_weights(
     shapes = plain.abstract_state()
     parts = (*shapes.weights, shapes.statistics)
     validate({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
-    params, frozen, statistics = (placed(part, given, plain.stages) for part in parts)
+    params, frozen, statistics = (place_weights(part, given, plain.stages) for part in parts)
     with program.layout.active():
         return _set(program, state, params, statistics, frozen)
 
@@ -90,7 +90,7 @@ def with_trained(
       given: arrays by name, of the right names, shapes and dtypes.
     """
     plain = program.plain
-    params = placed(plain.abstract_state().params, given, plain.stages)
+    params = place_weights(plain.abstract_state().params, given, plain.stages)
     with program.layout.active():
         return _set(program, state, params, state.statistics, state.frozen)
 
@@ -108,7 +108,7 @@ def _set(
     return program.plain.filed(after, before=state)
 
 
-def placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
+def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
     """Arrays of the caller's on the devices, the layers in the order of the stages.
 
     Args:
@@ -129,7 +129,7 @@ def placed(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.Stat
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=is_variable)
 
 
-def merged(program: Program, state: TrainState) -> nnx.State:
+def merge_adapters(program: Program, state: TrainState) -> nnx.State:
     """The model's parameters, adapters added to their weights: in the form of `program.whole`'s,
     without a teacher's."""
     if not program.tuning.frozen:
@@ -141,7 +141,7 @@ def merged(program: Program, state: TrainState) -> nnx.State:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _merge(program: Program, weights: Any) -> nnx.State:
-    return program.tuning.merged(weights)
+    return program.tuning.merge(weights)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.routing import balanced
+from jaxtrain.nn.routing import update_bias
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.pipeline.stages import is_layer
@@ -36,7 +36,7 @@ def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
     return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
 
 
-def rebalanced(
+def update_biases(
     frozen: nnx.State, load_LE: jax.Array | None, speed: float | None, order: list[int] | None
 ) -> nnx.State:
     """What is not trained, after a step: the biases moved, all else, a teacher too, as it was.
@@ -59,5 +59,5 @@ def rebalanced(
         bias = found[path].get_value()
         load = load_LE[stacked + alone.index(path) if path in alone else places]
         load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
-        found[path] = found[path].replace(balanced(bias, load.astype(jnp.float32), speed))
+        found[path] = found[path].replace(update_bias(bias, load.astype(jnp.float32), speed))
     return nnx.from_flat_state(found)

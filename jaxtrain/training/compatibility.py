@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.models.model import passes_of
 from jaxtrain.parallel.sharding import MASTERS_ELSEWHERE
 from jaxtrain.training.balancing import speed_of
-from jaxtrain.training.corruption import Corruption, switched_on
+from jaxtrain.training.corruption import Corruption, first_comparison
 from jaxtrain.training.feature import Feature, Text, conflicts, is_on, text_of
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.optimizers.moments import ROUNDED
@@ -409,8 +409,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "corruption checks",
         _where(
-            lambda c: switched_on(c.config.corruption) is not None,
-            lambda c: str(switched_on(c.config.corruption)),
+            lambda c: first_comparison(c.config.corruption) is not None,
+            lambda c: str(first_comparison(c.config.corruption)),
         ),
         _default(*_COMPARES),
         needs={

@@ -63,7 +63,7 @@ class CompiledStep:
             out_shardings=(shardings, None),
             compiler_options=self.options,
         )
-        self.on_arrays: Callable[..., Any] = self.around(self._jitted)
+        self.on_arrays: Callable[..., Any] = self.wrap(self._jitted)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
         """One optimizer step, as `Program.train_step`; takes the state away from its caller."""
@@ -84,19 +84,19 @@ class CompiledStep:
         held = self._program.plain.in_memory(self._program.abstract_state())
         return self._jitted.lower(jax.tree.leaves(held), batch)
 
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The whole step, as `on_arrays`, of what was compiled for it."""
         finish, in_memory = self._finish, self._program.plain.in_memory
         if finish is None:
             return compiled
 
-        def whole(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
+        def run_whole(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
             before = self.state_of(arrays)
             held, metrics = compiled(jax.tree.leaves(in_memory(before)), batch)
             after = jax.tree.unflatten(self._held, held)
             return jax.tree.leaves(finish(before, after, metrics.pop(PENDING))), metrics
 
-        return whole
+        return run_whole
 
     def compile_each(self, batches: Sequence[Batch]) -> Callable[..., Any]:
         """Compiles it now for batches of several shapes; what `on_arrays` is from then on.
@@ -110,7 +110,7 @@ class CompiledStep:
             # A batch of your own of another length is compiled for when it comes.
             return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
-        self.on_arrays = self.around(of_its_shape)
+        self.on_arrays = self.wrap(of_its_shape)
         return self.on_arrays
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
@@ -120,5 +120,5 @@ class CompiledStep:
           batch: a global batch, or its shapes.
         """
         compiled = self.lower(batch).compile()
-        self.on_arrays = self.around(compiled)
+        self.on_arrays = self.wrap(compiled)
         return compiled

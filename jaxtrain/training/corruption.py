@@ -66,7 +66,7 @@ def validate(settings: Corruption, layout: Layout) -> Iterator[str]:
         )
 
 
-def switched_on(settings: Corruption) -> str | None:
+def first_comparison(settings: Corruption) -> str | None:
     """The first setting by which something is compared, such as `Corruption.replay_every=100`."""
     on = [f"Corruption.{name}={every}" for name, every in vars(settings).items() if every]
     return on[0] if on else None
@@ -192,7 +192,7 @@ def _digest(x: jax.Array) -> jax.Array:
     return jnp.sum(bits * factors, dtype=jnp.uint32)
 
 
-def replayed(
+def replay_step(
     train_step: Callable[[TrainState, Batch], tuple[TrainState, Sums]],
     state: TrainState,
     batch: Batch,

@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError
 MOST_BYTES = 2**44  # of a device: a misprint's model, whose creation would never come to an end
 
 
-def created(program: Any, seed: int, params: nnx.State | None) -> Any:
+def init_sharded(program: Any, seed: int, params: nnx.State | None) -> Any:
     """What is in memory of a fresh `TrainState`.
 
     Args:

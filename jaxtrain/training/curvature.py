@@ -12,9 +12,9 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.training.microbatches import numbered, split_microbatches
+from jaxtrain.training.microbatches import split_microbatches, with_row_ids
 from jaxtrain.training.objectives.objective import at_least_one
-from jaxtrain.training.optimizers.rounding import hashed, place_in_array
+from jaxtrain.training.optimizers.rounding import hash_bits, place_in_array
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.sophia import SophiaRule
 from jaxtrain.training.step import Program, TrainState
@@ -40,11 +40,11 @@ def _when_due(
     def zeros() -> nnx.State:
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state.params)
 
-    def found() -> nnx.State:
+    def estimate_now() -> nnx.State:
         of = jax.tree.map(_reshard_like, estimate(one, state, micro), state.params)
         return jax.tree.map(lambda x: x.astype(jnp.float32), of)
 
-    return due, jax.lax.cond(due, found, zeros)
+    return due, jax.lax.cond(due, estimate_now, zeros)
 
 
 def hutchinson(program: Program, state: TrainState, batch: Batch) -> nnx.State:
@@ -54,7 +54,7 @@ def hutchinson(program: Program, state: TrainState, batch: Batch) -> nnx.State:
     u = signs(state)
 
     objective = program.objective
-    rows = numbered(batch) if objective.draws or program.tuning.draws else batch
+    rows = with_row_ids(batch) if objective.draws or program.tuning.draws else batch
     scales = {name: 1 / at_least_one(count) for name, count in objective.counts(batch).items()}
 
     def loss(params: nnx.State) -> jax.Array:
@@ -75,7 +75,7 @@ def signs(state: TrainState) -> nnx.State:
     """1 or -1 for each number of the parameters, float32: a hash of its place and of the step."""
 
     def sign(path: Any, variable: Any) -> Any:
-        bits = hashed(path, variable, state.step, _SIGNS, None)
+        bits = hash_bits(path, variable, state.step, _SIGNS, None)
         return variable.replace(jnp.where(bits >> 31 == 0, 1.0, -1.0))
 
     return jax.tree_util.tree_map_with_path(sign, state.params, is_leaf=is_variable)

@@ -205,7 +205,7 @@ def judge(
     return Verdict(good, history, loss_scale, more)
 
 
-def selected(good: jax.Array | None, new: Any, old: Any) -> Any:
+def select(good: jax.Array | None, new: Any, old: Any) -> Any:
     """The new tree after a good step, else the old one; None: it is good."""
     if good is None:
         return new

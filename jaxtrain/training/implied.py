@@ -8,7 +8,9 @@ from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.values import settings_of
 
 
-def implied(config: Any, bound: Collection[tuple[str, str]]) -> Mapping[tuple[str, str], Any]:
+def infer_settings(
+    config: Any, bound: Collection[tuple[str, str]]
+) -> Mapping[tuple[str, str], Any]:
     """Values of settings that are not bound, from a folder of class folders on this machine.
 
     Args:

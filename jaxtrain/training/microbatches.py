@@ -13,7 +13,7 @@ from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.objectives.losses import Sums
 
 
-def numbered(batch: Batch) -> Batch:
+def with_row_ids(batch: Batch) -> Batch:
     """The batch with the numbers of its rows, counted here unless that was done before."""
     if batch.rows is not None:
         return batch
@@ -32,7 +32,7 @@ def split_microbatches(batch: Batch, count: int) -> Batch:
     return jax.tree.map(one, batch)
 
 
-def accumulated(
+def accumulate(
     of_one: Callable[..., tuple[nnx.State, Sums, nnx.State]],
     added: Callable[[nnx.State, nnx.State], nnx.State],
     micros: Batch,

@@ -36,7 +36,7 @@ from jaxtrain.training.objectives.losses import Sums
 OfRows = Callable[..., tuple[nnx.State, Sums, nnx.State]]
 
 
-def summed_once(layout: Layout, passes: int) -> tuple[str, ...]:
+def reduce_once_axes(layout: Layout, passes: int) -> tuple[str, ...]:
     """The mesh axes that gradients cross once a step; those of the batch left out do so every pass.
 
     Of one pass these are none where a whole gradient is all-reduced, which each layer's is beside
@@ -70,7 +70,7 @@ def local_gradients(
     """Each device's own gradients [k, ...], sums over all rows, and the new statistics.
 
     Args:
-      axes: from `summed_once`; k devices along those that do not split the parameter.
+      axes: from `reduce_once_axes`; k devices along those that do not split the parameter.
       layout: the step's.
       of_rows: (layout, rows, *arguments) -> gradients, sums and statistics of these rows alone; the
         statistics are those of the whole batch (see `sharding.mean_over_batch`).
@@ -133,7 +133,7 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
     """The sum of the devices' gradients, in the dtype they are given in, each crossing once.
 
     Args:
-      axes: from `summed_once`.
+      axes: from `reduce_once_axes`.
       layout: the step's.
       grads: from `local_gradients`: [k, ...], k split over the axes.
 

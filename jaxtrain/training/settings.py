@@ -37,7 +37,7 @@ from jaxtrain.training.corruption import Corruption
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
-from jaxtrain.training.implied import implied
+from jaxtrain.training.implied import infer_settings
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.objectives.objective import Objective, objective_named
 from jaxtrain.training.offload.offload import Offload
@@ -438,9 +438,9 @@ def load_config(
         bindings,
         search_path=configs_folder(),
         allow_imports=allow_imports,
-        implied=implied,
+        implied=infer_settings,
     )
-    return settled(dataclasses.replace(found, imports=(*imports, *found.imports)))
+    return settle_settings(dataclasses.replace(found, imports=(*imports, *found.imports)))
 
 
 def _of_sections(given: Sequence[Any]) -> gin_files.Text:
@@ -475,7 +475,7 @@ def _own_modules(given: Sequence[Any]) -> list[str]:
     return list(found)
 
 
-def settled(config: Config) -> Config:
+def settle_settings(config: Config) -> Config:
     """The configuration with what its settings obviously mean, a note where they say otherwise."""
     notes = [*config.notes, *notes_of_schedule(config.schedule, config.train.steps)]
     loss, batch = config.loss, config.train.data.abstract_batch(1)

@@ -22,20 +22,20 @@ from jaxtrain.nn.precision import Precision, to_compute, to_master
 from jaxtrain.nn.transformer import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
 from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
-from jaxtrain.training.balancing import rebalanced
-from jaxtrain.training.creation import created
+from jaxtrain.training.balancing import update_biases
+from jaxtrain.training.creation import init_sharded
 from jaxtrain.training.finetune.tuning import Tuning, Weights, partition
-from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, selected
-from jaxtrain.training.microbatches import accumulated, numbered, split_microbatches
+from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, select
+from jaxtrain.training.microbatches import accumulate, split_microbatches, with_row_ids
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
-from jaxtrain.training.optimizers.average import averaged, begun
+from jaxtrain.training.optimizers.average import averaged_params, restart_averages
 from jaxtrain.training.optimizers.plateau import rate_taken
 from jaxtrain.training.optimizers.rounding import apply_updates
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages, deal
-from jaxtrain.training.reduction import local_gradients, sum_gradients, summed_once
+from jaxtrain.training.reduction import local_gradients, reduce_once_axes, sum_gradients
 
 PENDING = "pending"  # among a step's metrics, what its compiled program leaves to be done
 _ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their own numbers
@@ -199,7 +199,7 @@ class Program:
           seed: of what is drawn.
           params: the parameters to start from, as of `init`, which are taken away.
         """
-        return self.filed(created(self, seed, params))
+        return self.filed(init_sharded(self, seed, params))
 
     def in_memory(self, state: TrainState) -> TrainState:
         """What programs are given of a state: all but what lies in files."""
@@ -252,7 +252,7 @@ class Program:
 
     def consensus(self, state: TrainState) -> TrainState:
         """The state that evaluation and generation use: with the averaged parameters, if any."""
-        average = averaged(state.opt_state, state.params)
+        average = averaged_params(state.opt_state, state.params)
         if average is None:
             return state
         average = jax.tree.map(lambda x, like: x.astype(like.dtype), average, state.params)
@@ -276,7 +276,7 @@ class Program:
           statistics: likewise.
         """
         moved = reshard(params, self.layout.moment, self.layout)
-        opt_state = begun(state.opt_state, moved)
+        opt_state = restart_averages(state.opt_state, moved)
         return dataclasses.replace(state, params=params, opt_state=opt_state, statistics=statistics)
 
     # -- the step -------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Program:
         grads = reshard(grads, layout.moment, layout)
         old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
         load = metrics.pop(EXPERT_LOAD, None)
-        frozen = rebalanced(state.frozen, load, self.bias_speed, self.layer_order)
+        frozen = update_biases(state.frozen, load, self.bias_speed, self.layer_order)
         more: dict[str, Any] = {"value": metrics["loss"], "step": state.step}
         if curvature is not None:
             more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
@@ -331,8 +331,8 @@ class Program:
             new,
             params=self.at_rest(params),
             opt_state=opt_state,
-            statistics=selected(good, statistics, old.statistics),
-            frozen=selected(good, frozen, old.frozen),
+            statistics=select(good, statistics, old.statistics),
+            frozen=select(good, frozen, old.frozen),
         )
         return new, metrics
 
@@ -351,7 +351,7 @@ class Program:
             grads, old.opt_state, old.params, layers=self.layer_order, **more
         )
         params: Any = apply_updates(old.params, updates, old.step, self.layer_order)
-        return selected(good, (params, opt_state), (old.params, old.opt_state))
+        return select(good, (params, opt_state), (old.params, old.opt_state))
 
     def at_rest(self, params: nnx.State) -> nnx.State:
         """Updated parameters as a state has them between steps."""
@@ -380,7 +380,7 @@ class Program:
         """
         self.layout.check_active()
         counts = self.objective.counts(batch) if counts is None else counts
-        batch = numbered(batch) if self.objective.draws or self.tuning.draws else batch
+        batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
         # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
         scale = state.loss_scale[0]
@@ -395,17 +395,17 @@ class Program:
             with layout.current():
                 grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        grads = self.unfreezing.held_back(grads, state.step, self.layer_order)
+        grads = self.unfreezing.mask_gradients(grads, state.step, self.layer_order)
         return grads, self.objective.means(sums, counts), statistics
 
     def _of_batch(
         self, layout: Layout, batch: Batch, *arguments: Any
     ) -> tuple[nnx.State, Sums, nnx.State]:
         """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
-        axes = () if self.tuning.splits_more(layout) else summed_once(layout, self.passes)
+        axes = () if self.tuning.splits_more(layout) else reduce_once_axes(layout, self.passes)
         if not axes:
             return self._of_rows(layout, batch, *arguments)
-        batch = self.objective.arranged(batch, self.execution)
+        batch = self.objective.arrange(batch, self.execution)
         grads, sums, statistics = local_gradients(axes, layout, self._of_rows, batch, *arguments)
         return sum_gradients(axes, layout, grads), sums, statistics
 
@@ -457,7 +457,7 @@ class Program:
 
         micros = split_microbatches(batch, self.accumulation)
         dtype = self.precision.gradients
-        return accumulated(one, self.added, micros, statistics, like=of, dtype=dtype)
+        return accumulate(one, self.added, micros, statistics, like=of, dtype=dtype)
 
     def with_respect_to(self, trained: nnx.State) -> nnx.State:
         """What gradients are taken with respect to: of ZeRO 2 the shards (see GradientSlice)."""
@@ -517,7 +517,7 @@ class Program:
             sum_dtype=self.precision.gradients,
         )
         micros = split_microbatches(
-            self.objective.arranged(batch, self.execution), self.pipeline.microbatches
+            self.objective.arrange(batch, self.execution), self.pipeline.microbatches
         )
         return engine.run(weights, of, micros, scales, step)
 

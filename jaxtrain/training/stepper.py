@@ -9,7 +9,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.corruption import Corruption, compare_replicas, replayed
+from jaxtrain.training.corruption import Corruption, compare_replicas, replay_step
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import TrainState
 
@@ -28,7 +28,7 @@ class Stepper:
         Args:
           step: what it takes.
           state: the state before the first step; the stepper's from now on.
-          corruption: how often `checked_step` looks for it.
+          corruption: how often `step_and_check` looks for it.
         """
         self._step, self._corruption = step, corruption
         self._arrays = jax.tree.leaves(state)
@@ -56,7 +56,7 @@ class Stepper:
         self._ahead.add(metrics["loss"])
         return metrics
 
-    def checked_step(self, batch: Batch, step: int) -> Sums:
+    def step_and_check(self, batch: Batch, step: int) -> Sums:
         """Step `step` of a run: where it is due, checked for silent corruption.
 
         Raises:
@@ -77,6 +77,6 @@ class Stepper:
             arrays, metrics = self.train_step(jax.tree.leaves(state), batch)
             return self._step.state_of(arrays), metrics
 
-        after, metrics = replayed(train_step, self.state, batch, step)
+        after, metrics = replay_step(train_step, self.state, batch, step)
         self._arrays = jax.tree.leaves(after)
         return metrics

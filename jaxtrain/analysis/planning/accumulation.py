@@ -6,8 +6,8 @@ from typing import Literal, get_args
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.textbook.facts import Facts
-from jaxtrain.analysis.planning.textbook.traffic import expected
-from jaxtrain.analysis.planning.variants import bindings_of, changed
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
+from jaxtrain.analysis.planning.variants import apply_changes, bindings_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.settings import Config
@@ -47,10 +47,10 @@ def ways(config: Config, target: Target, layout: Layout) -> list[Way]:
         return []  # summed there, in their shards alone
     found = []
     for name in sorted(get_args(_Name), key=lambda name: name != layout.accumulate):
-        other = changed(config, {"Sharding.accumulate": name})
+        other = apply_changes(config, {"Sharding.accumulate": name})
         moved = sum(
             one.total_bytes
-            for one in expected(other, dataclasses.replace(layout, accumulate=name))
+            for one in expect_traffic(other, dataclasses.replace(layout, accumulate=name))
             if "fsdp" in one.axis.split("+")
             and one.cause.startswith(("parameters:", "gradients:", "update:"))
         )

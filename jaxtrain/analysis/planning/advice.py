@@ -9,7 +9,7 @@ import jax
 from jaxtrain.analysis.planning import accumulation, chunks
 from jaxtrain.analysis.planning.candidates import Price
 from jaxtrain.analysis.planning.compiled.audit import Row
-from jaxtrain.analysis.planning.compiled.placement import replicated
+from jaxtrain.analysis.planning.compiled.placement import find_replicated
 from jaxtrain.analysis.planning.machines.targets import (
     MOST_OF_A_GPU,
     Target,
@@ -18,8 +18,8 @@ from jaxtrain.analysis.planning.machines.targets import (
 )
 from jaxtrain.analysis.planning.search import price
 from jaxtrain.analysis.planning.variants import (
+    apply_changes,
     bindings_of,
-    changed,
     fixes,
     lighter_kernel,
     refusal,
@@ -126,7 +126,7 @@ def _try(
 
 def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config | None:
     try:
-        return changed(config, changes)
+        return apply_changes(config, changes)
     except ValueError:  # a UserError is one: the sections themselves reject some values
         return None
 
@@ -165,7 +165,7 @@ def remarks(
     found += [
         f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
         f"-b {one.way_out!r} would save {human_bytes(one.saving)}"
-        for one in replicated(config, layout)
+        for one in find_replicated(config, layout)
         if one.way_out
     ]
     kernel = lighter_kernel(config, target)
@@ -211,7 +211,7 @@ def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
     )
     best = None
     for changes in chunks.larger(config):
-        after = price(changed(config, changes), target)
+        after = price(apply_changes(config, changes), target)
         if not after.fits:
             break
         best = changes
@@ -235,7 +235,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
-def explained(config: Config, error: Exception) -> Exception:
+def explain_error(config: Config, error: Exception) -> Exception:
     """The error to raise for one of JAX's: what is too large and what to do, or the error itself.
 
     Args:

@@ -38,7 +38,7 @@ def bindings_for(budget: Budget, devices: int) -> list[str]:
     ]  # fmt: skip
 
 
-def planned(budget: Budget, target: Target, *, price: float | None = None) -> Plan:
+def plan_on_target(budget: Budget, target: Target, *, price: float | None = None) -> Plan:
     """The plan of the fastest layout of that model, for all of the budget's tokens.
 
     Args:

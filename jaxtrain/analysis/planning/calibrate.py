@@ -26,7 +26,7 @@ FIRST_LINES = 2
 LEAST_LINES = 3
 
 
-def calibrated(config: Config, target: Target, seconds: float, source: str) -> Target:
+def calibrate(config: Config, target: Target, seconds: float, source: str) -> Target:
     """Return the target, calibrated by a measured step of this configuration on it.
 
     Args:
@@ -59,12 +59,12 @@ def by_measured(config: Config, target: Target, seconds: float) -> Target:
     """Return the target, calibrated by a step of `config` that took `seconds`.
 
     Raises:
-      UserError: as `calibrated`; or `seconds` is no finite number above 0.
+      UserError: as `calibrate`; or `seconds` is no finite number above 0.
     """
     source = f"--measured={seconds:g}"
     if not (math.isfinite(seconds) and seconds > 0):
         raise UserError(f"{source}; use the seconds of a step, such as 12.3")
-    return calibrated(config, target, seconds, source)
+    return calibrate(config, target, seconds, source)
 
 
 def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -> Target:
@@ -78,7 +78,7 @@ def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -
       allow_imports: whether the run's configuration may import modules.
 
     Raises:
-      UserError: as `calibrated`; or it is no run, has too few steps, or ran on simulated devices.
+      UserError: as `calibrate`; or it is no run, has too few steps, or ran on simulated devices.
     """
     source = f"--calibrate {folder}"
     workdir = place(str(folder))
@@ -101,7 +101,7 @@ def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -
         )
     seconds = median_step(lines, source)
     ran_on = _machine(config, target, source)
-    made = calibrated(config, ran_on, seconds, source)
+    made = calibrate(config, ran_on, seconds, source)
     return dataclasses.replace(target, calibration=made.calibration)
 
 

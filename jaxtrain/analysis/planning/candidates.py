@@ -192,14 +192,14 @@ def order_of(candidate: Candidate) -> tuple[float, int, list[str]]:
     return candidate.price.seconds, candidate.price.memory.total, candidate.bindings
 
 
-def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The fastest first; of those within TIE of the fastest of them the
     smallest first: what the prediction cannot tell apart, room in memory does."""
-    found = numbered(sorted(candidates, key=order_of))
+    found = assign_ranks(sorted(candidates, key=order_of))
     return sorted(found, key=lambda one: (one.rank, one.price.memory.total, *order_of(one)))
 
 
-def numbered(candidates: Sequence[Candidate]) -> list[Candidate]:
+def assign_ranks(candidates: Sequence[Candidate]) -> list[Candidate]:
     """With their ranks in this order: 1, or 1, 1, 3 where the second is within TIE of the first."""
     found: list[Candidate] = []
     rank, first = 1, candidates[0].price.seconds

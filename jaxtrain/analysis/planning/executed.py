@@ -75,12 +75,12 @@ def _by_pattern(config: Config) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _row_flops(config: Config) -> RowFlops:
-    counted = count_flops(traced(config), lambda scope: "BKGTS" in scope or SCOPE in scope)
+    counted = count_flops(trace_gradients(config), lambda scope: "BKGTS" in scope or SCOPE in scope)
     return RowFlops(counted.matmul, counted.chosen, counted.narrow)
 
 
 @functools.lru_cache(maxsize=4)
-def traced(config: Config) -> ClosedJaxpr:
+def trace_gradients(config: Config) -> ClosedJaxpr:
     """The gradients of a configuration `of_one_row`, or of as many as it says.
 
     As on a TPU, where every product is one: a CPU takes some convolutions as products of patches,
@@ -104,7 +104,7 @@ def stack_costs(config: Config) -> tuple[float, ...]:
     return model.flops_of_stacks(example_shape(config.train.data.abstract_batch(1)))
 
 
-def computed(config: Config, devices: int) -> Config:
+def pad_layers(config: Config, devices: int) -> Config:
     """The configuration with as many layers as a pipeline's stages have places for.
 
     All ranks go in lockstep, and the places of shorter stages are computed and masked.
@@ -123,11 +123,11 @@ def computed(config: Config, devices: int) -> Config:
 
 def executed_flops(config: Config, layout: Layout) -> float:
     """FLOPs of products that one device executes in a step, with a kernel that is named."""
-    row = row_flops(computed(config, layout.mesh.size))
+    row = row_flops(pad_layers(config, layout.mesh.size))
     flops = float(row.executed)
-    flops -= row.scores * (1 - scored_share(config))
+    flops -= row.scores * (1 - score_fraction(config))
     if layout.mesh.shape["pipe"] > 1:
-        flops += _recomputed_share(config) * flops
+        flops += _recompute_fraction(config) * flops
     return flops * config.train.global_batch_size / layout.mesh.size
 
 
@@ -146,12 +146,12 @@ def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float
         again = 0.0  # a kernel's results are all that its backward pass asks for
     products = float(row.executed - row.scores)
     if pipelined:
-        products += _recomputed_share(config) * products
+        products += _recompute_fraction(config) * products
         again += config.pipeline.backward == "recompute"
-    return products * rows, scored_share(config) * forward * (1 + again + backward) * rows
+    return products * rows, score_fraction(config) * forward * (1 + again + backward) * rows
 
 
-def scored_share(config: Config) -> float:
+def score_fraction(config: Config) -> float:
     """The part of all pairs of a query and a key whose scores the attention kernel computes.
 
     A kernel that skips what a causal mask or a window hides does so in blocks; the blocks that are
@@ -169,7 +169,7 @@ def scored_share(config: Config) -> float:
     return 1.0  # patches of an image see all others
 
 
-def _recomputed_share(config: Config) -> float:
+def _recompute_fraction(config: Config) -> float:
     """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
     if config.pipeline.backward != "recompute":
         return 0.0
@@ -182,7 +182,7 @@ def _numbers_of_a_row(config: Config) -> int:
 
     def numbers(rows: int) -> int:
         train = dataclasses.replace(config.train, global_batch_size=rows)
-        program = traced(dataclasses.replace(config, train=train))
+        program = trace_gradients(dataclasses.replace(config, train=train))
         return sum(
             product.times * math.prod(shape_of(array))
             for product in products_of(program)

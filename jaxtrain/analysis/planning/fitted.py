@@ -93,7 +93,7 @@ _CALIBRATED_BARS: dict[tuple[Family, str], float] = {
 _ERROR_BAR_UNKNOWN = 0.24
 
 
-def fitted(target: Target) -> Fitted:
+def efficiency_of(target: Target) -> Fitted:
     """The factors of a target's chip: those of its kind and generation, with its bare matmuls."""
     chip = target.chip
     products = BARE_MATMUL.get(chip.name, _BARE_UNKNOWN) * IN_STEP.get(chip.kind, IN_STEP["gpu"])

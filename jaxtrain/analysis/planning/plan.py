@@ -12,20 +12,20 @@ from jaxtrain.analysis.planning.candidates import (
     COMPILED,
     Candidate,
     Found,
-    numbered,
+    assign_ranks,
     with_reasons,
 )
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
-from jaxtrain.analysis.planning.compiled.compiled import compile_step, planned_layout
+from jaxtrain.analysis.planning.compiled.compiled import compile_step, target_layout
 from jaxtrain.analysis.planning.compiled.placement import paddings
 from jaxtrain.analysis.planning.goodput.goodput import Reliability
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
-from jaxtrain.analysis.planning.result import Plan, moved_by
+from jaxtrain.analysis.planning.result import Plan, collectives_of
 from jaxtrain.analysis.planning.search import search as search_layouts
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.analysis.planning.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.variants import refusal, slices_of
 from jaxtrain.analysis.planning.whole_run import validate_amounts
@@ -162,7 +162,7 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     fitting = [one for one, made in plans if made.fits]
     large = [one for one, made in plans if not made.fits]
     # What was compiled stands first: of the others an estimate alone is known.
-    order = numbered([*fitting, *rest, *large])
+    order = assign_ranks([*fitting, *rest, *large])
     candidates = with_reasons(order, machine)
     first = (
         plans[0][1]
@@ -186,18 +186,18 @@ def _plan(
     abstract = layouts.abstract_layout(config, count)
     with progress("closed forms"):
         estimate = memory(config, abstract, machine.chip.kind)
-        textbook = expected(config, abstract)
+        textbook = expect_traffic(config, abstract)
     compiled, no_compiler, layout = None, None, abstract
     if effort != "none":
         try:
             with progress(f"compiling the train step for {machine.name}"):
-                layout = planned_layout(config, machine)
+                layout = target_layout(config, machine)
                 compiled = compile_step(config, layout, machine, thorough=effort == "thorough")
         except NoCompilerError as error:
             if effort == "thorough":
                 raise
             no_compiler = str(error)
-    moved = moved_by(config, layout, compiled) if compiled and compiled.text else None
+    moved = collectives_of(config, layout, compiled) if compiled and compiled.text else None
     beyond = slow_axes(config, layout, machine)
     if moved is None:
         rows = [_textbook_row(one, beyond) for one in textbook]

@@ -27,7 +27,7 @@ from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing import StepTime
 from jaxtrain.analysis.planning.units import human_seconds
-from jaxtrain.analysis.planning.whole_run import WholeRun, whole_run
+from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.program import resolve_kernel
@@ -156,7 +156,7 @@ class Plan:
         """All steps together; None without a time."""
         if self.time.seconds is None:
             return None
-        return whole_run(
+        return project_run(
             step_seconds=self.time.seconds,
             devices=self.devices,
             per_step=self.per_step,
@@ -280,7 +280,7 @@ class Plan:
 
     def _summary(self) -> list[dict[str, Any]]:
         if self.compiled and self.compiled.text:
-            return summarize(moved_by(self.config, self.layout, self.compiled))
+            return summarize(collectives_of(self.config, self.layout, self.compiled))
         together: dict[tuple[str, str], list[int]] = {}
         for one in self.expected:
             counted = together.setdefault((one.kind, one.axis), [0, 0])
@@ -314,6 +314,6 @@ class Plan:
         return f"Plan({self.target.name}, {self.total:,} bytes a device, {self.verdict})"
 
 
-def moved_by(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
+def collectives_of(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
     """The collectives of a compiled step: bytes a device and step, loops multiplied out."""
     return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
 from jaxtrain.analysis.planning.compiled.schedule import by_launch, seconds_of, waits, walk
-from jaxtrain.analysis.planning.fitted import fitted
+from jaxtrain.analysis.planning.fitted import efficiency_of
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
@@ -31,7 +31,7 @@ class Schedule:
     waits: dict[tuple[str, str], tuple[float, float]]
 
 
-def scheduled(
+def simulate_schedule(
     config: Config,
     layout: Layout,
     target: Target,
@@ -51,16 +51,20 @@ def scheduled(
       attention: seconds of attention kernels by the closed form, which programs do not show.
       thorough: whether it was compiled as for a run.
     """
-    sizes, shares, counts = dict(layout.mesh.shape), fitted(target), branch_counts(config, layout)
+    sizes, shares, counts = (
+        dict(layout.mesh.shape),
+        efficiency_of(target),
+        branch_counts(config, layout),
+    )
 
-    def sent(one: Collective) -> float:
+    def link_seconds(one: Collective) -> float:
         return links.seconds(one.kind, one.axis, one.bytes, sizes, target, config.mesh.dcn)[0]
 
     of = collectives(text, sizes, counts)
-    moved = by_launch(of, sent)
+    moved = by_launch(of, link_seconds)
     price = seconds_of(target, products=shares.products, memory=shares.memory, thorough=thorough)
     runs = walk(text, price, moved, counts).kernels
     found = walk(text, price, moved, counts, kernel=attention / runs if runs else 0.0)
     kernels = attention if runs else 0.0
     compute = found.products + found.rest + kernels
-    return Schedule(compute, kernels, found.waited, found.sent, waits(found, of, sent))
+    return Schedule(compute, kernels, found.waited, found.sent, waits(found, of, link_seconds))

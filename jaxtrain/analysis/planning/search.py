@@ -19,32 +19,32 @@ from jaxtrain.analysis.planning.candidates import (
     Price,
     kinds_of,
     order_of,
-    ranked,
+    rank,
     with_reasons,
 )
 from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.space import (
     POLICIES,
+    accumulate_locally,
     counts,
     meshes_and_schedules,
     stages_and_policies,
-    summed_locally,
 )
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.memory import Memory, least_memory, memory
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
-from jaxtrain.analysis.planning.textbook.traffic import expected
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.analysis.planning.timing import (
     busy_seconds,
+    exposed_seconds,
     step_time,
-    waited_seconds,
 )
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.unstacked import between_layers
 from jaxtrain.analysis.planning.variants import (
+    apply_changes,
     bindings_of,
-    changed,
     essential,
     pipeline_of,
     refusal,
@@ -53,7 +53,7 @@ from jaxtrain.analysis.planning.variants import (
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.run.show.report import human_bytes, written_mesh
+from jaxtrain.run.show.report import format_mesh, human_bytes
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
@@ -67,7 +67,7 @@ def price(
     devices = target.devices * slices_of(config, target)
     layout = layouts.abstract_layout(config, devices) if layout is None else layout
     needed = memory(config, layout, target.chip.kind) if needed is None else needed
-    moved = [*expected(config, layout), *between_layers(config, layout)]
+    moved = [*expect_traffic(config, layout), *between_layers(config, layout)]
     time = step_time(
         config, layout, target, moved,
         update_bytes=needed.update_bytes, to_host=needed.to_host, on_disk=needed.arguments.disk,
@@ -158,7 +158,7 @@ def search(
     unfit = None
     with contextlib.suppress(KeyboardInterrupt):
         unfit = _fastest_unfit(config, target, large, fitting[0].price.seconds)
-    candidates = with_reasons(ranked(fitting), target)
+    candidates = with_reasons(rank(fitting), target)
     return Found(
         candidates, priced, too_large, slower, refused,
         unfit=unfit,
@@ -178,7 +178,7 @@ def _progress(done: int, left: int, fitting: Sequence[Candidate]) -> str:
     first = fitting[0]
     time = first.price.time.seconds
     step = "" if time is None else f" in {human_seconds(time)} a step"
-    return f"{words}, best so far {written_mesh(first.mesh)}{step} (Ctrl-C: show it)"
+    return f"{words}, best so far {format_mesh(first.mesh)}{step} (Ctrl-C: show it)"
 
 
 def _may_be_shown(
@@ -217,7 +217,7 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
         ways.append((size - room, f"Train.gpu_memory_fraction={MOST_OF_A_GPU}"))
     for changes in LIGHTER:
         if any(essential(smallest.config, changes)):
-            variant = changed(smallest.config, changes)
+            variant = apply_changes(smallest.config, changes)
             if refusal(variant, target) is None:
                 saved = size - price(variant, target).memory.total
                 ways.append((saved, " and ".join(bindings_of(changes))))
@@ -291,7 +291,7 @@ def _list_layouts(
             changes = {**mesh, **rest}
             pipeline = pipeline_of(config, {**changes, **counted[-1]})
             ranks = mesh["Mesh.pipe"]
-            variant = changed(config, changes)
+            variant = apply_changes(config, changes)
             key = variant.remat, pipeline.backward, ranks > 1
             if key not in busy:
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
@@ -309,15 +309,15 @@ def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -
         # Stages of other schedules are as long, or padded to more.
         plain = {"Pipeline.schedule": "1f1b", "Pipeline.virtual_stages": 1}
         changes |= {**plain, "Pipeline.backward": "residuals"}
-    variant = changed(config, changes)
+    variant = apply_changes(config, changes)
     layout = layouts.abstract_layout(variant, devices)
-    moved = [*expected(variant, layout), *between_layers(variant, layout)]
-    return waited_seconds(variant, layout, target, moved)
+    moved = [*expect_traffic(variant, layout), *between_layers(variant, layout)]
+    return exposed_seconds(variant, layout, target, moved)
 
 
 def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
     try:
-        variant = changed(config, changes)
+        variant = apply_changes(config, changes)
     except UserError as error:
         return str(error)
     said = refusal(variant, target)
@@ -349,13 +349,15 @@ class _Sized:
 def _lay_out(config: Config, layout: _Layout, target: Target) -> Layout:
     """The abstract layout, which does not depend on microbatches."""
     devices = target.devices * slices_of(config, target)
-    return layouts.abstract_layout(changed(config, {**layout.changes, **layout.counts[0]}), devices)
+    return layouts.abstract_layout(
+        apply_changes(config, {**layout.changes, **layout.counts[0]}), devices
+    )
 
 
 def _is_hopeless(config: Config, layout: _Layout, laid: Layout, target: Target) -> bool:
     """Whether even the state and the sums of gradients do not fit, with the most microbatches."""
     room = target.chip.hbm_bytes
-    variant = changed(config, {**layout.changes, **layout.counts[-1]})
+    variant = apply_changes(config, {**layout.changes, **layout.counts[-1]})
     return room is not None and least_memory(variant, laid, target.chip.kind) > room
 
 
@@ -380,7 +382,7 @@ def _bound(config: Config, target: Target, layout: _Layout, sized: "_Sized | Non
     """The memory of a layout with the most microbatches, or what it takes at least."""
     if sized is not None:
         return sized.memory.total
-    variant = changed(config, {**layout.changes, **layout.counts[-1]})
+    variant = apply_changes(config, {**layout.changes, **layout.counts[-1]})
     return least_memory(variant, _lay_out(config, layout, target), target.chip.kind)
 
 
@@ -412,7 +414,7 @@ def _fewest(
 
     def fits(number: int) -> bool:
         changes = {**layout.changes, **layout.counts[number]}
-        variant = changed(config, changes)
+        variant = apply_changes(config, changes)
         needed = memory(variant, laid, target.chip.kind)
         tried[number] = _Sized(changes, variant, laid, needed)
         return room is None or needed.total <= room
@@ -438,7 +440,7 @@ def _fastest(
 
     def grown(before: Candidate, changes: dict[str, Any]) -> Candidate | None:
         nonlocal tried
-        variant = changed(config, changes)
+        variant = apply_changes(config, changes)
         needed = memory(variant, fewest.layout, target.chip.kind)
         tried += 1
         if target.chip.hbm_bytes is not None and needed.total > target.chip.hbm_bytes:
@@ -472,7 +474,7 @@ def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _
     """A layout that was priced, its microbatches summed locally; None where it has one, or is so
     already. That takes more memory, so no fewer fit, and no traffic of weights for each, so that in
     a pipeline the most, with the smallest bubble, are the best."""
-    changes = summed_locally(config, layout.changes)
+    changes = accumulate_locally(config, layout.changes)
     if changes is None or passes == 1:
         return None
     pipelined = layout.changes["Mesh.pipe"] > 1

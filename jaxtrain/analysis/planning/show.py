@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_li
 from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.run.show.progress import say
-from jaxtrain.run.show.report import human_bytes, show_attention, written_mesh
+from jaxtrain.run.show.report import format_mesh, human_bytes, show_attention
 
 if TYPE_CHECKING:
     from jaxtrain.analysis.planning.candidates import Candidate, Found
@@ -42,7 +42,7 @@ def _head(console: Console, plan: "Plan") -> None:
     if plan.compiled is not None:
         source = f"compiled in {plan.compiled.seconds:.0f} s"
         source += " by an earlier plan" if plan.compiled.cached else ""
-    mesh = written_mesh(plan.layout.mesh.shape)
+    mesh = format_mesh(plan.layout.mesh.shape)
     say(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
     show_attention(console, plan.attention)
     if chip.hbm_bytes is None:
@@ -229,7 +229,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
         how = "" if one.compiled_bytes is None else " compiled"
         table.add_row(
             str(one.rank),
-            written_mesh(one.mesh),
+            format_mesh(one.mesh),
             ", ".join(one.best_of),
             _others(one),
             _step(one),
@@ -242,7 +242,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
         table.add_section()
         table.add_row(
             "-",
-            written_mesh(unfit.mesh),
+            format_mesh(unfit.mesh),
             "",
             _others(unfit),
             _step(unfit),
@@ -333,7 +333,7 @@ def plan_figure(plan: "Plan") -> "Picture":
     _time_bars(time, plan)
     _traffic_bars(traffic, plan)
     kind = "compiled" if plan.compiled else "estimate"
-    mesh = written_mesh(plan.layout.mesh.shape)
+    mesh = format_mesh(plan.layout.mesh.shape)
     figure.suptitle(
         f"{type(plan.config.train.model).__name__} on {plan.target.name}: {mesh} ({kind})"
     )

@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.run.show.picture import Picture
 from jaxtrain.run.show.progress import say
-from jaxtrain.run.show.report import human_bytes, written_mesh
+from jaxtrain.run.show.report import format_mesh, human_bytes
 
 _GIB = 2**30
 
@@ -76,7 +76,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
         remark = "" if plan.fits else plan.verdict
         if plan is fastest and len(made) > 1:
             remark = "fastest"
-        cells = [written_mesh(plan.layout.mesh.shape), *_numbers(plan, priced=priced)]
+        cells = [format_mesh(plan.layout.mesh.shape), *_numbers(plan, priced=priced)]
         cells += _under_failures(plan) if fails else []
         table.add_row(entry.target, *map(escape, entry.values.values()), *cells, remark)
     console.print(table)

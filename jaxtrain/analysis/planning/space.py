@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.variants import changed
+from jaxtrain.analysis.planning.variants import apply_changes
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.compatibility import check_compatibility
-from jaxtrain.training.preflight.named import given_names
+from jaxtrain.training.preflight.named import activation_names
 from jaxtrain.training.program.program import resolved
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
@@ -39,11 +39,11 @@ ON_HOST = (
 
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
     """Bindings of every mesh for these devices, and of the schedules of its pipeline."""
-    whole = changed(config, {"Attention.context_parallel": "ulysses"})
+    whole = apply_changes(config, {"Attention.context_parallel": "ulysses"})
     in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
-        # Of layouts with microbatches 'local' is tried once they are priced (`summed_locally`).
+        # Of layouts with microbatches 'local' is tried once they are priced (`accumulate_locally`).
         mesh["Sharding.accumulate"] = "shard"
         if (sizes["tensor"] > 1 and _in_sequence(config)) or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
@@ -72,7 +72,7 @@ def _with_rings(
 
 
 def _conflicts(config: Config, layout: Mapping[str, Any], devices: int) -> set[str]:
-    return set(check_compatibility(RunContext(changed(config, layout), devices)))
+    return set(check_compatibility(RunContext(apply_changes(config, layout), devices)))
 
 
 def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
@@ -120,7 +120,7 @@ def _masters(config: Config) -> str:
     return "whole" if config.precision.compute == config.precision.params else "sharded"
 
 
-def summed_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, Any] | None:
+def accumulate_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, Any] | None:
     """The layout with weights gathered and gradients reduced once a step; None where that is none
     of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1.
 
@@ -147,7 +147,7 @@ def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:
             yield {"Remat.policy": policy}
     if chosen:
         return
-    given = given_names(config)
+    given = activation_names(config)
     for names in KEPT:
         if given.issuperset(names):
             yield {"Remat.policy": "full", "Remat.save": names}

@@ -32,10 +32,10 @@ from jaxtrain.analysis.planning import chunks, waves
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
 from jaxtrain.analysis.planning.executed import (
     activation_bytes,
-    computed,
     executed_flops,
+    pad_layers,
     row_flops,
-    scored_share,
+    score_fraction,
     stack_costs,
     work,
 )
@@ -44,15 +44,15 @@ from jaxtrain.analysis.planning.fitted import (
     Fitted,
     attention_speed,
     bar_in_words,
+    efficiency_of,
     error_bar,
     family_of,
-    fitted,
     is_known,
     scores_share,
 )
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.scheduled import scheduled
+from jaxtrain.analysis.planning.scheduled import simulate_schedule
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
@@ -179,7 +179,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
         return 0.0
     config = resolved(config, target.chip.kind)
     products, scores = work(config, pipelined=pipelined, devices=devices)
-    shares = fitted(target)
+    shares = efficiency_of(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
     # As few bytes as they are with a sequence that is split wherever the products are.
     split = dataclasses.replace(config.sharding, sequence_parallel=True)
@@ -189,7 +189,9 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     return target.factor * (seconds + scores / peak / _attention_share(config, target))
 
 
-def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterable[Moved]) -> float:
+def exposed_seconds(
+    config: Config, layout: Layout, target: Target, moved: Iterable[Moved]
+) -> float:
     """What a step waits for whatever hides its weights' and gradients' traffic; 0 without a
     peak. Arguments as of `step_time`."""
     peak = peak_flops(config, target)
@@ -197,7 +199,7 @@ def waited_seconds(config: Config, layout: Layout, target: Target, moved: Iterab
         return 0.0
     config = resolved(config, target.chip.kind)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=0)
-    return target.factor * (fitted(target).activations * counted.tensor + counted.others)
+    return target.factor * (efficiency_of(target).activations * counted.tensor + counted.others)
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
@@ -268,13 +270,13 @@ class Pieces:
         """G of the module's formula."""
         return max(self.chunks_read / shares.memory - self.chunks_products / shares.products, 0.0)
 
-    def hidden(self, shares: Fitted) -> float:
+    def overlapped(self, shares: Fitted) -> float:
         """What computation hides of W."""
         return (1 - shares.shown) * min(self.weights, self.compute(shares))
 
-    def waited(self, shares: Fitted) -> float:
+    def exposed(self, shares: Fitted) -> float:
         """E of the module's formula."""
-        of_weights = self.weights - self.hidden(shares)
+        of_weights = self.weights - self.overlapped(shares)
         moved = of_weights + shares.activations * self.tensor + self.others
         return moved + self.beyond(self.compute(shares))
 
@@ -284,13 +286,13 @@ class Pieces:
         hosts = max(self.offloaded - forward, 0) + max(self.offloaded - backward, 0)
         return self.between + hosts + self.streamed + self.filed
 
-    def stretched(self, shares: Fitted, busy: float) -> float:
+    def stretch(self, shares: Fitted, busy: float) -> float:
         """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
         return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
 
     def seconds(self, shares: Fitted) -> float:
         """The whole step."""
-        return self.stretched(shares, self.compute(shares) + self.waited(shares))
+        return self.stretch(shares, self.compute(shares) + self.exposed(shares))
 
 
 def pieces(
@@ -309,7 +311,7 @@ def pieces(
     assert bandwidth is not None, "a chip with a peak has memory"
     pipelined = sizes["pipe"] > 1
     devices = layout.mesh.size
-    done = computed(config, devices)
+    done = pad_layers(config, devices)
     products, scores = work(done, pipelined=pipelined, devices=devices)
     read = activation_bytes(done, pipelined=pipelined, devices=devices) / devices
     chunks_read, chunks_products = chunks.work(config, layout)
@@ -398,7 +400,7 @@ def step_time(
         config, layout, target, moved, peak=peak,
         update_bytes=update_bytes, to_host=to_host, on_disk=on_disk,
     )  # fmt: skip
-    shares = fitted(target)
+    shares = efficiency_of(target)
     if target.calibration is not None:
         text = ""  # the factor is that of closed forms
     assumed = _assumptions(config, target, peak, compiled=bool(text))
@@ -406,7 +408,7 @@ def step_time(
     best = _narrow_peak(config, target) or peak
 
     def time(compute: float, waited: float, hidden: float) -> StepTime:
-        total = counted.stretched(shares, compute + waited)
+        total = counted.stretch(shares, compute + waited)
         idle = counted.bubble * total
         exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # but for rounding
         by = target.factor
@@ -416,11 +418,11 @@ def step_time(
             chunks=by * counted.chunks(shares), pieces=counted,
         )  # fmt: skip
 
-    closed = time(counted.compute(shares), counted.waited(shares), counted.hidden(shares))
+    closed = time(counted.compute(shares), counted.exposed(shares), counted.overlapped(shares))
     if not text:
         return closed
     attention = counted.attention(shares)
-    found = scheduled(config, layout, target, text, attention=attention, thorough=thorough)
+    found = simulate_schedule(config, layout, target, text, attention=attention, thorough=thorough)
     waited = found.waited + counted.beyond(found.compute)
     made = time(found.compute, waited, found.sent - found.waited)
     return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
@@ -428,7 +430,7 @@ def step_time(
 
 def _attention_share(config: Config, target: Target) -> float:
     """The share of the peak that attention's products reach in this model's kernel."""
-    share = scores_share(fitted(target), portable=config.attention.kernel == PORTABLE)
+    share = scores_share(efficiency_of(target), portable=config.attention.kernel == PORTABLE)
     return share * _attention_speed(config, target)
 
 
@@ -447,7 +449,7 @@ def _attention_speed(config: Config, target: Target) -> float:
 
 
 def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool) -> tuple[str, ...]:
-    chip, shares = target.chip, fitted(target)
+    chip, shares = target.chip, efficiency_of(target)
     family = family_of(config.train.model)
     rate = f"{(chip.link_bandwidth or 0) / 1e9:.0f} GB/s a link and direction"
     network = "one host, without a network"
@@ -455,7 +457,7 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         network = f"{chip.dcn_bandwidth / 1e9:.1f} GB/s a device between hosts or slices"
     skipped = "in full (the kernel masks them)"
     if KERNELS[config.attention.kernel].skips_hidden:
-        skipped = f"to {scored_share(config):.0%} (the kernel skips what is masked)"
+        skipped = f"to {score_fraction(config):.0%} (the kernel skips what is masked)"
     peaks = f"{peak / 1e12:.0f} TFLOP/s ({config.precision.compute})"
     narrow = _narrow_peak(config, target)
     if narrow is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.analysis.planning.executed import of_one_row, traced
+from jaxtrain.analysis.planning.executed import of_one_row, trace_gradients
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
 from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.nn.dense import SHARED
@@ -48,7 +48,7 @@ def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
 def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
     """Of each layer whose outputs are shared, in order: numbers of its input, and whether those are
     shared too."""
-    forward = (one for one in products_of(traced(config)) if "transpose(" not in one.scope)
+    forward = (one for one in products_of(trace_gradients(config)) if "transpose(" not in one.scope)
     found = []
     for product in (one.equation for one in forward):
         inputs, outputs = _channels(product)

@@ -24,7 +24,7 @@ _SECTIONS = {
 Changes = Mapping[str, Any]
 
 
-def changed(config: Config, changes: Changes) -> Config:
+def apply_changes(config: Config, changes: Changes) -> Config:
     """The configuration with some bindings set: {"Mesh.tensor": 2}."""
     sections: dict[str, dict[str, Any]] = {}
     for binding, value in changes.items():
@@ -81,7 +81,7 @@ def lighter_kernel(config: Config, target: Target) -> str | None:
     named = KERNELS.get(config.attention.kernel)
     if named is None or not named.plain:
         return None
-    best = resolve_kernel(changed(config, {"Attention.kernel": "auto"}), target.chip.kind)
+    best = resolve_kernel(apply_changes(config, {"Attention.kernel": "auto"}), target.chip.kind)
     return None if best is None or KERNELS[best.kernel].plain else best.kernel
 
 

@@ -33,7 +33,7 @@ class WholeRun:
     kilowatt_hours: float | None
 
 
-def whole_run(
+def project_run(
     *,
     step_seconds: float,
     devices: int,

@@ -78,7 +78,7 @@ def operation_times(
     found: dict[str, list[float]] = collections.defaultdict(list)
     kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for runs in by_device.values():
-        for run, seconds in zip(runs, shared_out(until_done(runs, ends, readers)), strict=True):
+        for run, seconds in zip(runs, divide_time(until_done(runs, ends, readers)), strict=True):
             found[run.name].append(seconds)
             kernels[run.name][run.kernel] += 1
     # A kernel may run several times in one call of a library; the rarest is taken to run once.
@@ -117,17 +117,17 @@ def until_done(
         place = bisect.bisect_left(moments, after)
         return moments[place] if place < len(moments) else math.inf
 
-    def done(run: Run) -> float:
+    def completion(run: Run) -> float:
         end, again = first(said.get(run.name, []), run.end), math.nextafter(run.start, math.inf)
         if end == math.inf or end > first(starts[run.name], again):
             return run.end  # the trace does not say, or says it of a later run
         read = min((first(starts[name], run.end) for name in readers[run.name]), default=end)
         return max(run.end, min(end, read))
 
-    return [dataclasses.replace(run, end=done(run)) for run in runs]
+    return [dataclasses.replace(run, end=completion(run)) for run in runs]
 
 
-def shared_out(runs: Sequence[Run]) -> list[float]:
+def divide_time(runs: Sequence[Run]) -> list[float]:
     """Seconds of each run, every moment shared out among those that go on in it."""
     changes = [(run.start, True, i) for i, run in enumerate(runs)]
     changes += [(run.end, False, i) for i, run in enumerate(runs)]

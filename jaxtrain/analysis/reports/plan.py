@@ -13,15 +13,15 @@ from jaxtrain.run.show.html.elements import Html, element, join
 from jaxtrain.run.show.html.page import (
     Recorder,
     Tile,
+    details,
     document,
-    folded,
     sections,
     settings,
     tiles,
     verdict,
 )
 from jaxtrain.run.show.progress import say
-from jaxtrain.run.show.report import human_bytes, written_mesh
+from jaxtrain.run.show.report import format_mesh, human_bytes
 
 _READS = (
     "Memory and traffic are those of one device, in binary units (1 GiB is 2^30 bytes). Times are "
@@ -54,7 +54,7 @@ def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -
     recorder = Recorder()
     side_by_side.show(recorder, entries)
     made = [(entry.name, entry.plan) for entry in entries if entry.plan is not None]
-    each = (folded(entry, _plan_section(plan, level="h2")) for entry, plan in made)
+    each = (details(entry, _plan_section(plan, level="h2")) for entry, plan in made)
     title = f"{name}: {len(entries)} plans side by side"
     body = join(sections(recorder.blocks), _compare(made), *each)
     return document(title, body, words=words, reads=_READS)
@@ -67,7 +67,7 @@ def _plan_section(plan: Plan, level: str = "") -> Html:
     show.show(recorder, plan)
     # The lines before the first table say what was planned and whether it fits.
     first = next((i for i, one in enumerate(recorder.blocks) if not isinstance(one, str)), 0)
-    mesh = written_mesh(plan.layout.mesh.shape)
+    mesh = format_mesh(plan.layout.mesh.shape)
     words = plan.verdict.capitalize()
     source = "estimated by closed forms, nothing was compiled"
     if plan.compiled is not None:
@@ -137,7 +137,9 @@ def _charts(plan: Plan) -> list[Html]:
     if capacity is not None:
         limits = dict.fromkeys(bars, float(capacity))
     found = [
-        charts.stacked("Memory of one device, of its capacity", bars, human_bytes, limits=limits)
+        charts.stacked_bars(
+            "Memory of one device, of its capacity", bars, human_bytes, limits=limits
+        )
     ]
     if plan.time.seconds is not None:
         closed = plan.time.estimate
@@ -147,7 +149,7 @@ def _charts(plan: Plan) -> list[Html]:
             else {"schedule": plan.time, "closed forms": closed}
         )
         found.append(
-            charts.stacked(
+            charts.stacked_bars(
                 "Time of one step, predicted",
                 {name: _pieces(one) for name, one in times.items()},
                 human_seconds,
@@ -156,7 +158,7 @@ def _charts(plan: Plan) -> list[Html]:
     traffic = show.traffic_by_axis(plan)
     if traffic:
         by_axis = {f"axis {axis}": {"traffic": size} for axis, size in traffic.items()}
-        found.append(charts.stacked("Traffic of one device and step", by_axis, human_bytes))
+        found.append(charts.stacked_bars("Traffic of one device and step", by_axis, human_bytes))
     return found
 
 
@@ -177,17 +179,19 @@ def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
         if plan.target.chip.hbm_bytes is not None
     }
     found = [
-        charts.stacked("Memory of one device, of its capacity", memory, human_bytes, limits=limits)
+        charts.stacked_bars(
+            "Memory of one device, of its capacity", memory, human_bytes, limits=limits
+        )
     ]
     runs = {name: plan.whole_run for name, plan in made}
     known = {name: run for name, run in runs.items() if run is not None}
     if known:
         took = {name: {"time": run.days * _DAY} for name, run in known.items()}
-        found.append(charts.stacked("The whole run, predicted", took, human_seconds))
+        found.append(charts.stacked_bars("The whole run, predicted", took, human_seconds))
         if all(run.dollars is not None for run in known.values()):
             cost = {name: {"cost": run.dollars or 0.0} for name, run in known.items()}
-            found.append(charts.stacked("Cost", cost, "${:,.0f}".format))
+            found.append(charts.stacked_bars("Cost", cost, "${:,.0f}".format))
         else:
             hours = {name: {"device-hours": run.device_hours} for name, run in known.items()}
-            found.append(charts.stacked("Device-hours", hours, "{:,.4g}".format))
+            found.append(charts.stacked_bars("Device-hours", hours, "{:,.4g}".format))
     return element("div", *found, class_="charts") if made else Html()

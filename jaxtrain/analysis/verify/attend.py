@@ -32,7 +32,7 @@ def kernel_of(bench: Bench) -> str:
     return resolved(bench.within_stages.config, "cpu").attention.kernel
 
 
-def written(bench: Bench) -> str:
+def kernel_name(bench: Bench) -> str:
     """The kernel for people."""
     own, kernel = bench.small.own.attention.kernel, kernel_of(bench)
     return repr(own) if own == kernel else f"{own!r} (here {kernel!r})"
@@ -61,10 +61,10 @@ def compare(bench: Bench) -> Finding | NotChecked:
     else:
         method = mesh.config.attention.context_parallel
 
-        def chosen(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+        def run_kernel(q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
             return attention(q, k, v, mask, kernel=own, context_parallel=method)
 
-        found = _run(mesh.layout, chosen, inputs, plain, method)
+        found = _run(mesh.layout, run_kernel, inputs, plain, method)
     expected = _run(bench.one_device.layout, attention, inputs, plain, "ring")
     error, name = worst(found, expected)
     return Finding(error, EQUAL, f"largest in {name}{where}")
@@ -110,11 +110,11 @@ def _run(
         segments: Any = arrays.segment_ids_BT
         mask = dataclasses.replace(plain, segment_ids_BT=segments, segment_ids_BS=segments)
 
-        def weighted(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        def weighted_sum(q: Any, k: Any, v: Any, sinks: Any) -> Any:
             out_BTNH = attend(q, k, v, dataclasses.replace(mask, sinks_N=sinks))
             return (out_BTNH * arrays.weights_BTNH).sum(), out_BTNH
 
-        gradient = jax.grad(weighted, argnums=(0, 1, 2, 3), has_aux=True)
+        gradient = jax.grad(weighted_sum, argnums=(0, 1, 2, 3), has_aux=True)
         gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH, arrays.sinks_N)
         return out_BTNH, *gradients
 

@@ -18,7 +18,7 @@ from jaxtrain.training.step import TrainState
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
-def resumed(bench: Bench) -> Finding:
+def check_resume(bench: Bench) -> Finding:
     """A run that is saved, restored into a fresh state and goes on, and one that just goes on."""
     mesh = bench.meshes[0]
     config = mesh.config
@@ -29,12 +29,12 @@ def resumed(bench: Bench) -> Finding:
         checkpoints.save(STEPS_BEFORE, state, extra)
         checkpoints.wait()
         straight, expected = _run(bench, mesh, state, STEPS_BEFORE, STEPS_AFTER)
-        straight = mesh.named(straight)
+        straight = mesh.name_arrays(straight)
         position = checkpoints.extra(STEPS_BEFORE)["data"]["next_batch"]
         state = restore.restore(checkpoints, STEPS_BEFORE, mesh.training)
         state, found = _run(bench, mesh, state, position, STEPS_AFTER)
         checkpoints.close()
-    state = mesh.named(state)
+    state = mesh.name_arrays(state)
     different = [name for name in straight if not same_bits(state[name], straight[name])]
     for number, (one, other) in enumerate(zip(found, expected, strict=True), STEPS_BEFORE + 1):
         different += [
@@ -43,7 +43,7 @@ def resumed(bench: Bench) -> Finding:
     return bits(different, len(straight) + sum(map(len, expected)), "arrays and metrics")
 
 
-def exchanged(bench: Bench) -> Finding:
+def check_exchange(bench: Bench) -> Finding:
     """The replicas' first losses, each weighed by its targets, and the whole batch's."""
     mesh = bench.meshes[0]
     found = jax.block_until_ready(mesh.train_step(mesh.fresh(), mesh.place(bench.batch)))

@@ -112,13 +112,13 @@ class Documents:
         if self.batch.segment_ids is None:
             return _ONE_TEXT
         found = [self._run(row) for row in sample.documents_alone(self.batch)]
-        alone = [sample.packed_again(self.batch, [one[i] for one in found]) for i in (0, 1)]
+        alone = [sample.repack(self.batch, [one[i] for one in found]) for i in (0, 1)]
         real_BT = self.batch.segment_ids > 0
         loss, gradient = (self._difference(i, alone[i], real_BT) for i in (0, 1))
         detail = f"{self._number()}: losses {loss:.1e}, gradients {gradient:.1e}"
         return Finding(max(loss, gradient), EQUAL, detail)
 
-    def isolated(self) -> Finding | NotChecked:
+    def check_isolation(self) -> Finding | NotChecked:
         """The other documents of a row in which one is changed."""
         if self.batch.segment_ids is None:
             return _ONE_TEXT
@@ -180,7 +180,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     shape = (*bench.batch.targets.shape, model.embed_dim)
     rows = mesh.layout.named(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)
-    compiled = mesh.compiled(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)
+    compiled = mesh.compile(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)
 
     def per_token(batch: Batch) -> PerToken:
         found = jax.block_until_ready(compiled(state, mesh.place(batch), shift_BTD))

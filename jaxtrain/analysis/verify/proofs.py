@@ -54,19 +54,19 @@ def claims(bench: Bench) -> Iterator[Claim]:
         of = packing.Documents(bench)
         yield Claim("packing", f"documents packed in a row = each alone, on {where}", of.as_alone)
         yield Claim("isolation", f"a changed document leaves the others as they are, on {where}",
-                    of.isolated)  # fmt: skip
+                    of.check_isolation)  # fmt: skip
     else:
         of = "of the same images" if reads_images(small.train.model) else "of unequal counts"
         yield Claim("accumulation", f"2 microbatches {of} = one batch",
                     lambda: accumulation(bench))  # fmt: skip
     yield Claim("resume", f"{STEPS_BEFORE} steps + save + restore + {STEPS_AFTER} steps = "
                 f"{STEPS_BEFORE + STEPS_AFTER} steps, on {mesh_name(bench.meshes[0])}",
-                lambda: going_on.resumed(bench))  # fmt: skip
+                lambda: going_on.check_resume(bench))  # fmt: skip
     if own.exchange.method != "synchronous":
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
-                    lambda: going_on.exchanged(bench))  # fmt: skip
+                    lambda: going_on.check_exchange(bench))  # fmt: skip
     if text and own.train.model.attention is not None:
-        yield Claim("kernel", f"attention {attend.written(bench)} = reference",
+        yield Claim("kernel", f"attention {attend.kernel_name(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip
     if text or reads_pairs(small.train.model):
         yield Claim("execution", "recomputation, layer loop, loss chunks and kernel = none of them",

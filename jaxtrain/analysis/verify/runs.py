@@ -89,7 +89,7 @@ class MeshRun:
     @functools.cached_property
     def initial(self) -> Arrays:
         """The initial parameters by name, in the model's order of layers."""
-        return self.named(self._synchronous_state().params)
+        return self.name_arrays(self._synchronous_state().params)
 
     def fresh(self) -> TrainState:
         """A copy of the created state on the devices, for a step to take."""
@@ -106,8 +106,8 @@ class MeshRun:
         state, metrics = jax.block_until_ready(self.train_step(self.fresh(), placed))
         return Step(
             loss=float(metrics["loss"]),
-            gradients=self.named(state.opt_state[0]),
-            statistics=self.named(state.statistics),
+            gradients=self.name_arrays(state.opt_state[0]),
+            statistics=self.name_arrays(state.statistics),
         )
 
     def gradients(self, batch: Batch, state: TrainState | None = None) -> Step:
@@ -120,21 +120,23 @@ class MeshRun:
         state = self._synchronous_state() if state is None else state
         state = jax.device_put(state, self.program.state_shardings(state))
         placed = self.place(batch)
-        compiled = self.compiled(jax.jit(self.program.gradients), state, placed)
+        compiled = self.compile(jax.jit(self.program.gradients), state, placed)
         gradients, metrics, statistics = jax.block_until_ready(compiled(state, placed))
-        return Step(float(metrics["loss"]), self.named(gradients), self.named(statistics))
+        return Step(
+            float(metrics["loss"]), self.name_arrays(gradients), self.name_arrays(statistics)
+        )
 
     def _synchronous_state(self) -> TrainState:
         if self.training is self.program:
             return self.created
         return jax.device_get(self.program.create(self.config.train.seed))
 
-    def compiled(self, function: Any, *arguments: Any) -> Callable[..., Any]:
+    def compile(self, function: Any, *arguments: Any) -> Callable[..., Any]:
         """A jitted function compiled for these arguments, or for their shapes."""
         with self.layout.active():
             return function.lower(*arguments).compile()
 
-    def named(self, tree: Any) -> Arrays:
+    def name_arrays(self, tree: Any) -> Arrays:
         """Every array by its path, on the host, layers in the model's order."""
         tree = jax.device_get(tree)
         if self.program.stages is not None:
@@ -160,7 +162,7 @@ class Bench:
         objective = small.config.train.task
         drawn = sample.dataset(small.config)
         self.data: Dataset = objective.dataset(drawn, small.config.train.model)
-        self.batch: Batch = sample.whole_batch(small.config, self.data)
+        self.batch: Batch = sample.first_batch(small.config, self.data)
 
     @functools.cached_property
     def one_device(self) -> MeshRun:

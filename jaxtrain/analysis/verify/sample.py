@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.batch import Batch, kind_of, stacked
+from jaxtrain.data.batch import Batch, kind_of, stack
 from jaxtrain.data.source import Dataset, Examples, Part
 from jaxtrain.data.text.packing import PackedText, pack
 from jaxtrain.models.model import SequenceModel, reads_pairs, reads_tokens
@@ -126,10 +126,10 @@ def dataset(config: Config) -> Dataset:
     return Dataset(examples, examples, f"random, seed {SEED}", {}, None, kind_of(batch))
 
 
-def whole_batch(config: Config, data: Dataset) -> Batch:
+def first_batch(config: Config, data: Dataset) -> Batch:
     """The batch of the first step; the last row of all, which has padding, is in it."""
     rows = np.arange(config.train.global_batch_size) - 1
-    return stacked([data.train.example(int(row) % len(data.train), None) for row in rows])
+    return stack([data.train.example(int(row) % len(data.train), None) for row in rows])
 
 
 def twins(batch: Batch) -> Batch:
@@ -172,7 +172,7 @@ def documents_alone(batch: Batch) -> list[Batch]:
     return alone
 
 
-def packed_again(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
+def repack(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
     """Per-token numbers of `documents_alone`, put where the packed rows have those tokens."""
     segment_ids: Any = batch.segment_ids
     found = np.zeros_like(alone[0])

@@ -420,7 +420,7 @@ def _heads(
 
 def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict[str, Any]:
     """A pattern in proportion, and for every device as many heads as it has kinds of them."""
-    short = pattern.shortened(shorter)
+    short = pattern.rescale(shorter)
     times = short.kinds_of_heads
     widened = {name: small[name] * times for name in ("num_heads", "num_kv_heads", "embed_dim")}
     return {"attention_pattern": short, **widened}

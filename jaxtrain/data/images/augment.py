@@ -89,7 +89,7 @@ class Augment:
             found.append((operations.hue, float(rng.uniform(-self.hue, self.hue))))
         return [found[place] for place in rng.permutation(len(found))]
 
-    def mixed(
+    def mix(
         self, own: np.ndarray, other: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, float]:
         """Two images float32 [H, W, C] as one, and the share of it that is the first."""

@@ -52,9 +52,9 @@ def look_into(root: Path) -> Found | None:
     if not firsts:
         _validate_one_level_too_high(root, names)
         return None
-    some = _spread_out(firsts)
+    some = _sample_evenly(firsts)
     labels = np.zeros(len(some), np.int64)
-    images = sampled(FileImages(tuple(some), ("",) * len(some), labels, {}))
+    images = sample_images(FileImages(tuple(some), ("",) * len(some), labels, {}))
     return Found(names, 3 if any(map(has_colors, images)) else 1)
 
 
@@ -66,9 +66,9 @@ def has_colors(image: Image.Image) -> bool:
     return bool((pixels != pixels[..., :1]).any())
 
 
-def sampled(images: FileImages) -> Iterable[Image.Image]:
+def sample_images(images: FileImages) -> Iterable[Image.Image]:
     """Some images, evenly spaced; none that is damaged, which training reports."""
-    for place in _spread_out(range(len(images))):
+    for place in _sample_evenly(range(len(images))):
         with contextlib.suppress(UserError):
             yield images.read(place)[0]
 
@@ -121,7 +121,7 @@ def _first_image(folder: Path) -> Path | None:
     return min(found, default=None)
 
 
-def _spread_out(items: Sequence[T]) -> list[T]:
+def _sample_evenly(items: Sequence[T]) -> list[T]:
     places = np.unique(np.linspace(0, len(items) - 1, min(_SAMPLED, len(items))).astype(int))
     return [items[place] for place in places.tolist()]
 

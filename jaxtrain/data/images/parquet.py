@@ -11,7 +11,7 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, writing
 from jaxtrain.data.images.saved import ArrowFile, SavedImages, check_columns, open_arrow
-from jaxtrain.data.once import alone, made_once
+from jaxtrain.data.once import alone, make_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.records import arrow
 
@@ -60,7 +60,7 @@ def _unpack_once(path: Path, *, image_field: str, label_field: str) -> ArrowFile
         columns = [image_field, label_field]
         opened = _open(path)
         check_columns(opened.schema_arrow, path, image_field=image_field, label_field=label_field)
-        made_once(folder, file.is_file, lambda: _unpack(path, opened, columns, file))
+        make_once(folder, file.is_file, lambda: _unpack(path, opened, columns, file))
     return ArrowFile(file, path)
 
 

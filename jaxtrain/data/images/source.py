@@ -16,7 +16,7 @@ from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
-from jaxtrain.data.images.class_folders import has_colors, open_folder, sampled
+from jaxtrain.data.images.class_folders import has_colors, open_folder, sample_images
 from jaxtrain.data.images.parquet import is_parquet, open_parquet
 from jaxtrain.data.images.saved import open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
@@ -152,7 +152,7 @@ class ImageData:
         mask: Any = jax.ShapeDtypeStruct(told, np.float32)
         return Batch(images, labels, mask)
 
-    def prepared(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
+    def prepare(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
         """An image as the model reads it: float32 [H, W, C]; augmented by `rng`, if any."""
         pixels = self._pixels(transform.convert(image, self.channels), rng)
         return transform.normalize(pixels, self.mean, self.std, factor=self.rescale_factor)
@@ -243,7 +243,7 @@ class ImageData:
         images, facts = train.images, dict[str, int | str]()
         if isinstance(images, stores.FileImages):
             facts |= file_facts(len(images), images.left_out)
-            if self.channels == 1 and any(map(has_colors, sampled(images))):
+            if self.channels == 1 and any(map(has_colors, sample_images(images))):
                 facts["converted"] = (
                     "Images in color are converted to grey, because ImageData.channels = 1; 3 "
                     "keeps the colors"
@@ -406,7 +406,7 @@ class PreparedImages:
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """One image [H, W, C], its label and a mask of 1; `rng` None is evaluation."""
         image, label = self.images.read(index)
-        inputs = self.config.prepared(image, rng)
+        inputs = self.config.prepare(image, rng)
         return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
 
 
@@ -422,10 +422,10 @@ class MixedImages(PreparedImages):
         one = super().example(index, rng)
         return Batch(one.inputs, np.repeat(one.targets, 2), np.array([1, 0], np.float32))
 
-    def mixed(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
+    def mix(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
         """As in MixedRows."""
         assert self.config.augment is not None, "what mixes"
-        inputs, share = self.config.augment.mixed(own.inputs, other.inputs, rng)
+        inputs, share = self.config.augment.mix(own.inputs, other.inputs, rng)
         return Batch(
             inputs,
             np.stack([own.targets[0], other.targets[0]]),

@@ -65,7 +65,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """The names of its classes."""
 
     @abc.abstractmethod
-    def encoded(self, record: R, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
+    def encode(self, record: R, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
         """The tokens of a text, and their labels."""
 
     @abc.abstractmethod
@@ -73,7 +73,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """Of texts of random tokens."""
 
     @abc.abstractmethod
-    def held_out(self, labels: list[Labels]) -> np.ndarray:
+    def select_heldout(self, labels: list[Labels]) -> np.ndarray:
         """Which of the texts with these labels are held out, bool [texts]."""
 
     @property
@@ -141,7 +141,7 @@ class ClassedText(ClassedRows, Generic[R]):
             )
         return names
 
-    def begun(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    def wrap_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """A text's tokens with those around them, as many as a row holds, int32."""
         before, after = self.around
         whole = [*before, *list(tokens)[: self.room], *after]
@@ -159,7 +159,7 @@ class ClassedText(ClassedRows, Generic[R]):
         else:
             tokenizer = self.open_tokenizer()
             of_name = {name: label for label, name in enumerate(names)}
-            texts = [self.encoded(record, tokenizer, of_name) for record in self.records()]
+            texts = [self.encode(record, tokenizer, of_name) for record in self.records()]
         empty = sum(not len(tokens) for tokens, _ in texts)
         if empty and not any(self.around):
             raise UserError(
@@ -167,7 +167,7 @@ class ClassedText(ClassedRows, Generic[R]):
                 f"them out, or name a token that is put before each in {self.section}.begin"
             )
         labels = [label for _, label in texts]
-        held = self.held_out(labels)
+        held = self.select_heldout(labels)
         self.reject_empty_split(held, "texts")
         facts: dict[str, float | int | str] = {
             "source": self.source,

@@ -37,9 +37,7 @@ class LabelledText(ClassedText[files.Texts]):
         """As in ClassedText."""
         return record[1:]
 
-    def encoded(
-        self, record: files.Texts, tokenizer: Tokenizer, labels: dict[str, int]
-    ) -> Labelled:
+    def encode(self, record: files.Texts, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
         """As in ClassedText."""
         text, name = record
         return np.array(tokenizer.encode(text), np.int32), labels[name]
@@ -50,8 +48,8 @@ class LabelledText(ClassedText[files.Texts]):
 
     def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """As in ClassedText, with the text's one label."""
-        return self.told_once(self.begun(places), label)
+        return self.label_sequence(self.wrap_tokens(places), label)
 
-    def held_out(self, labels: list[Labels]) -> np.ndarray:
+    def select_heldout(self, labels: list[Labels]) -> np.ndarray:
         """As in ClassedText: the same share of each class."""
-        return self.spread_over_classes(labels)
+        return self.split_by_class(labels)

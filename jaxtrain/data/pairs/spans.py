@@ -198,10 +198,10 @@ class Corruption:
           rng: what is drawn from.
         """
         lost = span_mask(len(tokens), self.share, self.mean_length, rng)
-        source = marked(tokens, lost, self.sentinels)
+        source = insert_sentinels(tokens, lost, self.sentinels)
         # The other way about: what is left comes before each span, so that as many sentinels stand
         # for it, each before the span that it is the sentinel of.
-        target = marked(tokens, ~lost, self.sentinels) if lost.any() else tokens[:0]
+        target = insert_sentinels(tokens, ~lost, self.sentinels) if lost.any() else tokens[:0]
         ended = [np.append(one, self.end) for one in (source, target)]
         return pair(ended[0], ended[1], self.lengths, self.begin)
 
@@ -255,7 +255,9 @@ def _parts(items: int, parts: int, rng: np.random.Generator) -> np.ndarray:
     return np.diff(np.concatenate([[0], cuts, [items]]))
 
 
-def marked(tokens: np.ndarray, gone: np.ndarray, sentinels: tuple[int, ...]) -> np.ndarray:
+def insert_sentinels(
+    tokens: np.ndarray, gone: np.ndarray, sentinels: tuple[int, ...]
+) -> np.ndarray:
     """A text with a sentinel in place of each run of tokens that are gone."""
     first = gone & ~np.concatenate([[False], gone[:-1]])
     number = np.maximum(np.cumsum(first) - 1, 0)

@@ -41,7 +41,7 @@ class TaggedText(ClassedText[Sentence]):
         """As in ClassedText."""
         return record[1]
 
-    def encoded(self, record: Sentence, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
+    def encode(self, record: Sentence, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
         """As in ClassedText; a word without a token has no label."""
         words, tags = record
         tokens, places = self.tokens_of(words, tokenizer)
@@ -73,9 +73,9 @@ class TaggedText(ClassedText[Sentence]):
         """As in ClassedText, with labels of the tokens; one stands for all."""
         if np.ndim(label):
             label = np.asarray(label)[: self.room]
-        return self.told_everywhere(self.begun(places), label, first=len(self.around[0]))
+        return self.label_tokens(self.wrap_tokens(places), label, first=len(self.around[0]))
 
-    def held_out(self, labels: list[Labels]) -> np.ndarray:
+    def select_heldout(self, labels: list[Labels]) -> np.ndarray:
         """As in ClassedText."""
         return is_heldout(len(labels), self.heldout_fraction)
 

@@ -16,7 +16,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, WholeBatches, digest
 from jaxtrain.data.text.best_fit import BestFit
-from jaxtrain.data.text.conversations import written
+from jaxtrain.data.text.conversations import format_conversation
 from jaxtrain.data.text.packing import token_counts
 from jaxtrain.data.text.templated import Templated
 from jaxtrain.data.tokenizer import Tokenizer
@@ -54,10 +54,10 @@ class ChatData(Templated):
         del seed
         tokenizer, template = self.open_tokenizer(), functools.cache(self.open_template)
 
-        def encoded(record: dict[str, Any]) -> Encoded:
-            return written(record, template, self.messages_field).encoded(tokenizer)
+        def encode(record: dict[str, Any]) -> Encoded:
+            return format_conversation(record, template, self.messages_field).encode(tokenizer)
 
-        *splits, left_out = self.split(encoded)
+        *splits, left_out = self.split(encode)
         train, heldout = (self._pack(split, tokenizer) for split in splits)
         header = {
             "kind": "chat",

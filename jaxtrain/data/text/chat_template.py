@@ -19,12 +19,12 @@ from jaxtrain.config.untrusted import read_bounded
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.template_bounds import (
     MAX_SOURCE,
+    add_bounds,
     bound_filters,
-    bounded,
     bounds_extension,
     budget,
-    counted_tree,
-    written,
+    charge_output,
+    insert_budget,
 )
 from jaxtrain.data.tokenizer_folder import SETTINGS, read_json, special_tokens
 
@@ -93,9 +93,9 @@ class ChatTemplate:
         Raises:
           TemplateError: the template rejects these messages, or fails.
         """
-        return self.marked(messages, tools=tools, reply=reply)[0]
+        return self.render_with_spans(messages, tools=tools, reply=reply)[0]
 
-    def marked(
+    def render_with_spans(
         self,
         messages: Sequence[Message],
         *,
@@ -151,7 +151,7 @@ class ChatTemplate:
             )
         return between
 
-    def checked(self) -> "ChatTemplate":
+    def validate(self) -> "ChatTemplate":
         """The same; UserError where it is no template."""
         _ = self._compiled
         return self
@@ -167,7 +167,7 @@ class ChatTemplate:
             raise UserError(f"{self.named} has {len(self.source):,} characters, which none has")
         try:
             with budget():
-                return _compiled(self._environment, self.source)
+                return _compile(self._environment, self.source)
         # What Python's compiler says of a template's code, of nesting that is too deep above all.
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, TypeError,
                 OverflowError, MemoryError, AssertionError) as error:  # fmt: skip
@@ -222,7 +222,7 @@ def open_template(
         path = existing_path(f"{section}.chat_template", word_or_path, words=WORDS)
         source = _read(path, named)
     special = {} if tokenizer is None else special_tokens(tokenizer.parent)
-    return ChatTemplate(source, named, special, today).checked()
+    return ChatTemplate(source, named, special, today).validate()
 
 
 def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
@@ -243,7 +243,7 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
             source = {one.get("name"): one.get("template") for one in pairs}.get("default")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, named, special_tokens(folder), today).checked()
+    return ChatTemplate(source, named, special_tokens(folder), today).validate()
 
 
 # -- the tokenizer's folder ----------------------------------------------------------------------
@@ -292,10 +292,10 @@ def _environment(strftime_now: Any) -> Any:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_around")
+            call = self.call_method("_mark_generation")
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-        def _around(self, caller: Any) -> str:
+        def _mark_generation(self, caller: Any) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
     def raise_exception(message: str) -> None:
@@ -325,8 +325,8 @@ def _environment(strftime_now: Any) -> Any:
             made[name] = value
         return made
 
-    environment = bounded(sandbox.ImmutableSandboxedEnvironment)(
-        trim_blocks=True, lstrip_blocks=True, finalize=written,
+    environment = add_bounds(sandbox.ImmutableSandboxedEnvironment)(
+        trim_blocks=True, lstrip_blocks=True, finalize=charge_output,
         extensions=[Generation, extension.loopcontrols, bounds_extension(extension.Extension)],
     )  # fmt: skip
     environment.filters["tojson"] = tojson
@@ -340,10 +340,10 @@ def _environment(strftime_now: Any) -> Any:
     return environment
 
 
-def _compiled(environment: Any, source: str) -> Any:
+def _compile(environment: Any, source: str) -> Any:
     nodes, visitor = _jinja().nodes, importlib.import_module("jinja2.visitor")
     tree = environment.parse(source)
-    return environment.from_string(counted_tree(nodes, visitor, tree, environment))
+    return environment.from_string(insert_budget(nodes, visitor, tree, environment))
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO, TypeVar
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.json_lines import BadLineError
-from jaxtrain.data.text.pieces import opened
+from jaxtrain.data.text.pieces import open_stored
 from jaxtrain.data.text.records import BadRecord, arrow, check_field
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
     """Some rows after the other; of a field of text that column at least, which is looked at."""
     is_parquet = path.name.lower().endswith(".parquet")
     kind, parts = ("Parquet", _of_parquet) if is_parquet else ("Arrow", _of_arrow)
-    with opened(path) as stream:
+    with open_stored(path) as stream:
         with _load(path, kind):
             schema, batches = parts(path, stream, None if text_field is None else [text_field])
         if text_field is not None:

@@ -36,7 +36,7 @@ class Written:
     told: tuple[Span, ...]
     ends: bool
 
-    def encoded(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         """Its tokens, and which of them the model is to write: bool, as long.
 
         A token is where its first character is.
@@ -53,7 +53,9 @@ class Written:
         return np.asarray(ids, tokenizer.dtype), told
 
 
-def written(record: dict[str, Any], template: Template, messages: str = "messages") -> Written:
+def format_conversation(
+    record: dict[str, Any], template: Template, messages: str = "messages"
+) -> Written:
     """A record's conversation as text.
 
     Args:
@@ -70,14 +72,14 @@ def written(record: dict[str, Any], template: Template, messages: str = "message
         if name not in record:
             hint = did_you_mean(name, record)
             raise BadLineError(f"no field {messages!r}, nor {name!r}{hint}")
-    return answered(record, "completion", template)
+    return format_answer(record, "completion", template)
 
 
-def answered(record: dict[str, Any], answer: str, template: Template) -> Written:
+def format_answer(record: dict[str, Any], answer: str, template: Template) -> Written:
     """A record's `prompt` with the answer in another field, both messages or both text.
 
     Raises:
-      BadLineError: as of `written`.
+      BadLineError: as of `format_conversation`.
     """
     prompt, completion = record["prompt"], record[answer]
     if isinstance(prompt, str):
@@ -120,7 +122,7 @@ def _apply_template(
         raise BadLineError(f"no message has the role {ANSWERS!r}, so there is nothing to learn")
     template = opened()
     try:
-        text, told = template.marked(messages, tools=tools)
+        text, told = template.render_with_spans(messages, tools=tools)
         if template.marks:
             before = len(template.text(messages[:first], tools=tools)) if first else 0
             told = [span for span in told if span[0] >= before]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath
 from jaxtrain.config.files import cache_folder, write_atomically, writing
-from jaxtrain.data.once import alone, made_once
+from jaxtrain.data.once import alone, make_once
 from jaxtrain.data.source import STORE_FILE, is_store, part_digest
 from jaxtrain.data.text.store import SPLITS, TOKENIZER_FILES, checksums_of, files_of
 
@@ -17,7 +17,7 @@ WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
 _RANGE_BYTES = 1 << 26  # asked for at a time
 
 
-def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
+def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
     """The folder in the cache that holds a copy; made at the first call, in bounded memory.
 
     A copy that was stopped goes on where it was; of several processes of a machine one makes it.
@@ -60,7 +60,7 @@ def fetched(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, Bucket
                         _fetch(store / name, sizes[name], folder / name)
                 write_atomically(folder / STORE_FILE, content)
 
-        made_once(folder, lambda: is_store(folder), fetch)
+        make_once(folder, lambda: is_store(folder), fetch)
     return folder, None if all(file.is_file() for file in tokens) else store
 
 

@@ -46,7 +46,7 @@ class FillInMiddle:
             )
 
 
-def filled(dataset: Dataset, settings: FillInMiddle) -> Dataset:
+def fill_in_middle(dataset: Dataset, settings: FillInMiddle) -> Dataset:
     """A dataset of text whose training rows are such; held-out ones stay as they are.
 
     Raises:

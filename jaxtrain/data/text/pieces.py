@@ -107,7 +107,7 @@ def reading(path: Place) -> Iterator[BinaryIO]:
     Raises:
       UserError: it cannot be read, or not be unpacked to its end.
     """
-    with opened(path) as stream:
+    with open_stored(path) as stream:
         if path.suffix.lower() not in COMPRESSED:
             yield stream
             return
@@ -122,7 +122,7 @@ def reading(path: Place) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def opened(path: Place) -> Iterator[BinaryIO]:
+def open_stored(path: Place) -> Iterator[BinaryIO]:
     """A file of the source as it is stored.
 
     Raises:

@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, WholeBatches, digest
-from jaxtrain.data.text.conversations import Template, answered
+from jaxtrain.data.text.conversations import Template, format_answer
 from jaxtrain.data.text.json_lines import BadLineError
 from jaxtrain.data.text.packing import token_counts
 from jaxtrain.data.text.templated import Templated
@@ -139,7 +139,7 @@ def _pair(record: dict[str, Any], template: Template, tokenizer: Tokenizer) -> P
         if name not in record:
             raise BadLineError(f"no field {name!r}{did_you_mean(name, record)}")
     chosen, rejected = (
-        answered(record, name, template).encoded(tokenizer) for name in ("chosen", "rejected")
+        format_answer(record, name, template).encode(tokenizer) for name in ("chosen", "rejected")
     )
     return chosen, rejected
 

@@ -30,7 +30,7 @@ from jaxtrain.data.source import (
     is_store,
 )
 from jaxtrain.data.text import documents
-from jaxtrain.data.text.fill_in_middle import FillInMiddle, filled
+from jaxtrain.data.text.fill_in_middle import FillInMiddle, fill_in_middle
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
@@ -190,10 +190,12 @@ class TextData:
         Raises:
           UserError: nothing there, nothing in it, or too little for one row in each split.
         """
-        opened = self._opened(seed)
-        return opened if self.fill_in_middle is None else filled(opened, self.fill_in_middle)
+        opened = self._open(seed)
+        return (
+            opened if self.fill_in_middle is None else fill_in_middle(opened, self.fill_in_middle)
+        )
 
-    def _opened(self, seed: int) -> Dataset:
+    def _open(self, seed: int) -> Dataset:
         if self.source == "synthetic":
             return _open_synthetic(self, seed)
         tokenizer = self.open_tokenizer()
@@ -203,9 +205,9 @@ class TextData:
             from jaxtrain.data.text.store import open_store
 
             if isinstance(path, BucketPath):
-                from jaxtrain.data.text.fetching import fetched
+                from jaxtrain.data.text.fetching import fetch
 
-                return self._of_store(open_store(*fetched(path, lambda line: None)), tokenizer)
+                return self._of_store(open_store(*fetch(path, lambda line: None)), tokenizer)
             return self._of_store(open_store(path), tokenizer)
         files, records = self.files(), Records(self.text_field, self.bad_records)
         if files is not None and self.is_tokens():
@@ -240,7 +242,7 @@ class TextData:
         )  # fmt: skip
         store.validate_fraction(self.heldout_fraction)
         train, heldout = (
-            store.packed(split, self.sequence_length, separate=self.separate_documents)
+            store.pack(split, self.sequence_length, separate=self.separate_documents)
             for split in SPLITS
         )
         texts = store.parts["train"].texts, store.parts["heldout"].texts

@@ -95,7 +95,7 @@ class Store:
         size = np.dtype(self.dtype).itemsize
         return sum(part.tokens * size + (part.documents + 1) * 8 for part in self.parts.values())
 
-    def packed(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
+    def pack(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
         """A split's rows; of its tokens only those are read that rows are made of."""
         part = self.parts[split]
         _, offsets = files_of(self.folder, split)

@@ -113,7 +113,7 @@ def _validate_arguments(function: Any, arguments: list[Any]) -> None:
         _validate_length((longest[0] + 1) * (longest[-1] + 1))
 
 
-def bounded(sandbox: type) -> type:
+def add_bounds(sandbox: type) -> type:
     """A class of environments with these bounds.
 
     Args:
@@ -146,15 +146,15 @@ def bound_filters(environment: Any) -> None:
 
 def _bound_filter(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # with what Jinja marks it by
-    def bounded_filter(*args: Any, **kwargs: Any) -> Any:
+    def call_filter(*args: Any, **kwargs: Any) -> Any:
         _validate_arguments(function, [*args, *kwargs.values()])
         return _spent(function(*args, **kwargs))
 
-    return bounded_filter
+    return call_filter
 
 
 def bounds_extension(base: type) -> type:
-    """A class of extensions whose methods the changed tree of `counted_tree` calls."""
+    """A class of extensions whose methods the changed tree of `insert_budget` calls."""
     of_extension: Any = base
 
     class Bounds(of_extension):
@@ -172,12 +172,12 @@ def bounds_extension(base: type) -> type:
     return Bounds
 
 
-def written(value: Any) -> Any:
+def charge_output(value: Any) -> Any:
     """What a template writes out, its length taken from the budget; Jinja's `finalize`."""
     return _spent(value if isinstance(value, str) else str(value))
 
 
-def counted_tree(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
+def insert_budget(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
     """A template's tree that counts each turn of a loop and each call of a block, and joins texts
     within the bounds.
 

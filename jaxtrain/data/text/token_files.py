@@ -22,7 +22,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.once import alone, made_once
+from jaxtrain.data.once import alone, make_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.token_arrays import Joined
@@ -292,7 +292,7 @@ def _load_or_read(
             write_atomically(index, json.dumps(fields).encode())
 
     # Of several processes of a machine one reads all tokens; what others have mapped stays.
-    made_once(folder, index.is_file, look)
+    make_once(folder, index.is_file, look)
     kept = parse_json(index.read_bytes())
     offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")
     return _Known(kept["cut"], offsets, tuple(kept["digests"]), kept["unigram_entropy"])

@@ -412,7 +412,7 @@ def _seal(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -
             for split, part in journal.parts.items()
         },
     )
-    packed = {split: store.packed(split, 1, separate=True) for split in SPLITS}
+    packed = {split: store.pack(split, 1, separate=True) for split in SPLITS}
     entropy = unigram_entropy(packed["train"], packed["heldout"], tokenizer.vocab_size)
     parts: dict[Split, Part] = {}
     for split, part in store.parts.items():

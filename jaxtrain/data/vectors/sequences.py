@@ -73,8 +73,8 @@ class SequenceData(ClassedRows):
         """As in ClassedRows: of vectors [T, F], scaled, with one label or one for each."""
         begun = places[: self.sequence_length].astype(np.float32)
         if np.ndim(label) == 0:
-            return self.told_once(begun, label)
-        return self.told_everywhere(begun, label)
+            return self.label_sequence(begun, label)
+        return self.label_tokens(begun, label)
 
     def class_names(self) -> list[str]:
         """The names of the classes, by label; raises UserError as `open` does."""
@@ -116,7 +116,7 @@ class SequenceData(ClassedRows):
         parts = [np.concatenate(found.x), lengths, told, held]
         return Dataset(train, heldout, digest(header, parts), facts, None, "vectors")
 
-    def prepared(self, sequences: Sequence[np.ndarray]) -> list[Batch]:
+    def prepare(self, sequences: Sequence[np.ndarray]) -> list[Batch]:
         """Rows of other sequences [T, F], scaled as those of this source are.
 
         Raises:
@@ -144,7 +144,7 @@ class SequenceData(ClassedRows):
         if any(np.ndim(label) for label in found.labels):
             held = is_heldout(len(found.x), self.heldout_fraction)
         else:
-            held = self.spread_over_classes(found.labels)
+            held = self.split_by_class(found.labels)
         self.reject_empty_split(held, "sequences")
         return found, held
 

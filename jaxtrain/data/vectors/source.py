@@ -133,7 +133,7 @@ class VectorData:
                 f" set VectorData.{name} = {found}"
             )
 
-    def prepared(self, x: np.ndarray) -> np.ndarray:
+    def prepare(self, x: np.ndarray) -> np.ndarray:
         """Other vectors [N, D], scaled as those of this source are.
 
         Raises:
@@ -144,7 +144,7 @@ class VectorData:
         return ((x - shift) / spread).astype(np.float32)
 
     def vectors_again(self, x: np.ndarray) -> np.ndarray:
-        """Prepared vectors [N, D] in the units of this source again; raises as `prepared`."""
+        """Prepared vectors [N, D] in the units of this source again; raises as `prepare`."""
         table = self._read()
         shift, spread = self._scale(table.x, ~self._hold_out(table))
         return (x * spread + shift).astype(np.float32)

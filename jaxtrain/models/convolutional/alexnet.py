@@ -15,7 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
 from jaxtrain.nn.dropout import validate_rate
-from jaxtrain.nn.initializers import InitializerName, drawn
+from jaxtrain.nn.initializers import InitializerName, initializer_of
 
 SIDE = 6  # pixels that are left of 224
 
@@ -71,7 +71,7 @@ class AlexNet(Unstacked):
         """The module with freshly drawn parameters."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(self.dropout, self.dropout, 0),
-            init=drawn(self.initializer, "relu"),
+            init=initializer_of(self.initializer, "relu"),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:

@@ -22,8 +22,8 @@ from jaxtrain.nn.convnet import (
     Convolved,
     NormKind,
     Pooling,
-    chosen_norm,
     convolutions_of,
+    norm_of,
     plan_multiply_adds,
     validate_norm,
     validate_side,
@@ -32,7 +32,7 @@ from jaxtrain.nn.convolution import pool_to
 from jaxtrain.nn.dense import Dense, multiply_adds
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import InitializerName, drawn
+from jaxtrain.nn.initializers import InitializerName, initializer_of
 from jaxtrain.nn.parameters import normal
 from jaxtrain.parallel.sharding import shard
 
@@ -127,8 +127,8 @@ class GoogLeNet(Unstacked):
 
     def build_convolution(self, plan: Convolution, key: jax.Array) -> Convolved:
         """A convolution, drawn and normed as the settings say."""
-        init = drawn(self.initializer, "relu")
-        return Convolved(plan, key, chosen_norm(self, epsilon=1e-3), init)
+        init = initializer_of(self.initializer, "relu")
+        return Convolved(plan, key, norm_of(self, epsilon=1e-3), init)
 
     def build(self, key: jax.Array) -> "GoogLeNetModel":
         """The module with freshly drawn parameters."""
@@ -192,7 +192,7 @@ class Head(nnx.Module):
     def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
         plan, (first, second, third) = sizes.on_the_way(channels), jax.random.split(key, 3)
         self.convolution = sizes.build_convolution(plan, first)
-        flat, init = HEAD_SIDE**2 * plan.channels, drawn(sizes.initializer, "relu")
+        flat, init = HEAD_SIDE**2 * plan.channels, initializer_of(sizes.initializer, "relu")
         self.dense = Dense(second, flat, sizes.head_width, init)
         self.out = Dense(third, sizes.head_width, sizes.num_classes, normal(0.01))
         self.rate = sizes.auxiliary_dropout

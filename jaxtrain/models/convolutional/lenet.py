@@ -14,7 +14,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
-from jaxtrain.nn.initializers import InitializerName, drawn
+from jaxtrain.nn.initializers import InitializerName, initializer_of
 
 SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
 
@@ -77,7 +77,8 @@ class LeNet(Unstacked):
         """The module with freshly drawn parameters."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(0, 0, 0),
-            activation=ACTIVATIONS[self.activation], init=drawn(self.initializer, self.activation),
+            activation=ACTIVATIONS[self.activation],
+            init=initializer_of(self.initializer, self.activation),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:

@@ -207,7 +207,7 @@ class NormedConvolution(BatchNorm):
         kernel = gather(self.kernel)
         x_BHWC = shard(x_BHWC, IMAGES).astype(kernel.dtype)
         x_BHWC = convolution(x_BHWC, kernel, self.stride)
-        return self.normed(x_BHWC, statistics, train=train)
+        return self.apply(x_BHWC, statistics, train=train)
 
 
 class Block(nnx.Module):

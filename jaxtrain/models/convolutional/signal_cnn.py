@@ -110,7 +110,7 @@ class SignalNet(nnx.Module):
         x_BWC = x_BD[..., None]
         for i, layer in enumerate(self.convolutions):
             with jax.named_scope(f"convolution_{i}"):
-                x_BWC = jax.nn.relu(layer.convolved(x_BWC))
+                x_BWC = jax.nn.relu(layer.convolve(x_BWC))
         # Whole along the channels, which are flattened with the places.
         x_BWC = shard(x_BWC, SIGNALS)
         with jax.named_scope("head"):

@@ -18,14 +18,14 @@ from jaxtrain.nn.convnet import (
     NormKind,
     Plan,
     Pooling,
-    chosen_norm,
     convolutions_of,
     flops,
+    norm_of,
     validate_norm,
     validate_side,
 )
 from jaxtrain.nn.dropout import validate_rate
-from jaxtrain.nn.initializers import InitializerName, drawn
+from jaxtrain.nn.initializers import InitializerName, initializer_of
 
 SIDE = 7  # pixels that are left of 224
 
@@ -92,7 +92,7 @@ class VGG(Unstacked):
         """The module with freshly drawn parameters."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(0, self.dropout, self.dropout),
-            norm=chosen_norm(self), init=drawn(self.initializer, "relu"),
+            norm=norm_of(self), init=initializer_of(self.initializer, "relu"),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:

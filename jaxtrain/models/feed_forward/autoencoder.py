@@ -22,7 +22,7 @@ from jaxtrain.nn.dense import (
     validate_widths,
 )
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
+from jaxtrain.nn.initializers import GLOROT, InitializerName, initializer_of
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 
@@ -79,7 +79,7 @@ class AutoencoderModel(nnx.Module):
     def __init__(self, sizes: Autoencoder, key: jax.Array) -> None:
         pairs = list(itertools.pairwise(sizes.widths))
         key_there, key_back, key_head = jax.random.split(key, 3)
-        init = drawn(sizes.initializer, sizes.activation)
+        init = initializer_of(sizes.initializer, sizes.activation)
 
         def layers(key: jax.Array, pairs: list[tuple[int, int]]) -> list[Dense]:
             drawn = zip(jax.random.split(key, len(pairs)), pairs, strict=True)

@@ -22,7 +22,7 @@ from jaxtrain.nn.dense import (
 )
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import GLOROT, InitializerName, drawn
+from jaxtrain.nn.initializers import GLOROT, InitializerName, initializer_of
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 
@@ -82,7 +82,7 @@ class MLPModel(nnx.Module):
     def __init__(self, sizes: MLP, key: jax.Array) -> None:
         pairs = list(itertools.pairwise(sizes.widths))
         *keys, key_head = jax.random.split(key, len(pairs))
-        init = drawn(sizes.initializer, sizes.activation)
+        init = initializer_of(sizes.initializer, sizes.activation)
         hidden = zip(keys, pairs[:-1], strict=True)
         self.layers = nnx.List([Dense(k, *pair, init) for k, pair in hidden])
         self.head = Dense(key_head, *pairs[-1], GLOROT, role="output")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
-from jaxtrain.nn.gated import gated
+from jaxtrain.nn.gated import gru_layer
 from jaxtrain.nn.recurrent import Recurrent
 
 
@@ -41,4 +41,4 @@ class GRU(RecurrentSizes):
 
     def one_way(self, state_dim: int) -> Recurrent:
         """What a layer computes in one direction, with a state of this width."""
-        return gated(self.embed_dim, state_dim)
+        return gru_layer(self.embed_dim, state_dim)

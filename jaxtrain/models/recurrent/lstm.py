@@ -23,7 +23,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.recurrence import goes_on
 from jaxtrain.nn.recurrent import STATE
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
@@ -109,7 +109,7 @@ class LSTMLayer:
         with jax.named_scope("lstm"):
             x_TBD = jnp.swapaxes(x_BTD, 0, 1)
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
-            x_TBG = named(add_bias(x_TBG, own["gates_bias"]), "mixer_in")
+            x_TBG = name_activation(add_bias(x_TBG, own["gates_bias"]), "mixer_in")
             weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
             if cache is not None:
                 before_h_BD, before_c_BD = cache
@@ -166,7 +166,7 @@ def _forward(
         return (new_h_BD, new_c_BD), (new_h_BD.astype(dtype), tuple(kept))
 
     after, outs = jax.lax.scan(step, state, (x_TBG, goes_on_TB1))
-    h_TBD, kept = jax.tree.map(lambda x: named(x, "mixer"), outs)
+    h_TBD, kept = jax.tree.map(lambda x: name_activation(x, "mixer"), outs)
     return (h_TBD, after), (weight_DG, goes_on_TB1, state[0], h_TBD, kept)
 
 

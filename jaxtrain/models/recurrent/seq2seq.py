@@ -20,7 +20,7 @@ from jaxtrain.models.recurrent.recurrent_sizes import (
     require_even_halves,
 )
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.gated import gated
+from jaxtrain.nn.gated import gru_layer
 from jaxtrain.nn.recurrent import Recurrent
 from jaxtrain.nn.recurrent_pair import GlobalAttention, RecurrentPair
 
@@ -77,12 +77,12 @@ class Seq2Seq:
     @property
     def decoder(self) -> Recurrent:
         """What every layer of the decoder computes."""
-        return gated(self.embed_dim, self.embed_dim)
+        return gru_layer(self.embed_dim, self.embed_dim)
 
     @property
     def encoder(self) -> RecurrentLayer:
         """What every layer of the encoder computes."""
-        return one_or_both_ways(self, lambda state_dim: gated(self.embed_dim, state_dim))
+        return one_or_both_ways(self, lambda state_dim: gru_layer(self.embed_dim, state_dim))
 
     @property
     def looking(self) -> GlobalAttention | None:

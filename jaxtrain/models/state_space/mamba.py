@@ -20,8 +20,8 @@ from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.selective_scan import causal_convolution, goes_on, selective_scan, steps
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
@@ -113,7 +113,7 @@ class MambaLayer(StateSpaceLayer):
             return normal(1 / math.sqrt(3 * fan_in * layers))  # the spread of torch.nn.Linear
 
         return {
-            **prefixed("norm", self.norm.weights(key)),
+            **add_prefix("norm", self.norm.weights(key)),
             "in": param(keys[0], (2, D, F), ("qkv", "embed", "mlp"), uniform(D)),
             "conv": param(keys[1], (K, F), ("narrow", "mlp"), uniform(K)),
             "conv_bias": param(keys[1], (F,), ("mlp",), constant(0.0)),
@@ -145,7 +145,7 @@ class MambaLayer(StateSpaceLayer):
         R, S = self.step_rank, self.state_dim
         before_BKF, state_BFS = (None, None) if cache is None else cache
         both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])
-        x_BTF, gate_BTF = (part[0] for part in jnp.split(named(both, "mixer_in"), 2))
+        x_BTF, gate_BTF = (part[0] for part in jnp.split(name_activation(both, "mixer_in"), 2))
         kernel_KF = gather(own["conv"]).astype(x_BTF.dtype)
         x_BTF, last_BKF = causal_convolution(x_BTF, kernel_KF, mask, before_BKF)
         x_BTF = jax.nn.silu(add_bias(x_BTF, own["conv_bias"]))
@@ -165,7 +165,7 @@ class MambaLayer(StateSpaceLayer):
             state_BFS,
         )
         y_BTF = (y_BTF + x32_BTF * gather(own["skip"])).astype(h_BTD.dtype)
-        y_BTF = named(y_BTF, "mixer")
+        y_BTF = name_activation(y_BTF, "mixer")
         y_BTF *= jax.nn.silu(gate_BTF)
         y_BTD = execution.contract("BTF,FD->BTD", y_BTF, own["out"], RESIDUAL)
         return y_BTD, None if cache is None else (last_BKF.astype(cache[0].dtype), state_BFS)

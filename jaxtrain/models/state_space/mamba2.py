@@ -24,8 +24,8 @@ from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias, rms_norm
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.selective_scan import causal_convolution, goes_on, steps
 from jaxtrain.nn.state_space_dual import state_space_dual
 from jaxtrain.nn.transformer import LayerCache
@@ -133,7 +133,7 @@ class Mamba2Layer(StateSpaceLayer):
             return normal(1 / math.sqrt(3 * fan_in * layers))  # the spread of torch.nn.Linear
 
         return {
-            **prefixed("norm", self.norm.weights(key)),
+            **add_prefix("norm", self.norm.weights(key)),
             "in": param(keys[0], (2, D, F), ("qkv", "embed", "mlp"), uniform(D)),
             "conv": param(keys[1], (K, F), ("narrow", "mlp"), uniform(K)),
             "conv_bias": param(keys[1], (F,), ("mlp",), constant(0.0)),
@@ -169,7 +169,7 @@ class Mamba2Layer(StateSpaceLayer):
         S, P = self.state_dim, self.head_dim
         before_BKF, before_BKS, state_BNPS = (None, None, None) if cache is None else cache
         both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])
-        gate_BTF, x_BTF = (part[0] for part in jnp.split(named(both, "mixer_in"), 2))
+        gate_BTF, x_BTF = (part[0] for part in jnp.split(name_activation(both, "mixer_in"), 2))
         selected = execution.contract("BTD,DR->BTR", h_BTD, own["select"])
         step_BTN = execution.contract("BTD,DN->BTN", h_BTD, own["step"]).astype(jnp.float32)
         step_BTN = jax.nn.softplus(add_bias(step_BTN, own["step_bias"]))
@@ -185,7 +185,7 @@ class Mamba2Layer(StateSpaceLayer):
             goes_on(mask), state_BNPS,
         )  # fmt: skip
         y_BTNP += x_BTNP * gather(own["skip"])[:, None]
-        y_BTF = named(reshape(y_BTNP, x_BTF.shape, (rows, places, split)), "mixer")
+        y_BTF = name_activation(reshape(y_BTNP, x_BTF.shape, (rows, places, split)), "mixer")
         y_BTF *= jax.nn.silu(gate_BTF.astype(jnp.float32))
         y_BTF = rms_norm(y_BTF, own["gated_norm_scale"], epsilon=self.norm.epsilon)
         y_BTD = execution.contract("BTF,FD->BTD", y_BTF.astype(h_BTD.dtype), own["out"], RESIDUAL)

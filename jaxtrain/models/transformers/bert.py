@@ -23,7 +23,7 @@ from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import add_bias, embed, map_of_vectors
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
-from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.pooling import Pooling
 from jaxtrain.nn.products.contract import contract
 from jaxtrain.parallel.gathering import gather
@@ -201,7 +201,7 @@ class BERTModel(nnx.Module):
         self.first_position = sizes.first_position
         self.block, self.norm = sizes.block, sizes.norm
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
-        for name, weight in prefixed("embedding_norm", self.norm.weights(key)).items():
+        for name, weight in add_prefix("embedding_norm", self.norm.weights(key)).items():
             setattr(self, name, weight)
         self.classifies = sizes.objective == "token_classification"
         head = _head(sizes, key_head)
@@ -209,7 +209,7 @@ class BERTModel(nnx.Module):
         self.transform_bias = head.get("transform_bias")
         self.output, self.bias = head.get("output"), head.get("bias")
         if head and not self.classifies:
-            for name, weight in prefixed("norm", self.norm.weights(key)).items():
+            for name, weight in add_prefix("norm", self.norm.weights(key)).items():
                 setattr(self, name, weight)
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import TwoLayers, exact_gelu
 from jaxtrain.nn.norms import LayerNorm
-from jaxtrain.nn.parameters import constant, normal, param, prefixed, stack, under
+from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.predictor import through_layers
 from jaxtrain.parallel.gathering import dtype_of, gather
 from jaxtrain.parallel.sharding import reshape, shard
@@ -153,7 +153,7 @@ class ViTModel(nnx.Module):
         )
         self.block, self.norm, self.patch_size = sizes.block, sizes.block.norm, sizes.patch_size
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))
-        for name, weight in prefixed("norm", self.norm.weights(key)).items():
+        for name, weight in add_prefix("norm", self.norm.weights(key)).items():
             setattr(self, name, weight)
         self.head = Dense(key_head, D, sizes.num_classes, normal(0.01), role="output")
 

@@ -17,7 +17,7 @@ from jaxtrain.nn.attention import context, patterns
 from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
 from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, validate
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_device, shard
 
@@ -123,7 +123,7 @@ def _run(kernel: str) -> Run:
     """A kernel whose results remat policies know by name; others than plain ones say themselves
     what they keep, the results of queries with it."""
     own = KERNELS[kernel]
-    return (lambda *given: named(own.run(*given), "attention")) if own.plain else own.run
+    return (lambda *given: name_activation(own.run(*given), "attention")) if own.plain else own.run
 
 
 def by_device(
@@ -145,5 +145,5 @@ def by_device(
     if queries is None or alone:
         return kernel(q_BTNH, k_BSKH, v_BSKH, mask)
     run = on_each_device(kernel, (queries, keys, keys, context.specs(mask)), queries)
-    mask = context.laid_out(mask)
+    mask = context.shard_mask(mask)
     return run(shard(q_BTNH, QUERIES), shard(k_BSKH, KEYS), shard(v_BSKH, KEYS), mask)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxtrain.nn.attention.softcap import capped, slope
+from jaxtrain.nn.attention.softcap import apply_softcap, slope
 from jaxtrain.nn.remat import KEPT
 
 # Queries of one block: long enough for matrix products at full speed, short enough for causal
@@ -255,11 +255,11 @@ def _over_tiles(
     outs = lax.map(one, (tuple(split(x) for x in parts), of_rows))
     likes = jax.eval_shape(tile, parts, segments)
 
-    def together(x: jax.Array, like: jax.Array) -> jax.Array:
+    def merge_tiles(x: jax.Array, like: jax.Array) -> jax.Array:
         x = x.reshape(B // rows, groups, rows * like.shape[1], -1)
         return jnp.swapaxes(x, 1, 2).reshape(like.shape)
 
-    return tuple(map(together, outs, likes))
+    return tuple(map(merge_tiles, outs, likes))
 
 
 def _divisor(count: int, most: int) -> int:
@@ -278,7 +278,7 @@ def _scores(
     q_crH = q_cRH[:, queries.start * G : queries.stop * G]
     # In one pass with the mask, or with the exponential after it.
     scores_crs = _product(q_crH, k_cSH[:, keys], 2, 2) * q_cRH.shape[2] ** -0.5
-    scores_crs = capped(scores_crs, rule.softcap)
+    scores_crs = apply_softcap(scores_crs, rule.softcap)
     seen = rule.visible(G, queries, keys, segments, q_cRH.shape[0])
     return scores_crs if seen is None else jnp.where(seen, scores_crs, _HIDDEN)
 

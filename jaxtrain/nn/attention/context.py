@@ -56,7 +56,7 @@ def sum_of_sequence(sums: jax.Array) -> jax.Array:
     return jax.lax.psum(sums, AXIS) if split_before() > 1 else sums
 
 
-def laid_out(mask: Mask) -> Mask:
+def shard_mask(mask: Mask) -> Mask:
     """A mask whose arrays lie as queries and keys do: documents by rows, sinks by heads."""
     return _by_field(lambda x, axes: shard(x, axes), mask)
 
@@ -145,17 +145,17 @@ def work(c: int, r: int, *, causal: bool, window: int | None) -> tuple[tuple[Pro
     def runs(rank: int, step: int, pair: tuple[int, int]) -> tuple[int, int]:
         return run_of(rank, pair[0], c), run_of((rank - step) % c, pair[1], c)
 
-    def seen(query: int, key: int) -> bool:
+    def is_visible(query: int, key: int) -> bool:
         near = window is None or (query - key - 1) * r + 1 < window
         return near and (not causal or key <= query)
 
-    def whole(query: int, key: int) -> bool:
+    def is_full(query: int, key: int) -> bool:
         near = window is None or (query - key + 1) * r - 1 < window
         return near and (not causal or key < query)
 
     steps = []
     for step in range(c):
-        needed = [[p for p in _SLOT_PAIRS if seen(*runs(i, step, p))] for i in range(c)]
+        needed = [[p for p in _SLOT_PAIRS if is_visible(*runs(i, step, p))] for i in range(c)]
         count = max(len(pairs) for pairs in needed)
         union = [p for p in _SLOT_PAIRS if any(p in pairs for pairs in needed)]
         # The same pairs on every rank where that costs nothing: no run must be chosen by rank.
@@ -166,7 +166,7 @@ def work(c: int, r: int, *, causal: bool, window: int | None) -> tuple[tuple[Pro
         products = []
         for pairs in zip(*table, strict=True):
             query_slots, key_slots = zip(*pairs, strict=True)
-            is_whole = all(whole(*runs(i, step, pair)) for i, pair in enumerate(pairs))
+            is_whole = all(is_full(*runs(i, step, pair)) for i, pair in enumerate(pairs))
             products.append(Product(query_slots, key_slots, is_whole))
         steps.append(tuple(products))
     return tuple(steps)
@@ -209,7 +209,7 @@ def ulysses(
         return jax.lax.all_to_all(out, AXIS, 1, 2, tiled=True)
 
     of_mask = specs(mask, exchanged=True)
-    mask = jax.tree.map(jax.sharding.reshard, laid_out(mask), of_mask)
+    mask = jax.tree.map(jax.sharding.reshard, shard_mask(mask), of_mask)
     queries, keys = activation_spec(QUERIES), activation_spec(KEYS)
     in_specs = (queries, keys, keys, of_mask)
     run = on_each_device(run, in_specs, queries)

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
-from jaxtrain.nn.execution import Execution, taken
+from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.layers import add_bias, rotate
 from jaxtrain.nn.norms import Norm
-from jaxtrain.nn.parameters import Weights, constant, normal, param, prefixed, under
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, under
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
@@ -109,7 +109,7 @@ class GroupedQuery:
             own["sinks"] = param(keys[0], (N,), ("heads",), constant(0.0))
         if self.norm is not None:
             for name, key in (("query_norm", keys[0]), ("key_norm", keys[1])):
-                own |= prefixed(name, self.norm.weights(key))
+                own |= add_prefix(name, self.norm.weights(key))
         return own
 
     def matmul_parameters(self) -> int:
@@ -161,8 +161,8 @@ class GroupedQuery:
             q_BTNH = add_bias(q_BTNH, own["query_bias"])
             k_BTKH = add_bias(k_BTKH, own["key_bias"])
             v_BTKH = add_bias(v_BTKH, own["value_bias"])
-        q_BTNH, k_BTKH = named(q_BTNH, "query"), named(k_BTKH, "key")
-        v_BTKH = named(v_BTKH, "value")
+        q_BTNH, k_BTKH = name_activation(q_BTNH, "query"), name_activation(k_BTKH, "key")
+        v_BTKH = name_activation(v_BTKH, "value")
         if self.norm is not None:
             q_BTNH = self.norm(under("query_norm", own), q_BTNH)
             k_BTKH = self.norm(under("key_norm", own), k_BTKH)
@@ -192,8 +192,8 @@ class GroupedQuery:
             layers, near = len(self.local.layers), sum(self.local.layers)
             a_BTNH = jax.lax.cond(
                 is_local,
-                branch(taken(near, layers), self.local.window),
-                branch(taken(layers - near, layers), self.window),
+                branch(branch_scope(near, layers), self.local.window),
+                branch(branch_scope(layers - near, layers), self.window),
             )
         y_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
         return add_bias(y_BTD, own["out_bias"]) if self.out_bias else y_BTD, cache

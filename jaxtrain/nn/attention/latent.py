@@ -19,9 +19,9 @@ from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import rotate
 from jaxtrain.nn.norms import RMSNorm
-from jaxtrain.nn.parameters import Weights, normal, param, prefixed, under
+from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under
 from jaxtrain.nn.products.contract import copies_of_kv_heads
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.rotary import Rotations
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
@@ -82,7 +82,7 @@ class Latent:
             "out": param(
                 keys[2], (N, self.value_dim, D), (*heads, "embed"), normal(self.residual_stddev)
             ),
-            **prefixed("key_value_norm", self._norm(C).weights(keys[0])),
+            **add_prefix("key_value_norm", self._norm(C).weights(keys[0])),
         }
         if self.query_rank is None:
             return own | {"query": param(keys[3], (D, N, H), ("embed", *heads), normal(0.02))}
@@ -90,7 +90,7 @@ class Latent:
         return own | {
             "query_down": param(keys[3], (D, self.query_rank), compressed, normal(0.02)),
             "query_up": param(keys[4], up, ("latent_in", *heads), normal(0.02)),
-            **prefixed("query_norm", self._norm(self.query_rank).weights(keys[3])),
+            **add_prefix("query_norm", self._norm(self.query_rank).weights(keys[3])),
         }
 
     def matmul_parameters(self) -> int:
@@ -125,7 +125,7 @@ class Latent:
         h_BTD = shard(h_BTD, HIDDEN)
         radians = self.rotary.frequencies(self.rotary_dim)
         plain, C = self.plain_dim, self.key_value_rank
-        q_BTNH = named(self._queries(own, h_BTD, execution), "query")
+        q_BTNH = name_activation(self._queries(own, h_BTD, execution), "query")
         turned_BTNH = rotate(_in_halves(q_BTNH[..., plain:]), positions_BT, radians)
         q_BTNH = jnp.concatenate([q_BTNH[..., :plain], turned_BTNH], axis=-1)
         both_BTC = execution.contract("BTD,DC->BTC", h_BTD, own["key_value_down"])
@@ -180,8 +180,8 @@ class Latent:
         """Every head attends to keys and values of its own, made of the latents."""
         plain = self.plain_dim
         made_BSNH = execution.contract("BTC,CNH->BTNH", latent_BSC, own["key_value_up"])
-        made_k_BSNH = named(made_BSNH[..., :plain], "key")
-        v_BSNH = named(made_BSNH[..., plain:], "value")
+        made_k_BSNH = name_activation(made_BSNH[..., :plain], "key")
+        v_BSNH = name_activation(made_BSNH[..., plain:], "value")
         k_BSNH = jnp.concatenate([made_k_BSNH, _of_every_head(shared_BSH, self.num_heads)], axis=-1)
         # Kernels divide by the root of the width that they are given.
         scale = self.query_scale * math.sqrt(self.width / self.key_dim)

@@ -25,8 +25,7 @@ class Mask:
         cache; None where there is no cache and queries and keys start together.
       bias_CNTS: float32, what is added to the scores of each head, as relative positions are (arXiv
         1910.10683); None: nothing. Of C equal copies each is for a C-th of the rows.
-      softcap: the bound that scores are flattened towards (`softcap.capped`), before anything is
-        hidden; None: none.
+      softcap: the bound of the scores (see `apply_softcap`), before keys are hidden; None: none.
       sinks_N: float32, the score of a key in each head that every query sees and that has no value:
         a part of the softmax that goes nowhere (arXiv 2309.17453, equation 2); None: none.
       pattern: which keys a query sees by the places of both in their document; None: all.

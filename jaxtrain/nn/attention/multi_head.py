@@ -16,7 +16,7 @@ from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import LayerCache
 from jaxtrain.parallel.gathering import gather
 
@@ -85,7 +85,7 @@ class MultiHead:
         qkv = qkv + gather(own["qkv_bias"])[:, None, None].astype(h_BTD.dtype)
         # Split rather than indexed: the gradients are then put together in one pass.
         parts = zip(jnp.split(qkv, 3), ("query", "key", "value"), strict=True)
-        q_BTNH, k_BTNH, v_BTNH = (named(part[0], name) for part, name in parts)
+        q_BTNH, k_BTNH, v_BTNH = (name_activation(part[0], name) for part, name in parts)
         if cache is not None:
             k_BTNH, v_BTNH = cache = extend_cache(k_BTNH, v_BTNH, cache, start)
         mask = dataclasses.replace(mask, pattern=self.pattern)

@@ -44,7 +44,7 @@ class Pattern(abc.ABC):
         """How many keys a causal query sees, the mean over places and heads of one document."""
 
     @abc.abstractmethod
-    def shortened(self, factor: float) -> "Pattern":
+    def rescale(self, factor: float) -> "Pattern":
         """The same for sequences that are `factor` times as long, of at most 2 kinds of heads."""
 
     @property
@@ -88,7 +88,7 @@ class LongformerPattern(Pattern):
         further = np.minimum(np.maximum(place + 1 - self.window, 0), self.global_tokens)
         return float((np.minimum(place + 1, self.window) + further).mean())
 
-    def shortened(self, factor: float) -> "LongformerPattern":
+    def rescale(self, factor: float) -> "LongformerPattern":
         """As in Pattern."""
         return dataclasses.replace(
             self,
@@ -128,7 +128,7 @@ class StridedPattern(Pattern):
         place = np.arange(length)
         return float((np.minimum(place + 1, self.stride) + place // self.stride).mean())
 
-    def shortened(self, factor: float) -> "StridedPattern":
+    def rescale(self, factor: float) -> "StridedPattern":
         """As in Pattern."""
         return dataclasses.replace(self, stride=_scale(self.stride, factor))
 
@@ -172,7 +172,7 @@ class FixedPattern(Pattern):
         before = place // self.stride * self.summary_tokens
         return float((place % self.stride + 1 + before).mean())
 
-    def shortened(self, factor: float) -> "FixedPattern":
+    def rescale(self, factor: float) -> "FixedPattern":
         """As in Pattern."""
         stride = _scale(self.stride, factor)
         return FixedPattern(stride=stride, summary_tokens=min(self.summary_tokens, stride // 2))
@@ -236,7 +236,7 @@ class DilatedPattern(Pattern):
             float((place % segment // ratio + 1).mean()) / ratio for segment, ratio in self.pairs
         )
 
-    def shortened(self, factor: float) -> "DilatedPattern":
+    def rescale(self, factor: float) -> "DilatedPattern":
         """As in Pattern."""
         return DilatedPattern(
             segment_lengths=tuple(_scale(length, factor) for length in self.segment_lengths),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import capped
+from jaxtrain.nn.attention.softcap import apply_softcap
 from jaxtrain.parallel.sharding import reshape
 
 _HIDDEN = jnp.finfo(jnp.float32).min
@@ -39,7 +39,7 @@ def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: M
     S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     logits = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    logits = capped(logits * H**-0.5, mask.softcap)
+    logits = apply_softcap(logits * H**-0.5, mask.softcap)
     if mask.bias_CNTS is not None:
         bias = _of_rows(mask.bias_CNTS, q_BTNH).astype(jnp.float32)
         logits += bias.reshape(bias.shape[0], K, N // K, T, S)

@@ -15,7 +15,7 @@ from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer import LayerCache
 
 
@@ -77,13 +77,13 @@ class Projections:
         """The queries, keys or values [B, T, N, H] of a sequence; `names` are the weights'."""
         products = [("BTD,DNH->BTNH", own[name]) for name in names]
 
-        def finished(name: str, x_BTNH: jax.Array) -> jax.Array:
+        def finish(name: str, x_BTNH: jax.Array) -> jax.Array:
             if self.biases:
                 x_BTNH = add_bias(x_BTNH, own[f"{name}_bias"])
-            x_BTNH = named(x_BTNH, name)
+            x_BTNH = name_activation(x_BTNH, name)
             return x_BTNH * self.query_scale if name == "query" else x_BTNH
 
-        return [*map(finished, names, execution.project(x_BTD, *products))]
+        return [*map(finish, names, execution.project(x_BTD, *products))]
 
     def back(
         self, own: Weights, a_BTNH: jax.Array, execution: Execution, out: tuple[str, ...]

@@ -23,14 +23,14 @@ from jaxtrain.nn.attention.context import (
     QUERIES,
     SEGMENTS,
     Product,
-    laid_out,
     run_of,
+    shard_mask,
     split_before,
     work,
 )
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import capped, slope
-from jaxtrain.nn.remat import named
+from jaxtrain.nn.attention.softcap import apply_softcap, slope
+from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.sharding import (
     Layout,
     activation_spec,
@@ -66,7 +66,7 @@ def ring_attention(
     """
     layout = current_layout()
     assert layout is not None, "no layout is active"
-    ring, mask = _Ring(layout, mask.causal, mask.window, mask.softcap, exact), laid_out(mask)
+    ring, mask = _Ring(layout, mask.causal, mask.window, mask.softcap, exact), shard_mask(mask)
     return _ring(
         ring, shard(q_BTNH, QUERIES), shard(k_BTKH, KEYS), shard(v_BTKH, KEYS),
         mask.segment_ids_BT, mask.segment_ids_BS, mask.sinks_N,
@@ -107,7 +107,7 @@ def _ring_forward(
             (queries, activation_spec(QUERIES[:3])),
         )
         results = run(_ranks(ring), q, k, v, ids_T, ids_S, sinks)
-    out, lse = (named(x, "attention") for x in results)
+    out, lse = (name_activation(x, "attention") for x in results)
     return out, (q, k, v, ids_T, ids_S, sinks, out, lse)
 
 
@@ -238,7 +238,7 @@ class _Block:
         """[B, K, G, Q, S] in float32; -inf where a key is not seen."""
         seen = self.visible(place_Q, ids_BQ)
         scores = self.dot("BKGQH,BSKH->BKGQS", q, self.k_BSKH) * q.shape[-1] ** -0.5
-        scores = capped(scores, self.ring.softcap)
+        scores = apply_softcap(scores, self.ring.softcap)
         return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
     def dot(self, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def capped(x: jax.Array, cap: float | None) -> jax.Array:
+def apply_softcap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap tanh(x / cap), computed in float32 and of x's dtype; x itself where cap is None."""
     if cap is None:
         return x
@@ -12,7 +12,7 @@ def capped(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
-    """The derivative where that gave `capped`: 1 - (capped / cap)^2; 0 where a key is hidden."""
+    """The derivative of `apply_softcap`, of its result: 1 - (capped / cap)^2; 0 of hidden keys."""
     if cap is None:
         return 1.0
     return 1 - jnp.square(jnp.clip(capped / cap, -1, 1))

@@ -28,7 +28,7 @@ from jaxtrain.nn.attention.patterns import (
     StridedPattern,
     places,
 )
-from jaxtrain.nn.attention.softcap import capped
+from jaxtrain.nn.attention.softcap import apply_softcap
 from jaxtrain.nn.remat import KEPT
 
 # The named scope of all products with keys and values.
@@ -258,10 +258,10 @@ def _dilated_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     k_BTNH, v_BTNH = (jnp.repeat(x, G, 2) for x in (tokens.k_BTKH, tokens.v_BTKH))
     alone = _Tokens(tokens.q_BTKGH.reshape(B, T, K * G, 1, H), k_BTNH, v_BTNH, tokens.at_BT)
 
-    def grouped(x_BTN1: jax.Array) -> jax.Array:
+    def group_heads(x_BTN1: jax.Array) -> jax.Array:
         return x_BTN1.reshape(B, T, K, G, *x_BTN1.shape[4:])
 
-    return [_of_segments(rule, alone, *pair).over(grouped) for pair in rule.pattern.pairs]
+    return [_of_segments(rule, alone, *pair).over(group_heads) for pair in rule.pattern.pairs]
 
 
 def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part:
@@ -365,7 +365,7 @@ def _part(
     products = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = products("BXqKGH,BXkKH->BXKGqk", q_BXqKGH, k_BXkKH) * q_BXqKGH.shape[-1] ** -0.5
     seen = seen_BXqk[:, :, None, None]
-    scores = jnp.where(seen, capped(scores, rule.softcap), _HIDDEN)
+    scores = jnp.where(seen, apply_softcap(scores, rule.softcap), _HIDDEN)
     top = jax.lax.stop_gradient(scores.max(-1))
     weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
     out_BXqKGH = products("BXKGqk,BXkKH->BXqKGH", weights.astype(v_BXkKH.dtype), v_BXkKH)
@@ -376,11 +376,11 @@ def _part(
 def _from(start: int, part: _Part) -> _Part:
     """The part of the whole row, of which those before `start` have no key."""
 
-    def whole(x: jax.Array, value: float) -> jax.Array:
+    def pad_front(x: jax.Array, value: float) -> jax.Array:
         widths = [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)]
         return jnp.pad(x, widths, constant_values=value)
 
-    return part.with_nothing(whole)
+    return part.with_nothing(pad_front)
 
 
 def _same(rule: _Rule, query: _Places, key: _Places) -> jax.Array:

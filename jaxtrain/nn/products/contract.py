@@ -77,7 +77,7 @@ def contract(
         # Imported here, as below: most layouts gather a weight before they multiply with it.
         from jaxtrain.nn.products import rings
 
-        return rings.scattered(equation, x, value, spec)
+        return rings.matmul_scatter(equation, x, value, spec)
     shape = (value.weight if isinstance(value, GradientSlice) else value).shape
     groups = _as_matrix(equation, logical_axes(weight)[-len(shape) :], layout)
     x, value, spec = operands(equation, x, weight, out, groups)
@@ -112,7 +112,7 @@ def project(
     specs = [layout.activation(meaning(sides(equation)[2])) for equation in equations]
     from jaxtrain.nn.products import rings
 
-    return rings.gathered(equations, x, weights, specs)
+    return rings.gather_matmul(equations, x, weights, specs)
 
 
 def _in_parts(

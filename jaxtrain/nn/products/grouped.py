@@ -46,7 +46,7 @@ class Grouped:
     def _in_float8(self, x: jax.Array, weight: jax.Array, sizes: jax.Array | None) -> jax.Array:
         dtype, over = x.dtype, over_batch()
 
-        def scaled(y: jax.Array, *scales: jax.Array) -> jax.Array:
+        def rescale(y: jax.Array, *scales: jax.Array) -> jax.Array:
             return (y.astype(jnp.float32) * scales[0] * scales[1]).astype(dtype)
 
         @jax.custom_vjp
@@ -58,16 +58,16 @@ class Grouped:
         ) -> tuple[jax.Array, tuple]:
             x8, of_x = quantize(x, E4M3, over)
             w8, of_weight = quantize(weight, E4M3, over)
-            y = scaled(self._of_rows(x8, w8, sizes, 1, dtype), of_x, of_weight)
+            y = rescale(self._of_rows(x8, w8, sizes, 1, dtype), of_x, of_weight)
             return y, (bits_of(x8), of_x, weight, sizes)
 
         def backward(kept: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
             bits, of_x, weight, sizes = kept
             g8, of_gradient = quantize(gradient, E5M2, over)
             w8, of_weight = quantize(weight, E4M3, over)
-            dx = scaled(self._of_rows(g8, w8, sizes, 2, dtype), of_gradient, of_weight)
+            dx = rescale(self._of_rows(g8, w8, sizes, 2, dtype), of_gradient, of_weight)
             dw = self._of_weights(of_bits(bits), g8, sizes, dtype)
-            return dx, scaled(dw, of_x, of_gradient), None
+            return dx, rescale(dw, of_x, of_gradient), None
 
         run.defvjp(forward, backward)
         return run(x, weight, sizes)

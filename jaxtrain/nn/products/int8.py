@@ -120,17 +120,17 @@ def _product(
     (a, a_scale), (b, b_scale) = quantize(a, of_a), quantize(b, of_b)
     a_scale, b_scale = _along(left, a_scale, result), _along(right, b_scale, result)
 
-    def scaled(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
+    def multiply(a: jax.Array, b: jax.Array, a_scale: jax.Array, b_scale: jax.Array) -> jax.Array:
         sums = contraction(equation, a, b, jnp.int32)
         return (sums.astype(jnp.float32) * a_scale * b_scale).astype(dtype)
 
     operands = (a, b, a_scale, b_scale)
     if spec is None or not axes:
-        return scaled(*operands)
+        return multiply(*operands)
 
     def partial_sums(*shards: jax.Array) -> jax.Array:
         # Cast before they are added up: int32 would be twice bfloat16's bytes between devices.
-        return _sum_into(spec, axes, scaled(*shards))
+        return _sum_into(spec, axes, multiply(*shards))
 
     return on_each_device(partial_sums, tuple(spec_of(x) for x in operands), spec)(*operands)
 

@@ -89,7 +89,7 @@ class Quantized(StructuredWeight):
             if value.zeros is not None:
                 zeros: Any = weight.replace(value.zeros, axes=value.scales_axes)
                 whole = dataclasses.replace(whole, zeros=gather(zeros))
-            floats: Any = weight.replace(dequantized(whole).astype(x.dtype))
+            floats: Any = weight.replace(dequantize(whole).astype(x.dtype))
             return contract(equation, x, floats, out, by=by)
 
         return jax.checkpoint(multiplied)(x, self)
@@ -158,14 +158,14 @@ def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.A
     return code.astype(jnp.uint8), kept, zero.astype(jnp.uint8)
 
 
-def dequantized(value: Quantized) -> jax.Array:
+def dequantize(value: Quantized) -> jax.Array:
     """The floats that the codes stand for, float32."""
     codes, scales = value.codes, value.scales
     if value.kind == "int8":
         scales = jnp.expand_dims(scales, tuple(codes.ndim + i for i in value.summed))
         return codes.astype(jnp.float32) * (scales / 127)
     dim, parts = codes.ndim + value.dim, _parts(codes)
-    numbers = unpacked(value)
+    numbers = unpack(value)
     blocks = _split(numbers, dim, numbers.shape[dim] // scales.shape[dim], parts)
     scales = jnp.expand_dims(scales, dim + 1).astype(jnp.float32)
     if value.zeros is None:
@@ -174,7 +174,7 @@ def dequantized(value: Quantized) -> jax.Array:
     return _join(steps * scales, dim, parts)
 
 
-def unpacked(value: Quantized) -> jax.Array:
+def unpack(value: Quantized) -> jax.Array:
     """The codes of 4 bits, uint8 in the weight's shape."""
     codes, dim = value.codes, value.codes.ndim + value.dim
     return _join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim, _parts(codes))

@@ -26,7 +26,7 @@ from jaxtrain.parallel.sharding import on_each_device, without
 _AXIS = "tensor"
 
 
-def gathered(
+def gather_matmul(
     equations: Sequence[str], x: jax.Array, weights: Sequence[jax.Array], specs: Sequence[P]
 ) -> list[jax.Array]:
     """Products of one activation, whose places are split over `tensor`, with several weights.
@@ -75,7 +75,7 @@ def gathered(
     return [checkpoint_name(one, PRODUCT) for one in run(x, list(weights))]
 
 
-def scattered(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Array:
+def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Array:
     """A product that is summed over `tensor`, of which each device has its own places.
 
     Args:

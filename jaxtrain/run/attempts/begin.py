@@ -92,13 +92,15 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
         )
         end = _End(folder, lock, peers, attempt)
         try:
-            listeners = Listeners(activity=end.activity, on_lost=end.lost, on_failed=end.failed)
+            listeners = Listeners(
+                activity=end.activity, on_lost=end.report_lost, on_failed=end.report_failed
+            )
             peers.listen(listeners)
             with phases.phase("start"):
                 distributed_init.start(
                     cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
                 )
-            stack.enter_context(attempt.listening(end.interrupted))
+            stack.enter_context(attempt.listening(end.report_interrupted))
             stack.enter_context(
                 maintenance_notices(
                     attempt.request_stop, os.environ, on_google_cloud=cluster.kind == "TPU VM"
@@ -107,7 +109,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             report_to_supervisor(lambda: attempt.request_stop("the end of its supervisor"))
             last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
             stack.enter_context(
-                Watchdog(phases, config.deadlines, end.stalled, last_resort=last_resort)
+                Watchdog(phases, config.deadlines, end.report_stalled, last_resort=last_resort)
             )
             try:
                 yield attempt
@@ -213,17 +215,19 @@ class _End:
 
     # -- ends found by other threads --------------------------------------------------------------
 
-    def lost(self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]) -> None:
+    def report_lost(
+        self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]
+    ) -> None:
         """Another process is gone or silent."""
         doing = table.get(process, {})
         last = f"; it was last in {doing.get('phase')}, step {doing.get('step')}"
         self._abort(f"process {process} (host {host}) is lost: {why}{last if doing else ''}")
 
-    def failed(self, process: int, host: str, reason: str) -> None:
+    def report_failed(self, process: int, host: str, reason: str) -> None:
         """Another process said why it ends."""
         self._abort(f"process {process} (host {host}) failed: {reason}")
 
-    def stalled(self, activity: Activity, deadline: float) -> None:
+    def report_stalled(self, activity: Activity, deadline: float) -> None:
         """This process makes no progress."""
         told = (
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
@@ -233,16 +237,16 @@ class _End:
             if self._peers.process_id == 0 and self._lock.still_owned():
                 self._attempt.goodput.record(self._attempt.step, stalled=activity)
         behind = self._behind()
-        cause = self._peers.failed(f"{told}{behind}")
+        cause = self._peers.report_failure(f"{told}{behind}")
         mine = cause.process_id == self._peers.process_id
         self._abort(f"{told}{behind}" if mine else str(cause))
 
-    def interrupted(self) -> None:
+    def report_interrupted(self) -> None:
         """A second Ctrl-C: whoever sits there does not want to wait."""
         step = self._attempt.step
         when = f"after step {step}" if step else "before the first step"
         told = f"stopped by a second Ctrl-C {when}, without saving"
-        cause = self._peers.failed(told)
+        cause = self._peers.report_failure(told)
         mine = cause.process_id == self._peers.process_id
         self._abort(told if mine else str(cause), with_stacks=False)
 
@@ -304,7 +308,7 @@ class _End:
             self._write_exit("done", f"trained to step {self._attempt.step}")
         else:
             reason = str(error) or type(error).__name__
-            cause = self._peers.failed(reason)
+            cause = self._peers.report_failure(reason)
             is_other = cause.process_id != self._peers.process_id
             # Where the configuration was rejected nothing was started, and nothing is written.
             if self._attempt.has_begun:

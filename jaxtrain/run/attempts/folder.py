@@ -27,7 +27,7 @@ class LostFolderError(RuntimeError):
 
 
 @contextlib.contextmanager
-def told_if_lost(workdir: Place) -> Iterator[None]:
+def explain_folder_errors(workdir: Place) -> Iterator[None]:
     """Around a run: what the system rejects in its folder becomes a sentence."""
     try:
         yield

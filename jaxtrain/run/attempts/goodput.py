@@ -241,7 +241,7 @@ class Goodput:
         since the last record of an attempt that is killed counts as down.
 
         Args:
-          step: optimizer steps done; none below that of the last record, but after `resumed_at`.
+          step: optimizer steps done; none below that of the last record, but after `mark_replay`.
           stalled: what hung, where the process ends because of it: its time becomes `stall`.
           finished: the run has come to its end: what follows is not time down.
         """
@@ -253,7 +253,7 @@ class Goodput:
             with contextlib.suppress(OSError):  # full, or away: the next is written
                 self.account().write(self._file)
 
-    def resumed_at(self, step: int, *, done: int | None = None) -> None:
+    def mark_replay(self, step: int, *, done: int | None = None) -> None:
         """Turns the productive seconds of the steps past `step` into replay.
 
         Called by every attempt that begins, with the step of its checkpoint or 0, and by a rewind.
@@ -270,7 +270,7 @@ class Goodput:
         self._points = [point for point in self._points if point[0] <= step]
         self._add_point(step)
 
-    def skipped(self, steps: int = 1) -> None:
+    def mark_skipped(self, steps: int = 1) -> None:
         """Turns the time of steps whose update was skipped from productive into bad.
 
         Which of the last steps it was is known too late to have taken its time: each counts as

@@ -23,12 +23,12 @@ from jaxtrain.run.attempts.records import (
     LOCK_FILE,
     Claim,
     attempt_in,
+    find_unended,
     newer_attempt,
     newest_attempt,
     read,
     record_end,
     take,
-    unended,
 )
 
 BEAT_SECONDS = 5.0
@@ -87,7 +87,7 @@ class RunLock:
         claim = Claim.of_this_process(host or socket.gethostname(), beat_seconds)
         while True:
             newest = newest_attempt(workdir)
-            holder = unended(workdir, newest)
+            holder = find_unended(workdir, newest)
             if holder is not None and holder.token == claim.token:
                 break  # a storage that was slow to show what we took
             _outlive(workdir, newest, holder, claim, say or _to_stderr)
@@ -150,7 +150,7 @@ def require_not_held(workdir: Place, say: Callable[[str], None]) -> None:
     """
     attempt = newest_attempt(workdir)
     mine = Claim.of_this_process(socket.gethostname(), BEAT_SECONDS)
-    _outlive(workdir, attempt, unended(workdir, attempt), mine, say)
+    _outlive(workdir, attempt, find_unended(workdir, attempt), mine, say)
 
 
 def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
@@ -182,7 +182,7 @@ def _outlive(
         now = time.monotonic()
         if _beat(workdir, attempt) != before:
             raise refused
-        if newest_attempt(workdir) > attempt or unended(workdir, attempt) is None:
+        if newest_attempt(workdir) > attempt or find_unended(workdir, attempt) is None:
             return
     say(
         f"{workdir} is taken over: {who}, did not beat for "

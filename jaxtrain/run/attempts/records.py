@@ -62,7 +62,7 @@ def attempt_of(workdir: Place, pid: int, *, after: int) -> int | None:
 
 def is_held(workdir: Place) -> bool:
     """Whether somebody may hold the folder: alive on this machine, or not ended on another."""
-    claim = unended(workdir, newest_attempt(workdir))
+    claim = find_unended(workdir, newest_attempt(workdir))
     return claim is not None and (claim.machine != _machine() or claim.is_alive())
 
 
@@ -197,7 +197,7 @@ _UNKNOWN = Claim(
 )
 
 
-def unended(workdir: Place, attempt: int) -> Claim | None:
+def find_unended(workdir: Place, attempt: int) -> Claim | None:
     """Who took this attempt and has not said that it ended; None: nobody."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     if "ended" in (read(file) or {}):

@@ -13,7 +13,7 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
-def heeded() -> list[signal.Signals]:
+def handled_signals() -> list[signal.Signals]:
     """Those of them that this process may take: not SIGHUP under nohup, which has it ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [one for one in STOP_SIGNALS if not (ignored and one == signal.SIGHUP)]
@@ -57,7 +57,7 @@ def stop_signals(
     )
     listener.start()
     wakeup_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, handle) for number in heeded()}
+    before = {number: signal.signal(number, handle) for number in handled_signals()}
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def stop_signals(
 
 
 @contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
+def record_signals() -> Iterator[list[int]]:
     """The numbers of the stop signals that came, in order; for one who waits for other processes.
 
     To be used in the main thread.
@@ -80,7 +80,7 @@ def noted_signals() -> Iterator[list[int]]:
     def note(number: int, _frame: Any) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in heeded()}
+    before = {number: signal.signal(number, note) for number in handled_signals()}
     try:
         yield came
     finally:

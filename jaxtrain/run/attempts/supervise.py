@@ -18,7 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
-from jaxtrain.run.attempts.signals import noted_signals
+from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.commands.options import add_run_commands, adder
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 
@@ -192,7 +192,7 @@ def supervise(
         require("--workdir", workdir)
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         best, restarts = records.newest_step(workdir), 0
-    with noted_signals() as stop:
+    with record_signals() as stop:
         while True:
             ending = _run(command, workdir, settings, stop, say)
             with contextlib.suppress(BucketError):

@@ -56,7 +56,7 @@ def of_published(path: Path) -> list[Ancestor]:
     return [own, *_read_ancestors(path / RECEIPT)]
 
 
-def told(ancestors: Sequence[Ancestor]) -> list[str]:
+def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
     """A line for each ancestor, for people."""
     lines = []
     for ancestor in ancestors:

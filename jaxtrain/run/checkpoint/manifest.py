@@ -97,7 +97,7 @@ class Reading:
         if type(error) is Exception or isinstance(error, _DAMAGE):
             cause = error.__cause__ or error
             detail = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            raise damaged(self._folder, self._step, detail[:300]) from error
+            raise damage_error(self._folder, self._step, detail[:300]) from error
 
 
 def is_sealed(folder: Place) -> bool:
@@ -143,15 +143,15 @@ def read(folder: Place, step: int) -> Manifest:
     try:
         manifest = _from_bytes((folder / FILE).read_bytes())
     except FileNotFoundError as error:
-        raise damaged(folder, step, f"{FILE} is missing: it was never sealed") from error
+        raise damage_error(folder, step, f"{FILE} is missing: it was never sealed") from error
     except UserError:
         raise
     except OSError as error:
         raise _of_system(folder, step, FILE, error) from error
     except _MALFORMED as error:
-        raise damaged(folder, step, f"{FILE}: {_first_line(error)}") from error
+        raise damage_error(folder, step, f"{FILE}: {_first_line(error)}") from error
     if manifest.step != step:
-        raise damaged(folder, step, f"{FILE} is that of step {manifest.step}")
+        raise damage_error(folder, step, f"{FILE} is that of step {manifest.step}")
     return manifest
 
 
@@ -184,10 +184,10 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
     found = _in_threads(difference, names)
     for name, difference in zip(names, found, strict=True):
         if difference:
-            raise damaged(folder, manifest.step, f"{name} {difference}")
+            raise damage_error(folder, manifest.step, f"{name} {difference}")
 
 
-def damaged(folder: Place, step: int, detail: str) -> CheckpointError:
+def damage_error(folder: Place, step: int, detail: str) -> CheckpointError:
     """The error that names the checkpoint and what is wrong with it."""
     return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
 
@@ -201,7 +201,7 @@ def unread(folder: Place, step: int, detail: str) -> UnreadError:
 
 
 def _of_system(folder: Place, step: int, name: str, error: OSError) -> CheckpointError:
-    make = damaged if error.errno in _BROKEN else unread
+    make = damage_error if error.errno in _BROKEN else unread
     return make(folder, step, f"{name} cannot be read: {_first_line(error)}")
 
 
@@ -257,7 +257,7 @@ def _validate_ways_out(folder: Place, step: int) -> None:
     root = folder.parent.resolve()
     for path in (folder, *_walk(folder)):
         if path.is_symlink() and not path.resolve().is_relative_to(root):
-            raise damaged(folder, step, f"{path} is a link that leads out of {root}")
+            raise damage_error(folder, step, f"{path} is a link that leads out of {root}")
 
 
 def _list_objects(folder: BucketPath) -> dict[str, Stored]:

@@ -69,16 +69,16 @@ def restore_parameters(
     tuning = tuning_of(saved.finetune, program.build, biases_of(program.build))
     source = dataclasses.replace(program, tuning=tuning)
 
-    def wanted(state: TrainState) -> dict[str, nnx.State]:
+    def select_parts(state: TrainState) -> dict[str, nnx.State]:
         def reads(name: str, _: Any) -> bool:
             return not any(name == one or name.startswith(f"{one}/") for one in unread)
 
         parts = {"params": state.params, "frozen": state.frozen, "statistics": state.statistics}
         return {name: partition(part, reads)[0] for name, part in parts.items()}
 
-    found = _restore(checkpoints, step, source, wanted)
+    found = _restore(checkpoints, step, source, select_parts)
     with program.layout.active():
-        params = jax.jit(source.tuning.merged)((found["params"], found["frozen"]))
+        params = jax.jit(source.tuning.merge)((found["params"], found["frozen"]))
     return nnx.merge_state(params, found["statistics"])
 
 

@@ -32,7 +32,7 @@ def require_sealed(root: Place, step: int) -> None:
     raise UserError(f"no checkpoint of step {step} in {root}; {there}")
 
 
-def expired(
+def select_expired(
     steps: Collection[int], *, keep: int, keep_every: int | None, best: Iterable[int] = ()
 ) -> list[int]:
     """The steps that need not stay: all but the newest `keep`, the multiples of `keep_every`, and

@@ -126,9 +126,9 @@ class SavedRun(RunStates):
         extra = self._checkpoints.extra(step)
         self.ancestors = extra.get("ancestors", [])  # none of a checkpoint from before they stood
         if extra.get("only_parameters"):
-            from jaxtrain.run.start import restored_parameters
+            from jaxtrain.run.start import restore_parameters
 
-            params = restored_parameters(self._checkpoints, step, self._config, self._program.plain)
+            params = restore_parameters(self._checkpoints, step, self._config, self._program.plain)
             self.extra = extra
             return self._create(params), 0
         if dataset is not None:

@@ -247,7 +247,7 @@ class Sealer:
         self._before_seal()
         manifest.seal(self._folder / str(step), step, leaves)
         steps = retention.sealed_steps(self._folder)
-        for old in retention.expired(
+        for old in retention.select_expired(
             steps, keep=self._keep, keep_every=self._keep_every, best=self.best
         ):
             retention.delete(self._folder, old)

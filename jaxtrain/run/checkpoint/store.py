@@ -39,7 +39,7 @@ from jaxtrain.run.checkpoint.manifest import (
     Manifest,
     Reading,
     UnreadError,
-    damaged,
+    damage_error,
     unread,
 )
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
@@ -310,7 +310,7 @@ class Checkpoints:
         altered = [n for n, x in found.items() if n not in saved or x != saved[n].fingerprint]
         if altered:
             names = ", ".join(altered[:8])
-            raise damaged(self._path(step), step, f"the bytes of {names} changed")
+            raise damage_error(self._path(step), step, f"the bytes of {names} changed")
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
     def reject_left_over(self, step: int, abstract_state: Any) -> None:
@@ -429,7 +429,7 @@ class Checkpoints:
         if worst_of_each[found_by] == 2:
             raise unread(self._path(step), step, f"process {found_by} may not")
         if worst_of_each[found_by] == 1:
-            raise damaged(self._path(step), step, f"process {found_by} found it damaged")
+            raise damage_error(self._path(step), step, f"process {found_by} found it damaged")
         assert found is not None
         self._intact[step] = found
         return found

@@ -137,7 +137,7 @@ class Together(Peers):
             self._tick = number
             return None
 
-    def failed(self, reason: str) -> Cause:
+    def report_failure(self, reason: str) -> Cause:
         self._post({"kind": "failed", "reason": reason})
         own = Cause("failed", self.process_id, self.hosts[self.process_id], reason)
         with self._changed:
@@ -236,7 +236,7 @@ class Together(Peers):
         if still < self.silence_seconds - self._heartbeat:
             return
         if self._hub is not None:
-            self._hub.frozen(still, now)
+            self._hub.mark_frozen(still, now)
         else:
             self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
 
@@ -267,7 +267,7 @@ class Together(Peers):
         if link.closed:
             self._selector.unregister(link)
             if self._hub is not None:
-                self._hub.closed(process, link.closed, time.monotonic())
+                self._hub.mark_closed(process, link.closed, time.monotonic())
             elif not self._ended:
                 self._settle_here("lost", 0, link.closed)
 

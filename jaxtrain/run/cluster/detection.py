@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxtrain.run.cluster.cluster import Cluster, Flags
-from jaxtrain.run.cluster.launchers import kubernetes, mpich, open_mpi, said_by_hand, slurm
+from jaxtrain.run.cluster.launchers import cluster_from_flags, kubernetes, mpich, open_mpi, slurm
 from jaxtrain.run.cluster.tpu_hosts import gke_tpu, tpu_vm
 
 
@@ -27,7 +27,7 @@ def detect(
       UserError: half of what is needed is there.
     """
     return (
-        said_by_hand(environment, flags or Flags())
+        cluster_from_flags(environment, flags or Flags())
         or gke_tpu(environment)
         or kubernetes(environment)
         or tpu_vm(environment, root)

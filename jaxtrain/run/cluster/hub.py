@@ -64,7 +64,7 @@ class Hub:
                 if len(self._gone) == len(self._hosts):
                     self._tell_all({"kind": "end"})
 
-    def closed(self, process: int, why: str, now: float) -> None:
+    def mark_closed(self, process: int, why: str, now: float) -> None:
         """A connection ended; after a goodbye or a report of its own that is no loss."""
         suspected = self._suspected is not None and self._suspected[1].process_id == process
         if process not in self._gone and not suspected:
@@ -79,7 +79,7 @@ class Hub:
         if self._suspected is not None and now > self._suspected[0]:
             self._settle(self._suspected[1], now)
 
-    def frozen(self, seconds: float, now: float) -> None:
+    def mark_frozen(self, seconds: float, now: float) -> None:
         """This process itself did not run for so long that it is the one that was lost."""
         self._settle(Cause("lost", 0, self._hosts[0], f"stood still for {seconds:.0f} s"), now)
 

@@ -97,7 +97,7 @@ class Peers(abc.ABC):
         """
 
     @abc.abstractmethod
-    def failed(self, reason: str) -> Cause:
+    def report_failure(self, reason: str) -> Cause:
         """Broadcast that this process ends with an error; return the FIRST cause in any process.
 
         That is another process's where this error only follows from it. Never blocks for long.
@@ -149,7 +149,7 @@ class Alone(Peers):
     def tick(self, number: int) -> str | None:
         return self._reason
 
-    def failed(self, reason: str) -> Cause:
+    def report_failure(self, reason: str) -> Cause:
         self.cause = self.cause or Cause("failed", 0, self.hosts[0], reason)
         return self.cause
 

@@ -71,7 +71,7 @@ def _make(
 # -- said by hand ----------------------------------------------------------------------------------
 
 
-def said_by_hand(environment: Environment, flags: Flags) -> Cluster | None:
+def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None:
     """The three flags, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Raises:

@@ -17,7 +17,7 @@ _SHARE = 0.05
 _SECONDS = 30.0
 
 
-def starved(account: Account, data: Any, dataset: Dataset) -> str | None:
+def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | None:
     """Advice where a run waited for batches for more than 5% of its steps' time.
 
     `None` too where steps took less than 30 seconds: the first batches always take time.

@@ -18,7 +18,7 @@ from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.lifeline import Child
-from jaxtrain.run.attempts.signals import noted_signals
+from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.metrics.files import lines_of
 from jaxtrain.run.show import compare
 from jaxtrain.run.show.progress import clock, say, terminal
@@ -154,7 +154,7 @@ def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int,
     command += [word for binding in point.bindings for word in ("-b", binding)]
     if arguments.allow_imports:
         command.append("--allow-imports")
-    with noted_signals() as stop, log.open("ab") as output:
+    with record_signals() as stop, log.open("ab") as output:
         child = Child(command, beat_seconds=5.0, grace_seconds=GRACE_SECONDS, output=output)
         given = 0
         while (status := child.status()) is None:

@@ -24,20 +24,20 @@ from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
-from jaxtrain.run.attempts.folder import told_if_lost
+from jaxtrain.run.attempts.folder import explain_folder_errors
 from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.run.checkpoint.retention import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.commands.starved import starved
+from jaxtrain.run.commands.starved import advise_on_waiting
 from jaxtrain.run.generation.write import printable
 from jaxtrain.run.metrics.files import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
 from jaxtrain.run.show.output import Output
 from jaxtrain.run.show.progress import quiet, say, terminal
-from jaxtrain.run.show.run_folders import named, runs_in
+from jaxtrain.run.show.run_folders import list_names, runs_in
 from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
@@ -75,7 +75,7 @@ def train(
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     try:
         with (
-            told_if_lost(workdir),
+            explain_folder_errors(workdir),
             begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt,
         ):
             output.when_closed(attempt.request_stop)
@@ -97,7 +97,9 @@ def train(
                 attempt.goodput.record(trainer.steps_done, finished=True)
                 account = attempt.goodput.account()
                 account.show(console)
-                if (told := starved(account, config.train.data, trainer.dataset)) is not None:
+                if (
+                    told := advise_on_waiting(account, config.train.data, trainer.dataset)
+                ) is not None:
                     say(console, told)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
@@ -285,7 +287,7 @@ def _existing_run(workdir: str, step: int | None) -> Place:
                 if inside:
                     raise UserError(
                         f"--workdir {workdir} is no run (no config.gin); it holds these: "
-                        f"{named(inside)}"
+                        f"{list_names(inside)}"
                     )
                 runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
             hint = did_you_mean(workdir, runs) if runs else ""

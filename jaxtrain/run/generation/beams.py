@@ -18,8 +18,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import TokenModel
 from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
-from jaxtrain.run.generation.decoding import LEAST_LENGTH, next_logits, padded, prefill, rounded
-from jaxtrain.run.generation.sampling import Drawing, adjusted, clip_float32, validate_penalty
+from jaxtrain.run.generation.decoding import (
+    LEAST_LENGTH,
+    next_logits,
+    pad_prompts,
+    prefill,
+    round_up,
+)
+from jaxtrain.run.generation.sampling import Drawing, adjust_logits, clip_float32, validate_penalty
 from jaxtrain.training.step import Program, TrainState
 
 NEVER = -1e9  # the score of what is no beam
@@ -166,8 +172,8 @@ def search(
       settings: how it is searched.
       ends: tokens that end an answer.
     """
-    tokens_PT, padding_P = padded(program, sizes, prompts)
-    room = tokens_PT.shape[1] + rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
+    tokens_PT, padding_P = pad_prompts(program, sizes, prompts)
+    room = tokens_PT.shape[1] + round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     logits_PV, cache = prefill(program, sizes, state, tokens_PT, padding_P, room=room)
     return grow(
         program, state, logits_PV, cache, padding_P, prompts, limits,
@@ -256,7 +262,7 @@ def _rank(
     log-probabilities of their last tokens; [P, K] each."""
     rows, W = totals_PW.shape
     told_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    all_BV = adjusted(told_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
+    all_BV = adjust_logits(told_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
     totals_PK, places_PK = jax.lax.top_k(all_BV.reshape(rows, -1), count)
     told_PK = jnp.take_along_axis(told_BV.reshape(rows, -1), places_PK, axis=-1)
     return totals_PK, places_PK, told_PK
@@ -301,10 +307,10 @@ def _select_rows(
 def rows_of(cache: Cache, rows_B: jax.Array, *, begun: bool) -> Cache:
     """The cache of these rows, laid out as before."""
     del begun
-    return Cache(tuple(chosen(x, rows_B) for x in cache.layers), cache.length)
+    return Cache(tuple(take_rows(x, rows_B) for x in cache.layers), cache.length)
 
 
-def chosen(x: jax.Array, rows_B: jax.Array) -> jax.Array:
+def take_rows(x: jax.Array, rows_B: jax.Array) -> jax.Array:
     """These rows of an array [L, B, ...], laid out as before."""
     sharding = jax.typeof(x).sharding
     out = P() if sharding.mesh.empty else sharding.spec

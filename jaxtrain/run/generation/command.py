@@ -12,7 +12,7 @@ from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import converse
-from jaxtrain.run.generation.drafting import drafted, validate_guesses
+from jaxtrain.run.generation.drafting import generate_with_draft, validate_guesses
 from jaxtrain.run.generation.published_defaults import Defaults, published_defaults
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import printable, show
@@ -54,7 +54,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if streams and goes_on:
         show(arguments.prompt)
     if arguments.draft is not None:
-        answers = drafted(arguments, trainer, prompts, sampling)
+        answers = generate_with_draft(arguments, trainer, prompts, sampling)
     else:
         answers = trainer.answers(
             prompts,

@@ -21,9 +21,9 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import Transformer, hidden, logits
+from jaxtrain.nn.transformer import Transformer, hidden_states, logits
 from jaxtrain.parallel.sharding import Layout, shard
-from jaxtrain.run.generation.sampling import Drawing, adjusted, draw
+from jaxtrain.run.generation.sampling import Drawing, adjust_logits, draw
 from jaxtrain.training.step import Program, TrainState
 
 LEAST_LENGTH = 16  # that lengths are rounded up to
@@ -59,7 +59,7 @@ class Texts:
     count: jax.Array
 
 
-def rounded(size: int, *, least: int = 1, most: int | None = None) -> int:
+def round_up(size: int, *, least: int = 1, most: int | None = None) -> int:
     """The power of two that is at least `size` and `least`, or `most`."""
     up = max(least, 1 << (size - 1).bit_length())
     return up if most is None else min(up, most)
@@ -82,7 +82,7 @@ def for_texts(program: Program) -> Program:
     return dataclasses.replace(program, layout=layout, execution=execution)
 
 
-def padded(
+def pad_prompts(
     program: Program, sizes: TokenModel, prompts: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as rows int32 [B, T], and the padding before each [B].
@@ -92,9 +92,9 @@ def padded(
     """
     longest = max(len(prompt) for prompt in prompts)
     if not counts_slots(sizes):
-        longest = rounded(longest, least=LEAST_LENGTH, most=sizes.context_length)
+        longest = round_up(longest, least=LEAST_LENGTH, most=sizes.context_length)
     devices = program.layout.batch_devices()
-    rows = -(-rounded(len(prompts)) // devices) * devices
+    rows = -(-round_up(len(prompts)) // devices) * devices
     tokens_BT = np.zeros((rows, longest), np.int32)
     padding_B = np.full(rows, 0 if counts_slots(sizes) else longest - 1, np.int32)
     for row, prompt in enumerate(prompts):
@@ -172,12 +172,12 @@ def advance(
     """
     model, following = program.model(state), following or next_logits
 
-    def wanted(texts: Texts) -> jax.Array:
+    def is_unfinished(texts: Texts) -> jax.Array:
         return (texts.count < until) & ~texts.finished_B.all()
 
     def step(texts: Texts) -> Texts:
         keys_of_draw_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, texts.count)
-        adjusted_BV = adjusted(texts.logits_BV, texts.seen_BV, drawing)
+        adjusted_BV = adjust_logits(texts.logits_BV, texts.seen_BV, drawing)
         token_B = draw(adjusted_BV, keys_of_draw_B, drawing)
         told_BV = jax.nn.log_softmax(texts.logits_BV, axis=-1)
         told_B1 = jnp.take_along_axis(told_BV, token_B[:, None], axis=-1)
@@ -204,7 +204,7 @@ def advance(
             count=count,
         )
 
-    return jax.lax.while_loop(wanted, step, texts)
+    return jax.lax.while_loop(is_unfinished, step, texts)
 
 
 def next_logits(
@@ -237,7 +237,7 @@ def next_logits(
         segment_ids_BS=shard((jnp.arange(room) >= before_B1).astype(jnp.int32), ROWS),
     )
     tokens_BT, positions_BT = shard(tokens_BT, ROWS), shard(positions_BT, ROWS)
-    h_BTD, longer, _ = hidden(model, tokens_BT, positions_BT, mask, execution, cache)
+    h_BTD, longer, _ = hidden_states(model, tokens_BT, positions_BT, mask, execution, cache)
     assert longer is not None, "a cache went in"
     logits_BTV = logits(model, h_BTD[:, -last:]).astype(jnp.float32)
     if not jax.sharding.get_abstract_mesh().empty:

@@ -13,7 +13,7 @@ from jaxtrain.run.generation.published_defaults import ends_of_run
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.speculative import Draft, Guesser, Lookup, rolls_back, speculate
 from jaxtrain.run.generation.stopping import Stopping
-from jaxtrain.run.generation.write import encoded, tokenizer_of
+from jaxtrain.run.generation.write import encode_prompt, tokenizer_of
 from jaxtrain.run.trainer import Trainer
 
 LOOKUP = "lookup"  # in the place of a draft's folder
@@ -38,7 +38,7 @@ def validate_guesses(arguments: argparse.Namespace) -> None:
         )
 
 
-def drafted(
+def generate_with_draft(
     arguments: argparse.Namespace,
     trainer: Trainer,
     prompts: Sequence[str],
@@ -61,7 +61,7 @@ def drafted(
     tokenizer, state = tokenizer_of(train), trainer.program.consensus(trainer.state)
     rolls_back(train.model)
     guesser = _guesser(arguments, trainer)
-    tokens = [encoded(tokenizer, prompt) for prompt in prompts]
+    tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     as_text = Stopping(tokenizer, tokens, ())
     ends = ends_of_run(trainer.config, trainer.workdir)
     answers, drawn, passes, guessed, accepted = [], 0, 0, 0, 0

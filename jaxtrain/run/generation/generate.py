@@ -22,9 +22,9 @@ from jaxtrain.run.generation.decoding import (
     advance,
     batches,
     for_texts,
-    padded,
+    pad_prompts,
     prefill,
-    rounded,
+    round_up,
 )  # fmt: skip
 from jaxtrain.run.generation.prefix_cache import Beginning, Memory
 from jaxtrain.run.generation.sampling import Drawing, Sampling
@@ -41,7 +41,7 @@ class Watch(Protocol):
 
     every: int
 
-    def stopped_at(self, prompt: int, tokens: list[int]) -> int | None:
+    def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
         """How many tokens prompt number `prompt`'s answer ends with, or None: it goes on."""
         ...
 
@@ -99,7 +99,7 @@ def generate(
     """
     validate_watch(sampling, watch)
     sizes, program = writes(model), for_texts(program)
-    given = [checked(prompt, sizes) for prompt in prompts]
+    given = [validate_prompt(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
     validate_seed(seed)
     if batch_size < 1:
@@ -132,7 +132,7 @@ def generate(
     return [answers[number] for number in range(len(given))]
 
 
-def checked(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> list[int]:
+def validate_prompt(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> list[int]:
     """The prompt's tokens; UserError where it is empty or they are not the model's."""
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
@@ -201,10 +201,10 @@ def _answer(
     memory: Memory | None,
 ) -> list[Answer]:
     """The answers of one batch, prompts by their numbers."""
-    new = rounded(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
+    new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     drawing, count = sampling.drawing(), len(prompts)
     if memory is None:
-        tokens_BT, padding_B = padded(program, sizes, list(prompts.values()))
+        tokens_BT, padding_B = pad_prompts(program, sizes, list(prompts.values()))
         room = tokens_BT.shape[1] + new
         logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
         begun = Beginning(logits_BV, cache, padding_B, room)
@@ -229,7 +229,7 @@ def _answer(
         told_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
-    answers, texts = written(
+    answers, texts = write_answers(
         program, state, texts, list(prompts), limits,
         drawing=drawing, keys_B=keys_B, ends=ends, room=room, watch=watch,
     )  # fmt: skip
@@ -239,7 +239,7 @@ def _answer(
     return answers
 
 
-def written(
+def write_answers(
     program: Program,
     state: TrainState,
     texts: Texts,
@@ -277,7 +277,7 @@ def written(
         if watch is not None:
             for row, number in enumerate(numbers):
                 if row not in stops:
-                    at = watch.stopped_at(number, drawn_BN[row, : lengths[row]].tolist())
+                    at = watch.find_stop(number, drawn_BN[row, : lengths[row]].tolist())
                     if at is not None:
                         stops[row], finished_B[row] = at, True
             texts = dataclasses.replace(texts, finished_B=jnp.asarray(finished_B))

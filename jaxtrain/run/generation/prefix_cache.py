@@ -16,9 +16,9 @@ from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
     counts_slots,
     next_logits,
-    padded,
+    pad_prompts,
     prefill,
-    rounded,
+    round_up,
 )
 from jaxtrain.training.step import Program, TrainState
 
@@ -73,18 +73,18 @@ class Memory:
         shared = 0 if kept is None else self._count_shared(sizes, text)
         self._tokens, self.read = list(text), len(text) - shared
         if kept is None or not shared:
-            tokens_BT, padding_B = padded(program, sizes, [text])
-            room = rounded(tokens_BT.shape[1] + new)
+            tokens_BT, padding_B = pad_prompts(program, sizes, [text])
+            room = round_up(tokens_BT.shape[1] + new)
             logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
             return Beginning(logits_BV, cache, padding_B, room)
         *most, last = text[shared:]
         length = len(most)
         if _forgets(sizes) and most:  # places after the last are overwritten, and not seen before
             context = sizes.context_length - shared
-            length = rounded(len(most), least=LEAST_LENGTH, most=context)
+            length = round_up(len(most), least=LEAST_LENGTH, most=context)
         cache, logits_BV, rows = kept.cache, kept.logits_BV, len(kept.padding_B)
         start = int(kept.padding_B[0]) + shared
-        room = rounded(max(kept.room, start + length + 1 + new))
+        room = round_up(max(kept.room, start + length + 1 + new))
         if room > kept.room:
             cache = _with_room(sizes, cache, room=room)
         for some, width in (most, length), ([last], 1):

@@ -109,7 +109,7 @@ def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
     end of a text.
     """
     folder = published_folder(config, workdir)
-    found = () if folder is None else published_ends(folder)
+    found = () if folder is None else end_tokens(folder)
     data = config.train.data
     if isinstance(data, TextSource) and getattr(data, "source", "") != "synthetic":
         named = data if isinstance(data, Templated) else text_of(data)
@@ -119,7 +119,7 @@ def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
     return found
 
 
-def published_ends(folder: Place) -> tuple[int, ...]:
+def end_tokens(folder: Place) -> tuple[int, ...]:
     """The tokens at which transformers' generate() ends an answer of a folder's model."""
     if (folder / GENERATION).is_file():
         return ends_of(read_json(folder / GENERATION))

@@ -76,7 +76,7 @@ def validate_penalty(penalty: float | None) -> None:
         )
 
 
-def adjusted(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:
+def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:
     """The logits to draw from, float32: of what is cut off -inf.
 
     Args:

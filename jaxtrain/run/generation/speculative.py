@@ -24,12 +24,12 @@ from jaxtrain.run.generation.decoding import (
     counts_slots,
     for_texts,
     next_logits,
-    padded,
+    pad_prompts,
     prefill,
-    rounded,
+    round_up,
 )
-from jaxtrain.run.generation.generate import checked, limit_of, validate_seed, writes
-from jaxtrain.run.generation.sampling import Drawing, Sampling, adjusted
+from jaxtrain.run.generation.generate import limit_of, validate_prompt, validate_seed, writes
+from jaxtrain.run.generation.sampling import Drawing, Sampling, adjust_logits
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -197,7 +197,7 @@ def speculate(
       UserError: as of `generate`; or the model keeps a state that cannot be taken back.
     """
     sizes, program = rolls_back(model), for_texts(program)
-    text = checked(prompt, sizes)
+    text = validate_prompt(prompt, sizes)
     limit = limit_of(len(text), max_new_tokens, sizes)
     validate_seed(seed)
     K, V, key, drawing = guesser.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
@@ -268,8 +268,8 @@ def _read(
     program: Program, sizes: TokenModel, state: TrainState, prompt: list[int], new: int
 ) -> tuple[jax.Array, _Text]:
     """Logits [B, V] after a prompt, and what is kept of it, with room for `new` tokens."""
-    tokens_BT, padding_B = padded(program, sizes, [prompt])
-    room = tokens_BT.shape[1] + rounded(new, least=LEAST_LENGTH)
+    tokens_BT, padding_B = pad_prompts(program, sizes, [prompt])
+    room = tokens_BT.shape[1] + round_up(new, least=LEAST_LENGTH)
     logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
     return logits_BV, _Text(cache, padding_B, room)
 
@@ -315,7 +315,7 @@ def _draft(
         logits_B1V, cache = next_logits(
             model, tokens_B1, cache, padding_B, program.execution, room=room, last=1
         )
-        from_V = distribution(adjusted(logits_B1V[0, 0], seen_V, drawing), drawing)
+        from_V = distribution(adjust_logits(logits_B1V[0, 0], seen_V, drawing), drawing)
         token = jax.random.categorical(key, jnp.log(from_V)).astype(jnp.int32)
         if seen_V is not None:
             seen_V |= token == jnp.arange(seen_V.shape[0])
@@ -348,7 +348,7 @@ def _accept(
     if seen_V is not None:
         own_KV = jnp.cumsum(jax.nn.one_hot(guesses_K, V), axis=0) > 0
         seen_TV = seen_V | jnp.concatenate([jnp.zeros((1, V), bool), own_KV])
-    model_TV = distribution(adjusted(logits_TV, seen_TV, drawing), drawing)
+    model_TV = distribution(adjust_logits(logits_TV, seen_TV, drawing), drawing)
     of_keeping, of_last = jax.random.split(key)
     guess_K1 = guesses_K[:, None]
     model_K = jnp.take_along_axis(model_TV[:K], guess_K1, axis=-1)[:, 0]

@@ -65,7 +65,7 @@ class Stopping:
         """An answer with its text."""
         return dataclasses.replace(answer, text=self.text(prompt, answer.tokens))
 
-    def stopped_at(self, prompt: int, tokens: list[int]) -> int | None:
+    def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
         """After how many tokens there is a stop string, or None."""
         if self._show is not None and prompt == 0:
             whole = continuation(self._tokenizer, self._prompts[prompt], tokens)

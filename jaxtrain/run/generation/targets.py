@@ -26,11 +26,11 @@ from jaxtrain.parallel.sharding import shard
 from jaxtrain.run.generation import beams
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, for_texts, rounded
-from jaxtrain.run.generation.generate import Watch, validate_seed, validate_watch, written
+from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, for_texts, round_up
+from jaxtrain.run.generation.generate import Watch, validate_seed, validate_watch, write_answers
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
-from jaxtrain.run.generation.write import encoded
+from jaxtrain.run.generation.write import encode_prompt
 from jaxtrain.training.settings import Train
 from jaxtrain.training.step import Program, TrainState
 
@@ -105,7 +105,7 @@ def tell(
     if tokenizer is None or not texts:
         ids: list[Any] = list(prompts)
         return targets(program, sizes, state, ids, **asked)
-    ids = [encoded(tokenizer, text) for text in texts]
+    ids = [encode_prompt(tokenizer, text) for text in texts]
     # A target begins with nothing: it is the text of its own tokens alone.
     watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
     answers = targets(program, sizes, state, ids, **asked, watch=watch if stop or show else None)
@@ -162,7 +162,7 @@ def targets(
             source_BS, real_BS = _pad(some, rows, sizes)
             # One place more than is drawn: the first holds `begin`, and what the last token would
             # lead to is made, and not looked at.
-            new = rounded(limit, least=LEAST_LENGTH, most=sizes.context_length)
+            new = round_up(limit, least=LEAST_LENGTH, most=sizes.context_length)
             logits_BV, read = _read(program, sizes, state, source_BS, real_BS, begin, room=new + 1)
             limits = [limit] * len(some)
             if isinstance(sampling, BeamSearch):
@@ -178,7 +178,7 @@ def targets(
             begun = _begin(
                 read, logits_BV, limits, begin, new, seen="repetition_penalty" in drawing
             )
-            answers += written(
+            answers += write_answers(
                 program, state, begun, range(first, first + len(some)), limits,
                 drawing=drawing, keys_B=keys_B, ends=ends, room=new + 1, watch=watch,
                 following=_following,
@@ -216,7 +216,7 @@ def _validate_source(source: Sequence[int], sizes: PairModel) -> None:
 
 def _rows(count: int, program: Program) -> int:
     devices = program.layout.batch_devices()
-    return -(-rounded(count) // devices) * devices
+    return -(-round_up(count) // devices) * devices
 
 
 def _pad(
@@ -224,7 +224,7 @@ def _pad(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows [B, S] of sources, and where they have tokens; rows that are none repeat the first."""
     longest = max(len(source) for source in sources)
-    S = rounded(longest, least=LEAST_LENGTH, most=sizes.context_length)
+    S = round_up(longest, least=LEAST_LENGTH, most=sizes.context_length)
     tokens_BS, real_BS = np.zeros((2, rows, S), np.int32)
     for row in range(rows):
         source = sources[row] if row < len(sources) else sources[0]
@@ -259,8 +259,8 @@ def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
         return dataclasses.replace(read, cache=cache)
     return Read(
         cache,
-        jax.tree.map(lambda x: beams.chosen(x, rows_B), read.remembered),
-        beams.chosen(read.source_segment_ids_BS[None], rows_B)[0],
+        jax.tree.map(lambda x: beams.take_rows(x, rows_B), read.remembered),
+        beams.take_rows(read.source_segment_ids_BS[None], rows_B)[0],
     )
 
 

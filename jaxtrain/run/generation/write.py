@@ -56,7 +56,7 @@ def write(
         context, or a stop string is empty.
     """
     tokenizer = tokenizer_of(train)
-    tokens = [encoded(tokenizer, prompt, special_tokens=special_tokens) for prompt in prompts]
+    tokens = [encode_prompt(tokenizer, prompt, special_tokens=special_tokens) for prompt in prompts]
     if ends is None:
         ends = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
     watch = Stopping(tokenizer, tokens, stop, show)
@@ -91,7 +91,7 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
     return train.data.open_tokenizer()
 
 
-def encoded(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
     """The tokens of a prompt, with the tokenizer's special tokens around it or without; UserError
     where it is no text."""
     try:

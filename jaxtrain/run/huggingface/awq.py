@@ -28,11 +28,11 @@ from jaxtrain.models.weights.folder import CONFIG, Folder
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.products.quantized import Quantized, unpacked
+from jaxtrain.nn.products.quantized import Quantized, unpack
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
 from jaxtrain.run.huggingface import receipt
-from jaxtrain.run.huggingface.exporting import carried_along, settings, write_weights
+from jaxtrain.run.huggingface.exporting import companion_files, settings, write_weights
 from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
@@ -77,7 +77,7 @@ def export_awq(
             f"Finetune.few_bits={config.finetune.few_bits!r} and Finetune.lora_rank="
             f"{config.finetune.lora_rank}; quantize it first, or leave --awq out"
         )
-    model, carried = config.train.model, carried_along(config, workdir)
+    model, carried = config.train.model, companion_files(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
     family, said = family_for(model, content.get("model_type"))
     with program.layout.active():
@@ -134,7 +134,7 @@ def _compare(
     count = sum(map(math.prod, shapes.values()))
     found = None
     if count <= receipt.MOST_PARAMETERS:
-        tokens, _ = receipt.drawn(model)
+        tokens, _ = receipt.draw_input(model)
         params = read_parameters(Folder(beside), program, model)
         theirs = receipt.logits_of(program.whole, model, params, tokens)
         ours = receipt.logits_of_state(program, model, _in_half(state), tokens)
@@ -166,7 +166,7 @@ def _split_codes(tuning: FewBits, frozen: nnx.State) -> nnx.State:
     for path, variable in tuning.as_declared(frozen).items():
         value = variable.get_value()
         if isinstance(value, Quantized):
-            for name, one in ("codes", unpacked(value)), ("zeros", value.zeros), (
+            for name, one in ("codes", unpack(value)), ("zeros", value.zeros), (
                 "scales", value.scales,
             ):  # fmt: skip
                 found[*path, name] = variable.replace(one)

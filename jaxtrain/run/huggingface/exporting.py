@@ -68,7 +68,7 @@ def export_run(
     """
     require_one_process(out)
     model = config.train.model
-    carried = carried_along(config, workdir)
+    carried = companion_files(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
     family, said = family_for(model, content.get("model_type"))
     names = family.names(model)
@@ -97,7 +97,7 @@ def export_run(
     return found
 
 
-def carried_along(config: Config, workdir: Place | None) -> dict[str, bytes]:
+def companion_files(config: Config, workdir: Place | None) -> dict[str, bytes]:
     """What goes along: of the import, of what the run started from, or the run's tokenizer."""
     folder = published_folder(config, workdir)
     if folder is None:

@@ -69,7 +69,7 @@ def import_run(
     )
     program = make_program(config, layouts.layout(config)).plain.whole
     params = read_parameters(folder, program, config.train.model)
-    with whole_or_absent(workdir):
+    with create_atomically(workdir):
         return _write(config, workdir, folder, params, program, console=console, say=say)
 
 
@@ -141,7 +141,7 @@ def save_first(
 
 
 @contextlib.contextmanager
-def whole_or_absent(workdir: Place) -> Iterator[None]:
+def create_atomically(workdir: Place) -> Iterator[None]:
     """Around what writes a new run's folder: where that fails, the next try finds none there."""
     is_new = not workdir.exists()
     try:

@@ -181,7 +181,7 @@ def compare(
     elif count > MOST_PARAMETERS:
         why_not = f"more than {MOST_PARAMETERS:,} parameters would be in memory twice"
     else:
-        inputs, given = drawn(model)
+        inputs, given = draw_input(model)
         theirs = _logits_of_transformers(folder, architecture, given)
         if isinstance(theirs, str):
             why_not = theirs
@@ -220,7 +220,7 @@ def _same(theirs: np.ndarray, ours: np.ndarray) -> bool:
     return np.array_equal(raw(theirs.astype(narrow)), raw(ours.astype(narrow)))
 
 
-def drawn(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
+def draw_input(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]:
     """Tokens from a seed, of one row, or an image, for `Trainer.logits` and by transformers'
     names."""
     rng = np.random.default_rng(0)

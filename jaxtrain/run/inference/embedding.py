@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch, stacked
+from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -34,7 +34,7 @@ class Embedding:
         return json.dumps({"input": self.name, "embedding": numbers}, ensure_ascii=False)
 
 
-def embedded(
+def embed(
     given: Sequence[Any],
     model: EmbeddingModel,
     data: object,
@@ -79,7 +79,7 @@ def embedded(
         part = rows[begin : begin + AT_ONCE]
         # The last ones are filled up: one program serves all.
         missing = 0 if begin == 0 else AT_ONCE - len(part)
-        found = vectors(stacked([*part, *[part[-1]] * missing]))
+        found = vectors(stack([*part, *[part[-1]] * missing]))
         for name, vector in zip(given[begin:], found[: len(part)], strict=False):
             yield Embedding(str(name), vector)
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, on_host
 from jaxtrain.models.model import EmbeddingModel, Model, embeds
-from jaxtrain.nn.pooling import pooled
-from jaxtrain.nn.transformer import hidden
+from jaxtrain.nn.pooling import pool
+from jaxtrain.nn.transformer import hidden_states
 from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import TellsLogits
@@ -101,11 +101,11 @@ def _embeddings(
     assert model.pooling is not None, "asked before"
     assert ids_BT is not None, "texts have padding"
     assert batch.positions is not None, "and places"
-    h_BTD, _, _ = hidden(
+    h_BTD, _, _ = hidden_states(
         program.model(state), batch.inputs, batch.positions, objective.mask(batch),
         program.execution,
     )  # fmt: skip
-    found_BD = pooled(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
+    found_BD = pool(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
     return jax.sharding.reshard(found_BD, P())
 
 

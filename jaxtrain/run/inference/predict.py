@@ -12,7 +12,7 @@ from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch, stacked
+from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
 from jaxtrain.data.pairs.labelled import LabelledText
@@ -35,7 +35,7 @@ from jaxtrain.models.model import (
     reads_vectors,
 )
 from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.inference.embedding import Embedding, embedded
+from jaxtrain.run.inference.embedding import Embedding, embed
 from jaxtrain.run.inference.fill_mask import hidden_tokens, token_names
 from jaxtrain.run.inference.logits import embeddings, numbers
 from jaxtrain.run.inference.regression import Numbers, numbers_of
@@ -177,7 +177,7 @@ def predict(
     name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
     if embeds(model):
         instead = "makes embeddings"
-        found = embedded(given, model, data, says.embeddings, say=say)
+        found = embed(given, model, data, says.embeddings, say=say)
     elif isinstance(objective, Regression):
         instead, again = "predicts numbers", isinstance(objective, Reconstruction)
         found = numbers_of(given, model, data, says.numbers, again=again)
@@ -266,9 +266,9 @@ def _of_images(
     if not images and skip is None:
         raise UserError("predict: there is no image; name PNG or JPEG files, or folders of them")
 
-    def prepared(number: int) -> np.ndarray:
+    def prepare(number: int) -> np.ndarray:
         try:
-            return data.prepared(_read(images[number]), None)
+            return data.prepare(_read(images[number]), None)
         except UserError as error:
             if skip is None:
                 raise
@@ -278,7 +278,7 @@ def _of_images(
             return np.zeros(data.image_shape, np.float32)
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        return logits(np.stack([prepared(number) for number in numbers]))
+        return logits(np.stack([prepare(number) for number in numbers]))
 
     called = [
         f"image {number}" if isinstance(image, Image.Image) else str(image)
@@ -341,7 +341,7 @@ def _of_words(
             called.append(word if len(given) == 1 else f"text {number + 1}, {word}")
         rows.append(data.row(tokens))
     told_BTC = np.concatenate(
-        [logits(stacked(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
+        [logits(stack(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
     )
 
     def of(numbers: Sequence[int]) -> np.ndarray:
@@ -359,7 +359,7 @@ def _of_hidden(
 
     def of(numbers: Sequence[int]) -> np.ndarray:
         asked = [places[number] for number in numbers]
-        told_BTV = logits(stacked([rows[row] for row, _ in asked]))
+        told_BTV = logits(stack([rows[row] for row, _ in asked]))
         return told_BTV[np.arange(len(asked)), [place for _, place in asked]]
 
     return _Asked(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
@@ -369,7 +369,7 @@ def _of_vectors(
     given: list[Given], model: VectorModel, data: VectorData, logits: Callable[[Any], np.ndarray]
 ) -> _Asked:
     called, table = vectors_of(given, model)
-    vectors = data.prepared(table)
+    vectors = data.prepare(table)
 
     def names() -> list[str]:
         return [str(label) for label in range(model.outputs)]
@@ -385,7 +385,7 @@ def _of_sequences(
         names, sequences = _sequences(source, model, data, len(called))
         called += names
         found += sequences
-    rows = data.prepared(found)
+    rows = data.prepare(found)
     return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
 
 
@@ -416,7 +416,7 @@ def _where_told(
     """Return the logits [N, C] of rows, at the position of each whose class is predicted."""
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        batch = stacked([rows[number] for number in numbers])
+        batch = stack([rows[number] for number in numbers])
         told_BTC = logits(batch)
         return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
 

@@ -65,7 +65,7 @@ def numbers_of(
             f"{type(data).__name__}() does not say how they are scaled; use @VectorData()"
         )
     called, table = vectors_of(given, sizes)
-    vectors = data.prepared(table)
+    vectors = data.prepare(table)
     found = told(vectors)
     if not again:
         yield from map(Numbers, called, data.numbers_again(found))

@@ -181,7 +181,7 @@ class MetricsLog:
             self._settle(dispatched, last=not self._pending)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Around evaluations and saves: settles all steps, and leaves the time out of step_seconds.
 
         Settling first means that no checkpoint holds the state of a bad step, and that a

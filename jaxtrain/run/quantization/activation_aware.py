@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.models.model import Model
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantized import dequantized, quantize
+from jaxtrain.nn.products.quantized import dequantize, quantize
 
 STEPS = 20  # values of alpha: 0, 1/20, .., 19/20
 _LEAST = 1e-4  # of a scale
@@ -39,7 +39,7 @@ class Readers:
     makers: tuple[str, ...]
 
 
-def scaled_together(model: Model) -> tuple[Readers, ...]:
+def scaling_groups(model: Model) -> tuple[Readers, ...]:
     """The weights of a model's layers that can be scaled; none of a model that is no Llama.
 
     What `out` reads are values, each of which serves several heads where queries are grouped: there
@@ -80,7 +80,7 @@ def best_scales(
         s_I = scales(alpha)
         axes = ("embed", "mlp")
         few = quantize(weight_IO * s_I[:, None], axes, (0,), "int4", group=group)
-        return jnp.square((x_NI / s_I) @ dequantized(few) - made_NO).mean()
+        return jnp.square((x_NI / s_I) @ dequantize(few) - made_NO).mean()
 
     alphas = jnp.arange(STEPS, dtype=jnp.float32) / STEPS
     alpha = alphas[jnp.argmin(jax.lax.map(error, alphas))]
@@ -101,7 +101,7 @@ def scale(
       weights: its parameters by name, float32, the layers in their order.
       seen: what weights read, the first of each `Readers` among them, [L, N, I]; in place what they
         read of the scaled model.
-      of: from `scaled_together`.
+      of: from `scaling_groups`.
       group: numbers that share a scale of int4.
       say: takes a line for people.
     """

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.products.watched import Watched
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden
+from jaxtrain.nn.transformer import hidden_states
 from jaxtrain.parallel.sharding import by_name, logical_axes, shard
 from jaxtrain.run.generation.decoding import ROWS, for_one_text
 from jaxtrain.training.finetune.few_bits import sides_of
@@ -77,6 +77,6 @@ def _read_by(
         model = nnx.merge(graphdef, nnx.from_flat_state(watched), rest)
         places_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         rows = shard(tokens_BT, ROWS), shard(places_BT, ROWS)
-        return hidden(model, *rows, Mask(), program.execution)[0].sum()
+        return hidden_states(model, *rows, Mask(), program.execution)[0].sum()
 
     return jax.grad(total)({name: probe(name) for name in names})

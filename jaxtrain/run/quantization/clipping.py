@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.nn.products.quantized import dequantized, quantize
+from jaxtrain.nn.products.quantized import dequantize, quantize
 
 RANGES = 10  # shares of the largest magnitude: 1, 19/20, .., 11/20
 _READ_BY = {"value": "query", "out": "out", "gate": "gate", "up": "gate", "down": "down"}
@@ -26,7 +26,9 @@ READ = tuple(dict.fromkeys(_READ_BY.values()))  # the weights whose inputs are a
 
 
 @functools.partial(jax.jit, static_argnames="group")
-def clipped(x_NI: jax.Array, weight_IO: jax.Array, *, group: int) -> tuple[jax.Array, jax.Array]:
+def clip_weight(
+    x_NI: jax.Array, weight_IO: jax.Array, *, group: int
+) -> tuple[jax.Array, jax.Array]:
     """A weight with each group of each output clipped, and the shares [G, O] of its range that are
     left.
 
@@ -48,7 +50,7 @@ def clipped(x_NI: jax.Array, weight_IO: jax.Array, *, group: int) -> tuple[jax.A
     def error(share: jax.Array) -> jax.Array:
         whole_IO = cut(share).reshape(weight_IO.shape)
         few = quantize(whole_IO, ("embed", "mlp"), (0,), "int4", group=group)
-        d_GSO = dequantized(few).reshape(weight_GSO.shape) - weight_GSO
+        d_GSO = dequantize(few).reshape(weight_GSO.shape) - weight_GSO
         return jnp.einsum("GSO,GSU,GUO->GO", d_GSO, squares_GSU, d_GSO)
 
     shares = 1 - jnp.arange(RANGES, dtype=jnp.float32) / (2 * RANGES)
@@ -76,7 +78,7 @@ def clip(
         whole = weights[f"layers/{name}"]
         for layer, x_NI in enumerate(seen[reader]):
             weight_IO = whole[layer].reshape(x_NI.shape[1], -1)
-            found, best_GO = clipped(x_NI, weight_IO, group=group)
+            found, best_GO = clip_weight(x_NI, weight_IO, group=group)
             whole[layer] = np.asarray(found).reshape(whole[layer].shape)
             left.append(float(best_GO.mean()))
     say(f"{', '.join(_READ_BY)}: clipped to {np.mean(left):.0%} of their groups' ranges (the mean)")

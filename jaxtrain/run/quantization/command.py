@@ -25,20 +25,20 @@ from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.checkpoint import metadata
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.write import tokenizer_of
-from jaxtrain.run.huggingface.exporting import carried_along
+from jaxtrain.run.huggingface.exporting import companion_files
 from jaxtrain.run.huggingface.importing import (
     CARRIED_FOLDER,
+    create_atomically,
     require_free,
     save_first,
-    whole_or_absent,
 )
-from jaxtrain.run.quantization.activation_aware import scale, scaled_together
+from jaxtrain.run.quantization.activation_aware import scale, scaling_groups
 from jaxtrain.run.quantization.calibration import read_by, rows_of
 from jaxtrain.run.quantization.clipping import READ, clip
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import merged, on_host, placed
+from jaxtrain.run.weights import merge_adapters, on_host, place_weights
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, validate_blocks
 from jaxtrain.training.finetune.finetune import Finetune
@@ -125,7 +125,7 @@ def write_quantized(
     )  # fmt: skip
     before = trainer.program.plain
     state = trainer.program.consensus(trainer.state)
-    params = merged(before, state)
+    params = merge_adapters(before, state)
     whole = dataclasses.replace(before.whole, build=config.train.model.build)
     was = _bytes(params)
     if text is not None:
@@ -139,11 +139,11 @@ def write_quantized(
     made = dataclasses.replace(made, step=state.step)
     extra = metadata.describe_parameters(config, program, trainer.ancestors)
     del extra["only_parameters"]
-    with whole_or_absent(out):
+    with create_atomically(out):
         with path_errors(f"--out {out}", needs="use a folder that can be made and written"):
             if isinstance(out, Path):
                 (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
-            for name, content in carried_along(trainer.config, trainer.workdir).items():
+            for name, content in companion_files(trainer.config, trainer.workdir).items():
                 write_atomically(out / CARRIED_FOLDER / name, content)
         save_first(trainer.steps_done, made, extra, config=config, workdir=out, say=say)
     say(
@@ -157,7 +157,7 @@ def _scale(
 ) -> nnx.State:
     """The parameters with their weights scaled and clipped by what they read on a text."""
     sizes = token_model(trainer.config.train.model)
-    of = scaled_together(sizes)
+    of = scaling_groups(sizes)
     if not of:
         raise UserError(
             f"--calibrate {text}: the weights of a @Llama() are scaled, and this model is a "
@@ -177,7 +177,7 @@ def _scale(
     clip(values, seen, group=group, say=say)
     dtype = np.dtype(trainer.config.precision.params)
     values = {name: x.astype(dtype) for name, x in values.items()}
-    return placed(program.abstract_state().params, values, program.stages)
+    return place_weights(program.abstract_state().params, values, program.stages)
 
 
 def _config(trainer: Trainer, few_bits: Literal["int8", "int4"], group: int, out: Place) -> Config:

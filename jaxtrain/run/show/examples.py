@@ -53,7 +53,7 @@ def show_examples(batch: Batch, dataset: Dataset, count: int, say: Callable[[str
             say(f"Example {row + 1}: {source!r} -> {target!r}")
             continue
         say(f"Example {row + 1}: {_tokens(example)}")
-        for line in drawn(example):
+        for line in draw_row(example):
             say(line)
         for line in _texts(example, dataset.tokenizer):
             say(line)
@@ -86,7 +86,7 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
     say(f"The commonest: {', '.join(names)}")
 
 
-def drawn(example: Batch) -> list[str]:
+def draw_row(example: Batch) -> list[str]:
     """A row of text in lines of at most WIDTH signs, of some tokens each.
 
     A letter for each document, a dot for padding; where targets count, '#', where of a sign's some

@@ -26,17 +26,17 @@ _STYLE = "line-height:normal; font-family:Menlo,'DejaVu Sans Mono',Consolas,mono
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of each dimension
 
 
-def preformatted(text: str) -> str:
+def as_pre(text: str) -> str:
     """Text as HTML that keeps its lines."""
     return f"<pre>{html.escape(text, quote=False)}</pre>"
 
 
-def folded(summary: str, text: str) -> str:
+def details(summary: str, text: str) -> str:
     """Text as HTML that opens when its summary is clicked."""
-    return f"<details><summary>{html.escape(summary)}</summary>{preformatted(text)}</details>"
+    return f"<details><summary>{html.escape(summary)}</summary>{as_pre(text)}</details>"
 
 
-def printed(show: Callable[[Console], None]) -> str:
+def export_html(show: Callable[[Console], None]) -> str:
     """What `show` prints, as HTML."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH_COLUMNS, force_jupyter=False)
     show(console)

@@ -19,7 +19,7 @@ from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
-from jaxtrain.run.checkpoint.ancestry import told
+from jaxtrain.run.checkpoint.ancestry import describe_ancestors
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.corruption import replicated_fraction
@@ -160,7 +160,7 @@ def show_parameters(
     )
 
 
-def written_mesh(sizes: Mapping[str, int]) -> str:
+def format_mesh(sizes: Mapping[str, int]) -> str:
     """The axes above 1: "fsdp=8 x tensor=4"."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
@@ -169,7 +169,7 @@ def show_mesh(console: Console, layout: Layout) -> None:
     """Prints the mesh's axes and the order of its devices."""
     mesh = layout.mesh
     assert isinstance(mesh, jax.sharding.Mesh)
-    axes = written_mesh(mesh.shape)
+    axes = format_mesh(mesh.shape)
     kind = mesh.devices.flat[0].device_kind
     stage = f"ZeRO {layout.zero}{', sharded masters' if layout.masters == 'sharded' else ''}"
     console.print(f"Mesh: {axes} over {mesh.size} {kind} device(s), {stage}")
@@ -256,7 +256,7 @@ def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
     if mixing is None:
         return
     size, seed = train.global_batch_size, train.seed
-    seen = mixing.seen(train.steps, global_batch_size=size, seed=seed)
+    seen = mixing.count_seen(train.steps, global_batch_size=size, seed=seed)
     table = Table(title=f"Mixture, after {train.steps:,} steps", title_justify="left")
     table.add_column("source")
     stages = list(mixing.stages)
@@ -293,7 +293,7 @@ def show_checkpoint(
     console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
     for name, value in extra["data"].items():
         console.print(f"{name}: {value}", soft_wrap=True)
-    say(console, *told(extra.get("ancestors", [])))
+    say(console, *describe_ancestors(extra.get("ancestors", [])))
     show_config(console, extra["config"])
     table = Table(title="Arrays", title_justify="left", show_footer=True)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())

@@ -25,7 +25,7 @@ def _below(folder: Path, file: str, depth: int) -> Iterator[Path]:
             yield from _below(inside, file, depth - 1)
 
 
-def named(runs: list[Path]) -> str:
+def list_names(runs: list[Path]) -> str:
     """Some runs by their paths, for a message."""
     more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
     return ", ".join(map(str, runs[:_SHOWN])) + more

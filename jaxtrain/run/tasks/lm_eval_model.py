@@ -13,7 +13,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.write import tokenizer_of
-from jaxtrain.run.tasks.scoring import Pair, Score, paired, scores
+from jaxtrain.run.tasks.scoring import Pair, Score, encode_pair, scores
 from jaxtrain.run.trainer import Trainer
 
 _WRITTEN = 256  # tokens that a task's answer has at most where it says no number, as elsewhere
@@ -42,7 +42,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
     sizes, tokenizer = token_model(train.model), tokenizer_of(train, command="lm-eval")
     length = sizes.context_length
 
-    def told(pairs: Sequence[Pair]) -> list[Score]:
+    def score(pairs: Sequence[Pair]) -> list[Score]:
         state = trainer.program.consensus(trainer.state)
         return scores(trainer.program.plain, sizes, state, pairs, batch_size=batch_size)
 
@@ -51,10 +51,10 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             pairs = [
-                paired(tokenizer, context, continuation, length=length)
+                encode_pair(tokenizer, context, continuation, length=length)
                 for context, continuation in (request.args for request in requests)
             ]
-            return [(score.log_likelihood, score.greedy) for score in told(pairs)]
+            return [(score.log_likelihood, score.greedy) for score in score(pairs)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
             if tokenizer.end_of_text is None:
@@ -71,7 +71,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
                     pairs.append(
                         Pair(tokens=[*before, *after][:-1], continuation=after, truncated=False)
                     )
-                found.append(sum(score.log_likelihood for score in told(pairs)))
+                found.append(sum(score.log_likelihood for score in score(pairs)))
             return found
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:

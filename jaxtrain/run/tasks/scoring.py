@@ -15,7 +15,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.nn.cache import empty_cache
-from jaxtrain.run.generation.decoding import batches, for_texts, next_logits, padded, rounded
+from jaxtrain.run.generation.decoding import batches, for_texts, next_logits, pad_prompts, round_up
 from jaxtrain.run.generation.generate import writes
 from jaxtrain.training.step import Program, TrainState
 
@@ -48,7 +48,7 @@ class Score:
     greedy: bool
 
 
-def paired(tokenizer: Tokenizer, context: str, continuation: str, *, length: int) -> Pair:
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, *, length: int) -> Pair:
     """The tokens of a continuation after a context, as lm-eval takes them.
 
     White space at the context's end goes to the continuation; both are tokenized together, and what
@@ -114,9 +114,9 @@ def scores(
 def _batch_scores(
     program: Program, sizes: TokenModel, state: TrainState, pairs: Sequence[Pair]
 ) -> list[Score]:
-    tokens_BT, padding_B = padded(program, sizes, [pair.tokens for pair in pairs])
+    tokens_BT, padding_B = pad_prompts(program, sizes, [pair.tokens for pair in pairs])
     rows, length = tokens_BT.shape
-    places = rounded(max(len(pair.continuation) for pair in pairs), most=length)
+    places = round_up(max(len(pair.continuation) for pair in pairs), most=length)
     targets_BC, wanted_BC = np.zeros((rows, places), np.int32), np.zeros((rows, places), bool)
     for row, pair in enumerate(pairs):
         targets_BC[row, -len(pair.continuation) :] = pair.continuation

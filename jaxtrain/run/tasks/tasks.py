@@ -15,7 +15,7 @@ from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.run.inference.json_records import Record, read_records
-from jaxtrain.run.tasks.scoring import Pair, Score, paired
+from jaxtrain.run.tasks.scoring import Pair, Score, encode_pair
 from jaxtrain.training.objectives.losses import perplexity
 
 
@@ -107,7 +107,9 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
     for question in task.questions:
         for choice in question.choices:
             try:
-                found.append(paired(tokenizer, question.context, delimiter + choice, length=length))
+                found.append(
+                    encode_pair(tokenizer, question.context, delimiter + choice, length=length)
+                )
             except UserError as error:
                 raise UserError(f"{question.where}: {error}") from error
     return found

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
-from jaxtrain.training.creation import created
-from jaxtrain.training.microbatches import numbered
+from jaxtrain.training.creation import init_sharded
+from jaxtrain.training.microbatches import with_row_ids
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.step import Program, TrainState, with_shardings
 
@@ -104,7 +104,7 @@ class ExchangeProgram(abc.ABC):
 
         Arguments as of `Program.create`.
         """
-        return self.plain.filed(created(self, seed, params))
+        return self.plain.filed(init_sharded(self, seed, params))
 
     @final
     def batch_shardings(self, batch: Batch) -> Batch:
@@ -125,7 +125,7 @@ class ExchangeProgram(abc.ABC):
             shape = (self.replicas, x.shape[0] // self.replicas, *x.shape[1:])
             return jax.lax.reshape(x, shape, out_sharding=spec)
 
-        return jax.tree.map(one, numbered(batch) if self.plain.objective.draws else batch)
+        return jax.tree.map(one, with_row_ids(batch) if self.plain.objective.draws else batch)
 
     @final
     def on_each_replica(

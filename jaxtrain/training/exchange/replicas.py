@@ -30,7 +30,7 @@ from jaxtrain.training.exchange.exchange_program import (
 from jaxtrain.training.exchange.rules import Agreement
 from jaxtrain.training.exchange.shares import shares
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.optimizers.average import averaged, begun
+from jaxtrain.training.optimizers.average import averaged_params, restart_averages
 from jaxtrain.training.step import Program, TrainState
 
 
@@ -144,7 +144,7 @@ class Replicas(ExchangeProgram):
         return dataclasses.replace(
             state,
             params=copies[0],
-            opt_state=begun(state.opt_state, moved),
+            opt_state=restart_averages(state.opt_state, moved),
             statistics=copies[1],
             exchange={**zeros, **memory},
         )
@@ -161,7 +161,7 @@ def _own_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainS
 def _mean(program: Replicas, of_averages: bool, state: TrainState) -> TrainState:
     """One model: the mean of the replicas' parameters, or of the averages they keep, if any."""
     layout = program.layout
-    average = averaged(state.opt_state, state.params) if of_averages else None
+    average = averaged_params(state.opt_state, state.params) if of_averages else None
     kept = state.params if average is None else average
     dtype = program.plain.precision.params
     params = over_replicas(lambda x: x.mean(0, dtype=jnp.float32).astype(dtype), kept)

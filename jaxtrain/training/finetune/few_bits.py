@@ -14,7 +14,7 @@ from jaxtrain.nn.products.quantized import (
     Kind,
     Quantized,
     arrays,
-    dequantized,
+    dequantize,
     of_arrays,
     quantize,
 )
@@ -90,7 +90,7 @@ class FewBits(Tuning):
         """The model's parameters, those quantized as `Quantized`."""
         return nnx.from_flat_state(self.as_declared(weights[1]))
 
-    def merged(self, weights: Weights) -> nnx.State:
+    def merge(self, weights: Weights) -> nnx.State:
         """The model's parameters; of a weight quantized the floats that the codes stand for, in
         the dtype of the others."""
         found = self.as_declared(weights[1])
@@ -100,7 +100,7 @@ class FewBits(Tuning):
         for path, variable in found.items():
             value = variable.get_value()
             if isinstance(value, Quantized):
-                found[path] = variable.replace(dequantized(value).astype(dtype))
+                found[path] = variable.replace(dequantize(value).astype(dtype))
         return nnx.from_flat_state(found)
 
 

@@ -111,12 +111,12 @@ class LoRA(FewBits):
                 found[path] = variable.replace(value)
         return nnx.from_flat_state(found)
 
-    def merged(self, weights: Weights) -> nnx.State:
+    def merge(self, weights: Weights) -> nnx.State:
         """W + scale A B, computed in float32; of a weight quantized W is what its codes stand
         for."""
         adapters, _ = weights
         pairs = by_name(adapters)
-        found: dict[Any, Any] = dict(nnx.to_flat_state(super().merged(weights)))
+        found: dict[Any, Any] = dict(nnx.to_flat_state(super().merge(weights)))
         for path, variable in found.items():
             name, value = "/".join(map(str, path)), variable.get_value()
             if name in self.targets:
@@ -164,7 +164,7 @@ class _Adapter:
 
         Parts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]
 
-        def taken(values: tuple[Any, ...], of_rank: Any) -> Parts:
+        def split_values(values: tuple[Any, ...], of_rank: Any) -> Parts:
             down = tuple(values[i] for i in (0, *inside)) + (of_rank,)
             up = tuple(
                 of_rank if i == inside[0] else values[i]
@@ -173,7 +173,7 @@ class _Adapter:
             )
             return down, up, tuple(values[i] for i in (0, *outside))
 
-        sizes, names = taken(shape, rank), taken(axes, "rank")
+        sizes, names = split_values(shape, rank), split_values(axes, "rank")
         return cls(*sizes, *names, math.prod(shape[i] for i in inside))
 
 

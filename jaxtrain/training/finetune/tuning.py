@@ -76,7 +76,7 @@ class Tuning:
         trained, frozen = weights
         return nnx.merge_state(trained, frozen) if self.frozen else trained
 
-    def merged(self, weights: Weights) -> nnx.State:
+    def merge(self, weights: Weights) -> nnx.State:
         """The model's parameters as a run has them that trains them all."""
         return self.join(weights)
 

@@ -61,11 +61,11 @@ class AnswerObjective(Objective[Predictor]):
         """The sums of what a model gave of a batch that is `countable`; as of `sums`."""
         mask_B = _examples(batch)
 
-        def kept(x_BC: jax.Array) -> jax.Array:
+        def mask_rows(x_BC: jax.Array) -> jax.Array:
             # Whole: few numbers, of which the losses look one up.
             return jnp.where(mask_B[:, None] != 0, shard(x_BC, ("batch", "classes")), 0)
 
-        answers_BC = jax.tree.map(kept, answers_BC)
+        answers_BC = jax.tree.map(mask_rows, answers_BC)
         return self.of_answers(answers_BC, batch, settings, train=train)
 
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
@@ -80,7 +80,7 @@ class AnswerObjective(Objective[Predictor]):
         if not found:
             rows = batch.inputs.shape[0]
             found += self.validate_answers(batch, model, rows)
-            found += validate_form(batch, "loss_mask", "float32", self.counted_form(batch, rows))
+            found += validate_form(batch, "loss_mask", "float32", self.count_shape(batch, rows))
         found += [
             f"Batch.{name} is not None; {model.inputs} have no documents"
             for name in ("segment_ids", "positions")
@@ -90,7 +90,7 @@ class AnswerObjective(Objective[Predictor]):
             found += self.validate_numbers(batch, model)
         yield from found
 
-    def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
+    def count_shape(self, batch: Batch, rows: int) -> tuple[int, ...]:
         """The shape of the loss mask: one number an example."""
         del batch
         return (rows,)

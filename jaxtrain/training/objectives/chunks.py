@@ -95,7 +95,7 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
     of_h, (of_matrix, of_bias), of_mask, like = kept
     gradient /= _scale(like.dtype)
 
-    def joined(x: jax.Array, axis: int) -> jax.Array:
+    def merge_chunks(x: jax.Array, axis: int) -> jax.Array:
         """Chunks, the first dimension, put back behind the places at `axis`."""
         x = jnp.moveaxis(x, 0, axis)
         shape, parts = x.shape, jax.typeof(x).sharding.spec
@@ -107,11 +107,17 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
         )
 
     # Rounded before devices exchange them, as the gradients of all weights are.
-    of_h = _sum_first((joined(of_h, 3) * gradient).astype(like.dtype), 1)
+    of_h = _sum_first((merge_chunks(of_h, 3) * gradient).astype(like.dtype), 1)
     of_matrix = _sum_first((of_matrix * gradient).astype(like.dtype), 2)
     if of_bias is not None:
         of_bias = _sum_first((of_bias * gradient).astype(like.dtype), 2)
-    return of_h, of_matrix, None, (joined(of_mask, 2) * gradient).astype(of_mask.dtype), of_bias
+    return (
+        of_h,
+        of_matrix,
+        None,
+        (merge_chunks(of_mask, 2) * gradient).astype(of_mask.dtype),
+        of_bias,
+    )
 
 
 over_chunks.defvjp(_forward, _backward)

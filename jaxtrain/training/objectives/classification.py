@@ -90,7 +90,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
             batch, "targets", "int32", (rows, "labels") if several else (rows,)
         )
 
-    def counted_form(self, batch: Batch, rows: int) -> tuple[int, ...]:
+    def count_shape(self, batch: Batch, rows: int) -> tuple[int, ...]:
         """One number a label: by how much it counts."""
         return np.shape(batch.targets)
 

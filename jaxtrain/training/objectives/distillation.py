@@ -20,7 +20,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import Transformer, hidden, logits
+from jaxtrain.nn.transformer import Transformer, hidden_states, logits
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.losses import (
@@ -97,11 +97,11 @@ class Distillation(TokenObjective):
         vars(other)["sizes"] = sizes
         return other
 
-    def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
+    def builder(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
         """The model with its teacher in it."""
         return _WithTeacher(model.build, self.sizes.build)
 
-    def tuned(self, tuning: Tuning) -> Tuning:
+    def adapt_tuning(self, tuning: Tuning) -> Tuning:
         """The teacher is not trained."""
         shapes = nnx.state(nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0))), nnx.Param)
         names = frozenset(f"{TEACHER}/{name}" for name in by_name(shapes))
@@ -151,21 +151,21 @@ class Distillation(TokenObjective):
     ) -> tuple[Sums, Any]:
         """As in Objective: those of both models' hidden states, and the model's layers'."""
         del settings, train
-        batch = self.arranged(batch, execution)
+        batch = self.arrange(batch, execution)
         assert batch.positions is not None, "a batch of text has positions"
         teacher, arguments = _teacher_of(model), (batch.inputs, batch.positions, self.mask(batch))
         with jax.named_scope("teacher"):
             # Nothing of it is differentiated: layers are neither kept nor run again.
-            h_of_teacher, _, _ = hidden(teacher, *arguments, execution)
-        h_BTD, _, of_layers = hidden(model, *arguments, execution)
+            h_of_teacher, _, _ = hidden_states(teacher, *arguments, execution)
+        h_BTD, _, of_layers = hidden_states(model, *arguments, execution)
         with jax.named_scope("loss"):
             counts_BT = batch.loss_mask != 0
 
-            def told(by: Transformer, h: jax.Array) -> jax.Array:
+            def logits_of(by: Transformer, h: jax.Array) -> jax.Array:
                 return logits(by, jnp.where(counts_BT[..., None], h, 0)).astype(jnp.float32)
 
-            logits_BTV = told(model, h_BTD)
-            of_teacher = jax.lax.stop_gradient(told(teacher, h_of_teacher))
+            logits_BTV = logits_of(model, h_BTD)
+            of_teacher = jax.lax.stop_gradient(logits_of(teacher, h_of_teacher))
             own_BT = cross_entropy(logits_BTV, jnp.where(counts_BT, batch.targets, 0))
             both_BT = divergence(of_teacher, logits_BTV, self.temperature)
 

@@ -77,10 +77,10 @@ class Masked:
         """Row `index`, masked by what `rng` draws: of a seed and a place in the stream of rows."""
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
-        return masked(self.rows.example(index, None), rng, self.vocab_size)
+        return mask_tokens(self.rows.example(index, None), rng, self.vocab_size)
 
 
-def masked(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
+def mask_tokens(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
     """A row [T] with its own tokens for targets, of which those count that were chosen.
 
     Each token of a document is chosen by itself; of the chosen, 8 of 10 become the mask's token, 1

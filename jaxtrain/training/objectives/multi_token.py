@@ -16,7 +16,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import PredictsMore
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.next_token import NextToken
-from jaxtrain.training.objectives.tokens import added, token_loss
+from jaxtrain.training.objectives.tokens import add_sums, token_loss
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 
@@ -80,7 +80,7 @@ class MultiToken(NextToken):
             token_BTD = model.embed(further.inputs, batch.positions)
             h_BTD, sums = module(h_BTD, token_BTD, batch.positions, self.mask(further), execution)
             total += token_loss(model, h_BTD, further, settings, train=train)
-            of_layers = added(of_layers, sums)
+            of_layers = add_sums(of_layers, sums)
         return {"multi_token_loss": self.further_weight / self.further_tokens * total, **of_layers}
 
 

@@ -83,11 +83,11 @@ class Objective(abc.ABC, Generic[M]):
         del model
         return self
 
-    def built(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
+    def builder(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
         """What makes the module, from a key: the model's own, or more around it."""
         return model.build
 
-    def tuned(self, tuning: Tuning) -> Tuning:
+    def adapt_tuning(self, tuning: Tuning) -> Tuning:
         """What is trained of it, where `tuning` is what is trained of the model."""
         return tuning
 
@@ -132,7 +132,7 @@ class Objective(abc.ABC, Generic[M]):
           train: whether the loss carries its training terms.
         """
 
-    def arranged(self, batch: Batch, execution: Execution) -> Batch:
+    def arrange(self, batch: Batch, execution: Execution) -> Batch:
         """A batch laid out as activations are; where rows alone are split, as it is."""
         del execution
         return batch

@@ -15,7 +15,7 @@ class Reconstruction(Regression):
 
     name: ClassVar[str] = "reconstruction"
 
-    def told(self, batch: Batch) -> jax.Array:
+    def labels_of(self, batch: Batch) -> jax.Array:
         """The inputs."""
         return batch.inputs
 

@@ -21,7 +21,7 @@ class Regression(AnswerObjective):
     name: ClassVar[str] = "regression"
     inputs: ClassVar[tuple[Inputs, ...]] = ("vectors",)
 
-    def told(self, batch: Batch) -> jax.Array:
+    def labels_of(self, batch: Batch) -> jax.Array:
         """Return the regression targets [B, K]."""
         return batch.targets
 
@@ -36,7 +36,7 @@ class Regression(AnswerObjective):
         """`loss`, the squares, and `absolute_error`; both in float32."""
         del settings, train
         counts_B1 = batch.loss_mask[:, None] != 0
-        off_BK = jnp.where(counts_B1, answers_BC.astype(jnp.float32) - self.told(batch), 0)
+        off_BK = jnp.where(counts_B1, answers_BC.astype(jnp.float32) - self.labels_of(batch), 0)
         return {
             "loss": (jnp.square(off_BK).mean(-1) * batch.loss_mask).sum(),
             "absolute_error": (jnp.abs(off_BK).mean(-1) * batch.loss_mask).sum(),

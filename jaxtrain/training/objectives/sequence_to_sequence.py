@@ -112,7 +112,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     ) -> jax.Array:
         """Of the token that each place of the target is to tell: float32 [B, T, V]."""
         del statistics
-        return logits(model, hidden(model, batch, execution)).astype(jnp.float32)
+        return logits(model, hidden_states(model, batch, execution)).astype(jnp.float32)
 
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
         """Targets' fields [B, T] and sources' [B, S], of tokens that the model has."""
@@ -145,7 +145,7 @@ class Seen(NamedTuple):
     of_memory: Mask
 
 
-def seen(batch: Batch) -> Seen:
+def masks_of(batch: Batch) -> Seen:
     """The masks of a batch of pairs, without what places add to scores."""
     own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
     return Seen(
@@ -155,18 +155,18 @@ def seen(batch: Batch) -> Seen:
     )
 
 
-def hidden(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
+def hidden_states(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
     """Finished hidden states of the targets, [B, T, D]."""
     return _generate(model, batch, _read(model, batch, execution), execution)
 
 
 def _read(model: PairModule, batch: Batch, execution: Execution) -> Any:
     assert batch.source is not None, "a batch of pairs has sources"
-    return model.encode(batch.source, seen(batch).source, execution)
+    return model.encode(batch.source, masks_of(batch).source, execution)
 
 
 def _generate(model: PairModule, batch: Batch, memory: Any, execution: Execution) -> jax.Array:
-    masks = seen(batch)
+    masks = masks_of(batch)
     return model.decode(batch.inputs, memory, masks.target, masks.of_memory, execution)
 
 

@@ -58,7 +58,7 @@ class TokenClassification(TokenObjective):
         assert isinstance(model, ClassModel), "rejected before"
         return Yardstick("nats a label", ("accuracy",), uniform_guess(model.num_classes))
 
-    def told(self, model: TokenModel) -> tuple[str, int]:
+    def class_count(self, model: TokenModel) -> tuple[str, int]:
         """Its classes."""
         assert isinstance(model, ClassModel), "rejected before"
         return "num_classes", model.num_classes

@@ -24,13 +24,13 @@ from jaxtrain.models.model import (
 )
 from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import capped
+from jaxtrain.nn.attention.softcap import apply_softcap
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.products.contract import operands
 from jaxtrain.nn.transformer import (
     LOGITS,
     Transformer,
-    hidden,
+    hidden_states,
     logits,
     padded_logits,
     vocabulary,
@@ -134,7 +134,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         )
 
     @final
-    def arranged(self, batch: Batch, execution: Execution) -> Batch:
+    def arrange(self, batch: Batch, execution: Execution) -> Batch:
         """As in Objective: rows, and places over context."""
         method = execution.context_parallel
         of_places = dataclasses.replace(self.in_order(batch), rows=None)
@@ -155,7 +155,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         """`weight` for the sums of its own, `tokens` for the layers'."""
         return "weight" if name in self.own else "tokens"
 
-    def told(self, model: TokenModel) -> tuple[str, int]:
+    def class_count(self, model: TokenModel) -> tuple[str, int]:
         """What a target is one of: the setting that says how many there are, and how many."""
         return "vocab_size", model.vocab_size
 
@@ -179,13 +179,13 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         train: bool,
     ) -> tuple[Sums, Any]:
         """As in Objective: those of the hidden states, and the layers'."""
-        batch = self.arranged(batch, execution)
+        batch = self.arrange(batch, execution)
         assert batch.positions is not None, "a batch of text has positions"
-        h_BTD, _, of_layers = hidden(
+        h_BTD, _, of_layers = hidden_states(
             model, batch.inputs, batch.positions, self.mask(batch), execution
         )
         own = self.of_finished(model, h_BTD, batch, execution, settings, train=train)
-        return added(of_layers, own), statistics
+        return add_sums(of_layers, own), statistics
 
     @final
     def reading(self, inputs: Any) -> Batch:
@@ -204,7 +204,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         del statistics
         assert batch.positions is not None, "a batch of text has positions"
         mask = self.mask(batch)
-        h_BTD, _, _ = hidden(model, batch.inputs, batch.positions, mask, execution)
+        h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, execution)
         return logits(model, h_BTD).astype(jnp.float32)
 
     @final
@@ -234,7 +234,9 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
             length = batch.inputs.shape[1]
             found += _validate_length(length, token_model(model), settings, layout)
         if not found:
-            found += _validate_tokens(batch, token_model(model), self.told(token_model(model)))
+            found += _validate_tokens(
+                batch, token_model(model), self.class_count(token_model(model))
+            )
         yield from found
 
 
@@ -284,7 +286,7 @@ def token_loss(
     mask_BT, classes, softcap = batch.loss_mask, vocabulary(model), model.logit_softcap()
 
     def of_products(x_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
-        return of_logits(capped(x_BTV, softcap), targets_BT, mask_BT)
+        return of_logits(apply_softcap(x_BTV, softcap), targets_BT, mask_BT)
 
     def of_logits(logits_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
         return losses(logits_BTV, targets_BT, mask_BT, settings, train=train, classes=classes)
@@ -307,7 +309,7 @@ def token_loss(
         )  # fmt: skip
 
 
-def added(total: Sums, more: Sums) -> Sums:
+def add_sums(total: Sums, more: Sums) -> Sums:
     """Both, name by name; whole numbers stay such."""
     return {**total, **{name: value + total.get(name, 0) for name, value in more.items()}}
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import Layout, by_name, reshard
-from jaxtrain.training.guard import selected
+from jaxtrain.training.guard import select
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import joined, on_device, part, stacks
 from jaxtrain.training.optimizers.rounding import apply_updates
@@ -230,7 +230,7 @@ class Blocks:
             state = structure.unflatten([next(arrays if one else counts) for one in large])
             updates, state = self._rule.update(grads, state, old, **more)
             new = apply_updates(old, updates, given.step, layers)
-            new, kept = selected(given.good, (new, _large(state)), (old, kept))
+            new, kept = select(given.good, (new, _large(state)), (old, kept))
             return self._put(params, new, layer), kept
 
         return jax.jit(

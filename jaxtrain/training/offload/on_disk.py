@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.guard import selected
+from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
@@ -55,7 +55,7 @@ class OnDisk(OnHost):
         # Of no parameters the rule still counts: every block's counts are these.
         none = part((grads, old.params, more), _NONE)
         _, after = self.rule.update(none[0], before, none[1], **none[2])
-        after = selected(good, after, before)
+        after = select(good, after, before)
         return Pending(grads, before, good, old.step, more), (*nothing, *after)
 
     def at_rest(self, params: Any) -> Any:

@@ -13,7 +13,7 @@ from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.gathering import HOST, with_slice
 from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
 from jaxtrain.training.finetune.tuning import Weights
-from jaxtrain.training.guard import selected
+from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import (
@@ -163,11 +163,11 @@ class OnHost(Program):
             grads, old.opt_state, params, layers=self.layer_order, good=good, **more
         )
         if not streams:
-            opt_state = selected(good, opt_state, old.opt_state)
+            opt_state = select(good, opt_state, old.opt_state)
 
         def add(params: nnx.State, updates: nnx.State, layer: Any) -> tuple[nnx.State, tuple[()]]:
             new = apply_updates(params, updates, old.step, layer)
-            return selected(good, new, params), ()
+            return select(good, new, params), ()
 
         if self.offload.parameters == "none":
             return add(old.params, updates, self.layer_order)[0], opt_state

@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.guard import selected
+from jaxtrain.training.guard import select
 
 DEVICE = jax.memory.Space.Device
 _PINNED = "pinned_host"
@@ -175,8 +175,8 @@ def _update(
             extra = {**extra, "layers": layer}
         updates, new = rule.update(updates, whole(held, counts), params, **extra)
         new = jax.tree.leaves(new)
-        held = selected(good, [x for x in new if x.ndim], held)
-        made = selected(good, [x for x in new if not x.ndim], counts)
+        held = select(good, [x for x in new if x.ndim], held)
+        made = select(good, [x for x in new if not x.ndim], counts)
         return (updates, held), [x[None] for x in made]
 
     held = [x for x in arrays if x.ndim]

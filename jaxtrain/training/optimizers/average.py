@@ -14,11 +14,11 @@ class Evaluated(abc.ABC):
     """A part of an optimizer's state that evaluation and generation take other parameters from."""
 
     @abc.abstractmethod
-    def evaluated(self, params: Any) -> Any:
+    def eval_params(self, params: Any) -> Any:
         """What they use in place of the parameters, float32; laid out as the optimizer's state."""
 
     @abc.abstractmethod
-    def begun(self, params: Any) -> "Evaluated":
+    def restart(self, params: Any) -> "Evaluated":
         """The same part where the parameters are set to others: these are what is evaluated.
 
         Args:
@@ -40,14 +40,14 @@ class Average(Evaluated):
     count: jax.Array
     params: Any
 
-    def evaluated(self, params: Any) -> Any:
+    def eval_params(self, params: Any) -> Any:
         """The average."""
         del params
         return self.params
 
-    def begun(self, params: Any) -> "Average":
+    def restart(self, params: Any) -> "Average":
         """An average over no update yet."""
-        return Average(jnp.zeros_like(self.count), copied(params))
+        return Average(jnp.zeros_like(self.count), copy_float32(params))
 
 
 def keep_average(decay: float) -> optax.GradientTransformation:
@@ -78,13 +78,13 @@ def keep_average(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def averaged(opt_state: optax.OptState, params: Any) -> Any | None:
+def averaged_params(opt_state: optax.OptState, params: Any) -> Any | None:
     """The parameters that evaluation takes from an optimizer's state, float32; None: from none."""
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
-    return next((p.evaluated(params) for p in parts if isinstance(p, Evaluated)), None)
+    return next((p.eval_params(params) for p in parts if isinstance(p, Evaluated)), None)
 
 
-def begun(opt_state: optax.OptState, params: Any) -> Any:
+def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
     """An optimizer's state where the parameters are set to others; its moments are kept.
 
     Args:
@@ -93,7 +93,7 @@ def begun(opt_state: optax.OptState, params: Any) -> Any:
     """
 
     def one(part: Any) -> Any:
-        return part.begun(params) if isinstance(part, Evaluated) else part
+        return part.restart(params) if isinstance(part, Evaluated) else part
 
     return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
 
@@ -102,6 +102,6 @@ def _float32(params):  # noqa: ANN001, ANN202
     return jax.tree.map(lambda x: x.astype(jnp.float32), params)
 
 
-def copied(params):  # noqa: ANN001, ANN201
+def copy_float32(params):  # noqa: ANN001, ANN201
     """Float32 copies: a step takes its state's buffers away, and may not be given one twice."""
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)

@@ -48,7 +48,7 @@ def fits(pattern: str, name: str, param: Any) -> bool:
     return role_of(param) == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
-def stacked(param: Any) -> bool:
+def has_layers(param: Any) -> bool:
     """Whether a parameter has a dimension of layers."""
     return LAYERS in logical_axes(param)
 
@@ -59,7 +59,7 @@ def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple
     found = []
     for written, value in groups.items():
         part = part_of(written)
-        if fits(part.pattern, name, param) and (part.is_whole or stacked(param)):
+        if fits(part.pattern, name, param) and (part.is_whole or has_layers(param)):
             found.append((part, value))
             if part.is_whole:
                 break
@@ -186,7 +186,7 @@ def validate(setting: str, groups: Mapping[str, float], params: Any) -> Iterator
             )
         elif not part.is_whole:
             depths = {one.get_value().shape[logical_axes(one).index(LAYERS)]
-                      for one in found if stacked(one)}  # fmt: skip
+                      for one in found if has_layers(one)}  # fmt: skip
             if not any(part.first < min(part.last, depth) for depth in depths):
                 has = f"which have {max(depths)}" if depths else "which have none"
                 yield f"{setting}: {written!r} stands for no layer of these parameters, {has}"

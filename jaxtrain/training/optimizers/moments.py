@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.training.optimizers.rounding import hashed, round_to_bfloat16
+from jaxtrain.training.optimizers.rounding import hash_bits, round_to_bfloat16
 
 Moments = Literal["float32", "bfloat16"]
 
@@ -84,7 +84,7 @@ def _round_all(state: Any, count: jax.Array, layers: Sequence[int] | None) -> An
     def rounding(moment: int) -> Callable[[Any, Any], Any]:
         def one(path: Any, variable: Any) -> Any:
             # Two moments of an element take their halves of one number: hashed once for the two.
-            bits = hashed(path, variable, count, moment // 2, layers) >> 16 * (moment % 2)
+            bits = hash_bits(path, variable, count, moment // 2, layers) >> 16 * (moment % 2)
             rounded = round_to_bfloat16(variable.get_value(), bits & jnp.uint32(0xFFFF))
             return variable.replace(rounded)
 

@@ -89,7 +89,7 @@ class Muon(AdamRule):
             g, m, axes = gradient.get_value(), mu.get_value(), logical_axes(gradient)
             if _is_orthogonalized(axes):
                 ahead = self.momentum * m + (1 - self.momentum) * g
-                return gradient.replace(orthogonalized(ahead, sides(axes)))
+                return gradient.replace(orthogonalize(ahead, sides(axes)))
             denominator = jnp.sqrt(nu.get_value() / (1 - self.b2**t)) + self.epsilon
             return gradient.replace(m / (1 - self.b1**t) / denominator)
 
@@ -98,7 +98,7 @@ class Muon(AdamRule):
         return each(step, updates, mu, nu), Momenta(count, mu, nu)
 
 
-def orthogonalized(x: jax.Array, dims: Sides) -> jax.Array:
+def orthogonalize(x: jax.Array, dims: Sides) -> jax.Array:
     """Matrices with all singular values brought near to 1, times 0.2 sqrt(their longer side).
 
     Args:

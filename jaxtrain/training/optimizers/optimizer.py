@@ -132,7 +132,7 @@ Parts = list[optax.GradientTransformation]
 Joined = TypeVar("Joined")
 
 
-def chained(first: Parts, rest: Parts) -> optax.GradientTransformation:
+def chain(first: Parts, rest: Parts) -> optax.GradientTransformation:
     """All of them, one after the other."""
     return optax.chain(*first, *rest)
 
@@ -140,7 +140,7 @@ def chained(first: Parts, rest: Parts) -> optax.GradientTransformation:
 def make_optimizer(
     settings: Optimizer,
     schedule: optax.Schedule,
-    join: Callable[[Parts, Parts], Joined] = chained,
+    join: Callable[[Parts, Parts], Joined] = chain,
     scaled: Sequence[optax.GradientTransformation] = (),
     unfreezing: Unfreezing = Unfreezing(),  # noqa: B008 - frozen
 ) -> Joined:

@@ -110,7 +110,7 @@ def eigenbasis(square: jax.Array) -> jax.Array:
     return _each_whole(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], square)
 
 
-def turned(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
+def power_iterate(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A basis after one turn of the power iteration, and the order in which its columns stood.
 
     Returns:
@@ -126,8 +126,8 @@ def turned(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _each_whole(lambda x: jnp.linalg.qr(x)[0], turn), permutation
 
 
-def permuted(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
-    """M with its rows or columns in the order that `turned` gave a basis."""
+def permute(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
+    """M with its rows or columns in the order that `power_iterate` gave a basis."""
     if side == ROWS:
         return _einsum("...kl,...kj->...lj", permutation, _gather(m, side), _parts(m))
     return _einsum("...ij,...jl->...il", _gather(m, side), permutation, _parts(m))

@@ -38,7 +38,7 @@ def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = 
         if value.dtype != jnp.bfloat16:
             return param.replace(optax.apply_updates(value, update.get_value()))
         exact = value.astype(jnp.float32) + update.get_value()
-        bits = hashed(path, param, count, _PARAMETER, layers) & jnp.uint32(0xFFFF)
+        bits = hash_bits(path, param, count, _PARAMETER, layers) & jnp.uint32(0xFFFF)
         return param.replace(round_to_bfloat16(exact, bits))
 
     return jax.tree_util.tree_map_with_path(one, params, updates, is_leaf=is_variable)
@@ -62,7 +62,7 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def hashed(path: Any, variable: Any, count: jax.Array, number: int, layers: Layers) -> jax.Array:
+def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: Layers) -> jax.Array:
     """32 random bits for each element of a named array, uint32 like it: the same on every mesh.
 
     Args:

@@ -10,7 +10,7 @@ import optax
 
 from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.average import Evaluated, copied
+from jaxtrain.training.optimizers.average import Evaluated, copy_float32
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
@@ -39,7 +39,7 @@ class Iterates(Evaluated):
     z: Any
     b1: float
 
-    def evaluated(self, params: Any) -> Any:
+    def eval_params(self, params: Any) -> Any:
         """The average x of the iterates; the parameters are (1 - b1) z + b1 x."""
 
         def one(y: jax.Array, z: jax.Array) -> jax.Array:
@@ -47,9 +47,9 @@ class Iterates(Evaluated):
 
         return jax.tree.map(one, params, self.z)
 
-    def begun(self, params: Any) -> "Iterates":
+    def restart(self, params: Any) -> "Iterates":
         """The first iterate of a new average, at the learning rate where the schedule stands."""
-        return dataclasses.replace(self, weight=jnp.zeros_like(self.weight), z=copied(params))
+        return dataclasses.replace(self, weight=jnp.zeros_like(self.weight), z=copy_float32(params))
 
 
 @configurable

@@ -83,7 +83,7 @@ class Shampoo(DirectionRule):
     def _update(self, updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
 
-        def summed(gradient: Any, old: Any) -> Any:
+        def accumulate(gradient: Any, old: Any) -> Any:
             g = gradient.get_value()
             if not isinstance(old, tuple):
                 return old.replace(old.get_value() + g * g)
@@ -93,7 +93,7 @@ class Shampoo(DirectionRule):
                 for side, one in enumerate(old)
             )
 
-        def rooted(total: Any) -> Any:
+        def inverse_roots(total: Any) -> Any:
             """Of every side: the power is shared by those of a matrix that have one."""
 
             def one(_: Any, of: Any) -> Any:
@@ -117,9 +117,9 @@ class Shampoo(DirectionRule):
                 m = m if sided.is_none(root) else sided.out_of(root.get_value(), m, side)
             return gradient.replace(sided.like(m, g))
 
-        total = each(summed, updates, state.total)
+        total = each(accumulate, updates, state.total)
         due = state.count % self.every == 0
-        roots = jax.lax.cond(due, lambda: rooted(total), lambda: state.roots)
+        roots = jax.lax.cond(due, lambda: inverse_roots(total), lambda: state.roots)
         scaled = each(step, updates, total, roots)
         trace = jax.tree.map(lambda t, u: self.momentum * t + u, state.trace, scaled)
         return trace, Statistics(state.count + 1, total, roots, trace)

@@ -182,8 +182,8 @@ def _refresh_bases(nu: Any, means: Any, bases: Any) -> tuple[Any, Any]:
             if sided.is_none(basis):
                 after.append(())
                 continue
-            turned, order = sided.turned(mean.get_value(), basis.get_value())
-            m = sided.permuted(order, m, side)
+            turned, order = sided.power_iterate(mean.get_value(), basis.get_value())
+            m = sided.permute(order, m, side)
             after.append(basis.replace(turned))
         return nu.replace(sided.like(m, nu.get_value())), tuple(after)
 

@@ -45,7 +45,7 @@ class Unfreezing:
 
     steps: tuple[tuple[str, int], ...] = ()
 
-    def held_back(self, grads: Any, step: jax.Array, layers: Sequence[int] | None) -> Any:
+    def mask_gradients(self, grads: Any, step: jax.Array, layers: Sequence[int] | None) -> Any:
         """Gradients, or updates, with zeros for what still waits.
 
         Args:
@@ -65,11 +65,11 @@ class Unfreezing:
         return each_named(one, grads)
 
     def holding_back(self) -> optax.GradientTransformationExtraArgs:
-        """`held_back` of updates; its update takes `step` and `layers`."""
+        """`mask_gradients` of updates; its update takes `step` and `layers`."""
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             del params
-            return self.held_back(updates, extra["step"], extra.get("layers")), state
+            return self.mask_gradients(updates, extra["step"], extra.get("layers")), state
 
         return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 

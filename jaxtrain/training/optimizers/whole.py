@@ -25,14 +25,14 @@ def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sid
     rows, columns = (math.prod(x.shape[i] for i in part) for part in (dims.rows, dims.columns))
     stack = len(dims.stack)
 
-    def whole(x: jax.Array) -> jax.Array:
+    def apply_flat(x: jax.Array) -> jax.Array:
         """Of matrices that lie whole on their devices."""
         flat = x.reshape(*x.shape[: x.ndim - len(dims.rows + dims.columns)], rows, columns)
         return function(flat).reshape(x.shape)
 
     sharding = jax.typeof(x).sharding
     if sharding.mesh.empty or not any(sharding.spec[stack:]):
-        return whole(x)
+        return apply_flat(x)
     spec = sharding.spec
     moves = _moves(x.shape, spec, stack, sharding.mesh.shape)
     for to in moves:
@@ -42,13 +42,13 @@ def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sid
 
         def one_layer(_: None, layer: jax.Array) -> tuple[None, jax.Array]:
             gathered = P(*spec_now[1:stack], *(None,) * (x.ndim - stack))
-            found = whole(jax.sharding.reshard(layer, gathered))
+            found = apply_flat(jax.sharding.reshard(layer, gathered))
             return None, jax.sharding.reshard(found, P(*spec_now[1:]))
 
         x = jax.lax.scan(one_layer, None, x)[1]
     else:
         gathered = P(*spec_now[:stack], *(None,) * (x.ndim - stack))
-        x = jax.sharding.reshard(whole(jax.sharding.reshard(x, gathered)), spec_now)
+        x = jax.sharding.reshard(apply_flat(jax.sharding.reshard(x, gathered)), spec_now)
     for to in (*moves[-2::-1], spec) if moves else ():
         x = jax.sharding.reshard(x, to)
     return x

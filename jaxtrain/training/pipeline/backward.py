@@ -236,17 +236,19 @@ def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) ->
     own = P(tuple(name for name in eqn.params["mesh"].axis_names if name in over))
     inner: list[ClosedJaxpr] = []
 
-    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(
+        function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         checks = eqn.params["check_vma"]
         return jax.shard_map(
             function, in_specs=in_specs, out_specs=out_specs, axis_names=set(over), check_vma=checks
         )
 
-    def seen(*shards: Any) -> tuple[Any, ...]:
+    def trace(*shards: Any) -> tuple[Any, ...]:
         inner.append(_inline(ClosedJaxpr(eqn.params["jaxpr"], ()), shards))
         return tuple(jaxpr_as_fun(inner[0])(*shards))
 
-    jax.eval_shape(mapped(seen, given, made), *inputs)
+    jax.eval_shape(shard_map(trace, given, made), *inputs)
     flat, consts = inner[0].jaxpr, inner[0].consts
     soon, late = ([n for n, one in enumerate(early) if one is first] for first in (True, False))
     first = _needed_equations(flat, [flat.outvars[n] for n in soon])
@@ -271,8 +273,8 @@ def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) ->
         return tuple(results(*(x[0] for x in shards[:count]), *shards[count:]))
 
     own_of_all = [own] * len(crossing)
-    found = mapped(run_first, given, (*(made[n] for n in soon), *own_of_all))(*inputs)
-    others = mapped(
+    found = shard_map(run_first, given, (*(made[n] for n in soon), *own_of_all))(*inputs)
+    others = shard_map(
         run_second,
         (*own_of_all, *(given[n] for n in again)),
         tuple(made[n] for n in late),

@@ -18,7 +18,7 @@ from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, seen
+from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, masks_of
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables
 
 ENCODER, DECODER = 0, 1  # the passes
@@ -90,7 +90,7 @@ class PairParts(Parts):
         execution: Execution,
     ) -> Stream:
         """What resumes from a stage of the encoder."""
-        mask = model.of_source(seen(micro).source, x_BSD.shape[1])
+        mask = model.of_source(masks_of(micro).source, x_BSD.shape[1])
 
         def layer(own: Any, x_BSD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
             return model.read_layer(own, x_BSD, mask, execution), {}
@@ -109,7 +109,7 @@ class PairParts(Parts):
         execution: Execution,
     ) -> Stream:
         """What resumes from a stage of the decoder."""
-        masks, length = seen(micro), x_BTD.shape[1]
+        masks, length = masks_of(micro), x_BTD.shape[1]
         mask = model.of_target(masks.target, length, length)
         memory_BSD = shard(x_BSD, HIDDEN)
 

@@ -125,7 +125,7 @@ class Parts(abc.ABC):
         """The layers of a pass, and those of the others."""
         return _split(layers, lambda name, _: self.in_pass(number, name))
 
-    def shared(self, outer: Any) -> tuple[Variables, Variables]:
+    def split_shared(self, outer: Any) -> tuple[Variables, Variables]:
         """Of the parameters around the layers those that every layer reads, and the others."""
         return _split(outer, lambda name, _: self.is_shared(name))
 

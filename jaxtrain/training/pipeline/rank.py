@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.guard import selected
+from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.buffers import buffer, by_rows, put, take, zeros
@@ -141,7 +141,7 @@ class Rank:
         found = _Pass(
             number, backward, auxiliary, kept, None,
             self._places(self._of_layers, lambda tree: self._parts.of_pass(number, tree)),
-            self._places(self._of_outer, self._parts.shared),
+            self._places(self._of_outer, self._parts.split_shared),
         )  # fmt: skip
         if self._split:
             found = dataclasses.replace(found, halves=backward.halves(params, self._x, context))
@@ -242,7 +242,7 @@ class Rank:
                 return y_kept
             return (self._stage(of.number, params, x, context) if outputs is None else outputs)[0]
 
-        def arrived() -> Any:
+        def receive() -> Any:
             gradient = {name: take([waiting], row["gradient_slot"])[0]
                         for name, waiting in carry["gradients"].items()}  # fmt: skip
             return gradient, own["outer"], own["sums"]
@@ -252,10 +252,10 @@ class Rank:
                 row["last"],
                 self._parts.head_has_layers,
                 lambda: self._head_gradients(own, y(), context),
-                arrived,
+                receive,
             )
         else:
-            y_gradient, outer, sums = arrived()
+            y_gradient, outer, sums = receive()
         gradient = y_gradient, self._auxiliary_gradient(of)
         if transpose is None:
             assert of.halves is not None, "a stage that is not cut has a transpose"
@@ -306,7 +306,7 @@ class Rank:
         (of_layers, of_shared), (own, micro, numbers) = params, context
         parts, weighed = self._parts, self._with_gradient
         _, others = parts.of_pass(number, self._layers)
-        shared, rest = parts.shared(self._outer)
+        shared, rest = parts.split_shared(self._outer)
         layers = parts.join(weighed(own, of_layers), weighed(others))
         outer = parts.join(weighed(shared, of_shared), weighed(rest))
         return parts.run_layers(number, layers, outer, x, micro, numbers)
@@ -345,7 +345,7 @@ class Rank:
         computes both: a permute waits for all devices.
         """
         if self._together and layers:
-            return selected(has, run(*own), other(*own))
+            return select(has, run(*own), other(*own))
         return jax.lax.cond(has, run, other, *own)
 
     def _entering(
@@ -393,7 +393,7 @@ class Rank:
             for tree in (self._layers, self._of_layers)
         )
         context = layers, micro, self._rows_of(self._numbers, row)
-        return (of_layers, self._parts.shared(self._of_outer)[0]), context
+        return (of_layers, self._parts.split_shared(self._of_outer)[0]), context
 
     def _stage_input(self, of: "_Pass", carry: Carry, row: Row, context: Any) -> Stream:
         def entering() -> Stream:

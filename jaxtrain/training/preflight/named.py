@@ -21,7 +21,7 @@ from jaxtrain.training.step import with_shardings
 
 def validate(config: Config) -> Iterator[str]:
     """Yields an error message for each name that the model's layers do not give."""
-    given = given_names(config)
+    given = activation_names(config)
     for setting, names in config.remat.named.items():
         for name in names:
             if name not in given:
@@ -31,7 +31,7 @@ def validate(config: Config) -> Iterator[str]:
                 )
 
 
-def given_names(config: Config) -> frozenset[str]:
+def activation_names(config: Config) -> frozenset[str]:
     """The activations, of `NAMES`, that the layers of a configuration's model give a name."""
     return _names(_plain(config))
 

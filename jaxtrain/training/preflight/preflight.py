@@ -59,7 +59,7 @@ def also_wrong(config: Config) -> list[str]:
     """What else is wrong with the configuration of a `ConfigError`, rejected while it was read."""
     count = None
     with contextlib.suppress(NotRead):
-        config = settings.settled(config)
+        config = settings.settle_settings(config)
     with contextlib.suppress(NotRead):
         sizes = [getattr(config.mesh, axis) for axis in mesh.MESH_AXES]
         count = config.mesh.simulated_devices or (None if -1 in sizes else math.prod(sizes))

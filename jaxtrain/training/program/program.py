@@ -22,7 +22,7 @@ from jaxtrain.training.balancing import biases, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.optimizers.optimizer import chained, make_optimizer
+from jaxtrain.training.optimizers.optimizer import chain, make_optimizer
 from jaxtrain.training.optimizers.plateau import on_plateau
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.schedule import make_schedule
@@ -110,7 +110,7 @@ def make_program(
         config.optimizer, schedule, lambda first, rest: (first, rest), on_plateau(config.schedule),
         waits,
     )  # fmt: skip
-    optimizer, made = chained(first, rest), Program
+    optimizer, made = chain(first, rest), Program
     if config.offload.optimizer_state == "disk":
         from jaxtrain.training.offload.files import Scratch
         from jaxtrain.training.offload.on_disk import OnDisk
@@ -125,7 +125,7 @@ def make_program(
             optimizer = streamed(first, rest)
         made = functools.partial(OnHost, offload=config.offload)
     program = made(
-        build=config.train.task.built(config.train.model),
+        build=config.train.task.builder(config.train.model),
         objective=config.train.task,
         optimizer=optimizer,
         schedule=schedule,
@@ -145,7 +145,7 @@ def make_program(
         guard=config.guard,
         curvature=_curvature_of(config.optimizer.rule),
         seed=config.train.seed,
-        tuning=config.train.task.tuned(
+        tuning=config.train.task.adapt_tuning(
             tuning_of(config.finetune, config.train.model.build, biases(config.train.model))
         ),
         bias_speed=speed_of(config.train.model),

@@ -76,7 +76,7 @@ def audit(
 
     Args:
       found: of the compiled program; of a pipeline, counted with `traffic.branch_counts`.
-      expected: `traffic.expected` of the same configuration and mesh.
+      expected: `traffic.expect_traffic` of the same configuration and mesh.
       sizes: the mesh's axes.
       dcn: mesh axes whose collectives leave a slice: `over_dcn` or `over_hosts`.
       small: unexpected arrays of up to this many bytes a step are one row for each kind and axis.
@@ -88,11 +88,11 @@ def audit(
     ]
     exact = [
         functools.partial(matching.same, exact=True), matching.of_a_size,
-        functools.partial(matching.stacked, exact=True),
+        functools.partial(matching.match_stacked, exact=True),
     ]  # fmt: skip
     forms = (
-        *exact, matching.same, matching.stacked, matching.padded, matching.shifted, matching.whole,
-        matching.joined,
+        *exact, matching.same, matching.match_stacked, matching.match_padded,
+        matching.match_shifted, matching.match_all_reduce, matching.match_merged,
     )  # fmt: skip
     if widens:
         left = [_to_bfloat16(one) for one in left]
@@ -198,7 +198,7 @@ class _Matching:
         one = left.found
         return self.same(left) if (one.kind, one.axis, one.bytes) in self.complete else [left]
 
-    def stacked(self, left: _Left, *, exact: bool = False) -> list[_Left]:
+    def match_stacked(self, left: _Left, *, exact: bool = False) -> list[_Left]:
         """The arrays of several layers as one; exact: of all the layers."""
         one, count = left.found, left.count
         for other in self._nearest(one, one.kind):
@@ -213,7 +213,7 @@ class _Matching:
                 count -= taken
         return _rest(left, count)
 
-    def padded(self, left: _Left) -> list[_Left]:
+    def match_padded(self, left: _Left) -> list[_Left]:
         """A reduce-scatter of rows that a TPU pads until each shard is whole tiles."""
         one, count = left.found, left.count
         if one.kind != "reduce-scatter":
@@ -237,7 +237,7 @@ class _Matching:
                 count -= taken
         return _rest(left, count)
 
-    def shifted(self, left: _Left) -> list[_Left]:
+    def match_shifted(self, left: _Left) -> list[_Left]:
         """Rows of a padded shard that lie on another device without padding."""
         one, count = left.found, left.count
         for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
@@ -248,7 +248,7 @@ class _Matching:
                 count -= taken
         return _rest(left, count)
 
-    def whole(self, left: _Left) -> list[_Left]:
+    def match_all_reduce(self, left: _Left) -> list[_Left]:
         """A reduce-scatter or a gather that became an all-reduce."""
         one, count = left.found, left.count
         if one.kind != "all-reduce":
@@ -266,7 +266,7 @@ class _Matching:
                     count -= taken
         return _rest(left, count)
 
-    def joined(self, left: _Left) -> list[_Left]:
+    def match_merged(self, left: _Left) -> list[_Left]:
         """A reduce-scatter, and the all-reduce of its parts along other axes, in one all-reduce."""
         one, count = left.found, left.count
         if one.kind != "all-reduce":

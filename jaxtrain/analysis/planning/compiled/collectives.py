@@ -154,7 +154,7 @@ class _Walk:
                         continue
                 if kind == "all-reduce" and inside.name.startswith(_TPU_REDUCE_SCATTER):
                     kind = "reduce-scatter"
-                given = given_count(self.branch_counts, name)
+                given = branch_count_of(self.branch_counts, name)
                 runs = count if given is None else _times(given, scoped)
                 taken = _TAKEN.search(name)
                 if taken and runs is not None:
@@ -167,7 +167,7 @@ class _Walk:
                 runs = _times(count, trips)
                 within = (
                     scoped
-                    if given_count(self.branch_counts, name) is None
+                    if branch_count_of(self.branch_counts, name) is None
                     else _times(scoped, trips)
                 )
             for called in one.called:
@@ -201,7 +201,7 @@ class _Walk:
         if count is None:
             raise ValueError(f"a loop around {one.name} ({op_name}) does not say how often it runs")
         for operand in one.operands:
-            parts = tuple(self.module.laid_end_to_end(inside, operand))
+            parts = tuple(self.module.concatenated_operands(inside, operand))
             for tensor in inside.instructions[operand].tensors:
                 yield Collective(
                     kind=kind,
@@ -216,7 +216,7 @@ class _Walk:
                 )
 
 
-def given_count(branch_counts: BranchCounts | None, op_name: str) -> int | None:
+def branch_count_of(branch_counts: BranchCounts | None, op_name: str) -> int | None:
     """Runs a step of what has this path of scopes, where that is given; else None."""
     if branch_counts is None:
         return None

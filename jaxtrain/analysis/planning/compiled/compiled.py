@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.analysis.planning.compiled.placement import misplaced
+from jaxtrain.analysis.planning.compiled.placement import find_misplaced
 from jaxtrain.analysis.planning.machines.targets import (
     Target,
     compiler_options,
@@ -93,7 +93,7 @@ def cache_folder() -> Path:
     return files.cache_folder("plans")
 
 
-def planned_layout(config: Config, target: Target) -> Layout:
+def target_layout(config: Config, target: Target) -> Layout:
     """The layout of a configuration on the (compile-only) devices of a target.
 
     Raises:
@@ -118,11 +118,11 @@ def lower(
 def compile_step(
     config: Config, layout: Layout, target: Target, *, thorough: bool = False
 ) -> Compiled:
-    """The compiled step of a layout from `planned_layout`, from the cache where it has it.
+    """The compiled step of a layout from `target_layout`, from the cache where it has it.
 
     Args:
       config: what is to be run.
-      layout: from `planned_layout`.
+      layout: from `target_layout`.
       target: what it is for.
       thorough: whether a TPU's compiler takes as long as it does for the run; otherwise it
         compiles quickly: about ten times as fast, and memory differs by a few per cent.
@@ -136,7 +136,7 @@ def compile_step(
         more |= _QUICK
     noticed: list[str] = []
 
-    def compiled_with(known: dict[str, str]) -> jax.stages.Compiled:
+    def compile_with(known: dict[str, str]) -> jax.stages.Compiled:
         step = lowered if known == options else lower(config, layout, known)
         try:
             return step.compile(more)
@@ -153,7 +153,7 @@ def compile_step(
         if found is None:
             started = time.perf_counter()
             try:
-                compiled = with_known_options(options, compiled_with, lambda missing: None)
+                compiled = with_known_options(options, compile_with, lambda missing: None)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     why = str(error).splitlines()[0][:300]
@@ -173,7 +173,7 @@ def compile_step(
 
 
 def options_of(config: Config, layout: Layout) -> dict[str, str]:
-    """XLA's options of the step of a run on the devices of a layout from `planned_layout`."""
+    """XLA's options of the step of a run on the devices of a layout from `target_layout`."""
     assert isinstance(layout.mesh, jax.sharding.Mesh), "devices, which have their options"
     device = layout.mesh.devices.flat[0]
     return xla_options(device.platform, config.train.steps, device.device_kind)
@@ -192,7 +192,7 @@ def _facts(
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     elsewhere = [
         f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
-        for one in misplaced(make_program(config, layout), compiled)
+        for one in find_misplaced(make_program(config, layout), compiled)
     ]
     # On other chips the peak leaves out what loops keep; on a TPU the host's memory is in it.
     live = stats.peak_memory_in_bytes - arguments - stats.host_argument_size_in_bytes

@@ -132,7 +132,7 @@ class Module:
             tensor for name in instruction.operands for tensor in inside.instructions[name].tensors
         ]
 
-    def laid_end_to_end(self, inside: Computation, name: str) -> list[Tensor]:
+    def concatenated_operands(self, inside: Computation, name: str) -> list[Tensor]:
         """The arrays, before they were flattened, that one of the computation `inside` was
         concatenated of; none: it was not."""
         made, given = inside.instructions[name], inside

@@ -39,7 +39,9 @@ class Replicated:
     way_out: str
 
 
-def replicated(config: Config, layout: Layout, *, threshold: int = 1 << 20) -> list[Replicated]:
+def find_replicated(
+    config: Config, layout: Layout, *, threshold: int = 1 << 20
+) -> list[Replicated]:
     """Parameters of more than `threshold` bytes a device that an axis could share and does not.
 
     Biases and norm scales are whole by design, and small.
@@ -93,7 +95,9 @@ class Misplaced:
     actual: str
 
 
-def misplaced(program: Program | ExchangeProgram, compiled: jax.stages.Compiled) -> list[Misplaced]:
+def find_misplaced(
+    program: Program | ExchangeProgram, compiled: jax.stages.Compiled
+) -> list[Misplaced]:
     """Where the compiled step's arguments or results differ from the program's intention.
 
     Args:

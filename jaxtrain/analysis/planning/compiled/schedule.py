@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.compiled.collectives import (
     KINDS,
     BranchCounts,
     Collective,
-    given_count,
+    branch_count_of,
 )
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
 from jaxtrain.analysis.planning.machines.targets import Target
@@ -187,7 +187,7 @@ class _Walk:
         launches: dict[str, str] = {}
         for one in self.module.computations[name].instructions.values():
             here, label = f"{path}/{one.name}", one.op_name or op_name
-            given = given_count(self.branch_counts, label)
+            given = branch_count_of(self.branch_counts, label)
             times = runs if given is None else given * scoped
             if one.opcode.endswith(("-start", "-update")):
                 launches[one.name] = next((launches[of] for of in one.operands if of in held), here)
@@ -229,11 +229,11 @@ class _Walk:
             if turns is None:
                 raise ValueError(f"the program does not say how often {one.name} turns")
             within = scoped
-            if given_count(self.branch_counts, label) is not None:
+            if branch_count_of(self.branch_counts, label) is not None:
                 within *= turns
             bodies = [self.run(name, here, runs * turns, within, label) for name in one.called]
             return turns * sum(bodies)
-        if one.opcode == "conditional" and given_count(self.branch_counts, label) is None:
+        if one.opcode == "conditional" and branch_count_of(self.branch_counts, label) is None:
             # One branch is taken: the most expensive.
             uncounted = dataclasses.replace(self, found=Scheduled())
             name = max(one.called, key=lambda name: uncounted.run(name, here, 0, 0, label))

@@ -24,7 +24,7 @@ from jaxtrain.training.pipeline.pair_parts import PairParts
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.pipeline.text_parts import TextParts
 from jaxtrain.training.program.uneven import rows_held
-from jaxtrain.training.reduction import summed_once
+from jaxtrain.training.reduction import reduce_once_axes
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import parameter_shapes
 
@@ -117,7 +117,7 @@ class Facts:
         """Devices along one axis; 1 where the mesh has no such axis."""
         return self.sizes.get(axis, 1)
 
-    def joined(self, axes: Collection[str]) -> str:
+    def axis_name(self, axes: Collection[str]) -> str:
         """These axes as a collective names them: in the mesh's order, those of size 1 left out."""
         return "+".join(name for name, size in self.sizes.items() if size > 1 and name in axes)
 
@@ -171,7 +171,7 @@ class Facts:
         in_scores = weight.role == "position" and "heads" in weight.axes
         return 4 if weight.role in ("norm", "router") or in_scores else self.value_bytes
 
-    def summed_bytes(self, weight: Weight) -> int:
+    def reduced_bytes(self, weight: Weight) -> int:
         """Bytes of one number of a weight's gradient when it crosses once a step: those of the sum,
         where microbatches were summed, else as it is computed with."""
         if self.passes > 1 or self.size("pipe") > 1:
@@ -181,7 +181,7 @@ class Facts:
     @functools.cached_property
     def summed_once(self) -> tuple[str, ...]:
         """Mesh axes that gradients cross once a step and not once a pass."""
-        return () if self.replicas_alone else summed_once(self.layout, self.passes)
+        return () if self.replicas_alone else reduce_once_axes(self.layout, self.passes)
 
     @functools.cached_property
     def of_microbatches(self) -> "Facts":

@@ -66,13 +66,13 @@ def zero_bytes(
     """
     assert sharded % devices == 0, "a split dimension divides over its devices"
 
-    def kept(from_stage: int) -> int:
+    def bytes_from(from_stage: int) -> int:
         return whole + (sharded // devices if stage >= from_stage else sharded)
 
     return StateBytes(
-        params=kept(3) * param_bytes,
-        gradients=kept(2) * gradient_bytes,
-        optimizer=kept(1) * moment_bytes * moments,
+        params=bytes_from(3) * param_bytes,
+        gradients=bytes_from(2) * gradient_bytes,
+        optimizer=bytes_from(1) * moment_bytes * moments,
     )
 
 

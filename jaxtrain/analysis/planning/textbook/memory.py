@@ -461,7 +461,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         )
         layout = abstract_layout(plain, math.prod(sizes.values()) // sizes["pipe"]).of_microbatches
     layout = of_weights(on_platform(layout, platform, "planned"))
-    activations, on_host = kept_of_rows(of_forward(config), layout, rows)
+    activations, on_host = residual_bytes_of_rows(of_forward(config), layout, rows)
     facts = Facts(config, own)
     gradients = (facts.sum_bytes if facts.passes > 1 else 4) * elements(
         shapes_of_state(without_layout(config, own)), own, "gradient", "trained", None
@@ -509,16 +509,16 @@ def of_weights(layout: Layout) -> Layout:
     return dataclasses.replace(layout, mesh=mesh, zero=0)
 
 
-def kept_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
+def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
     """As `kept`, of any number of rows from two that are traced: each row adds as much."""
     devices = layout.batch_devices()
-    one, two = (kept(config, layout, times * devices) for times in (1, 2))
+    one, two = (residual_bytes(config, layout, times * devices) for times in (1, 2))
     first, host = (a + (rows // devices - 1) * (b - a) for a, b in zip(one, two, strict=True))
     return first, host
 
 
 @functools.lru_cache(maxsize=4096)
-def kept(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
+def residual_bytes(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
     """Return the bytes that `rows` keep for the backward pass, on a device and on its host."""
     program: Any = make_program(config, layout).plain
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)

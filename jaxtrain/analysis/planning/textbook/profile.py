@@ -16,7 +16,7 @@ from jax.extend.core import Var
 
 from jaxtrain.nn.attention.kernels import TILE
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, named, remat
+from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
 from jaxtrain.nn.transformer import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
@@ -223,7 +223,7 @@ def _layer_of(program: Program, config: Config, rows: int) -> _Layer:
 
     def into_layer(weights: Any, batch: Any) -> Any:
         model: Transformer = nnx.merge(graph, weights)
-        batch = objective.arranged(batch, execution)
+        batch = objective.arrange(batch, execution)
         assert batch.positions is not None, "a batch of text has positions"
         x = model.embed(batch.inputs, batch.positions)
         layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
@@ -233,7 +233,9 @@ def _layer_of(program: Program, config: Config, rows: int) -> _Layer:
     model, of_first = parameter_model(program), execution.of_layer(0)
 
     def run(layer: Any, x: jax.Array, positions: Any, mask: Any) -> Any:
-        y, _, auxiliary = model.run_layer(layer, named(x, RESIDUAL), positions, mask, of_first)
+        y, _, auxiliary = model.run_layer(
+            layer, name_activation(x, RESIDUAL), positions, mask, of_first
+        )
         return y, auxiliary
 
     return _Layer(layer, x, positions, mask, finished, run)

@@ -19,7 +19,7 @@ from jaxtrain.training.optimizers.rule import Kept
 from jaxtrain.training.settings import Config
 
 
-def expected(config: Config, layout: Layout) -> list[Expected]:
+def expect_traffic(config: Config, layout: Layout) -> list[Expected]:
     """What the step moves, by reason; vectors are there, single numbers are not.
 
     Of a pipeline this is what the busiest rank does: what only the first or the last rank does

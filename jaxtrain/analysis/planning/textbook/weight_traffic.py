@@ -17,7 +17,7 @@ def weight_traffic(facts: Facts) -> Iterator[Expected]:
     for weight in facts.weights:
         one, inside = _Weight(facts, weight), _Weight(within, weight)
         if within is not facts:
-            yield from one.gathered_once()
+            yield from one.gather_once()
         yield from inside.gathers()
         if weight.name not in facts.frozen:
             yield from inside.gradients()
@@ -69,11 +69,12 @@ class _Weight:
         if within:
             held = self.elements // facts.devices(within) * self.value_bytes
             yield Expected(
-                "all-gather", facts.joined(within), self.uses() * facts.passes * self.layers, held,
+                "all-gather", facts.axis_name(within),
+                self.uses() * facts.passes * self.layers, held,
                 f"parameters: {self.name}", "N (k-1)/k a pass",
             )  # fmt: skip
 
-    def gathered_once(self) -> Iterator[Expected]:
+    def gather_once(self) -> Iterator[Expected]:
         """What `accumulate='local'` and `masters='sharded'` gather before the first microbatch."""
         facts = self.facts
         axes = self.extra(facts.layout.parameter)
@@ -82,7 +83,7 @@ class _Weight:
         held = self.elements // facts.devices(axes) * self.value_bytes
         cause = f"parameters: {self.name}"
         if "pipe" in axes:  # shards change places first, as on the way in of the update
-            yield Expected("collective-permute", facts.joined(axes), 1, held, cause, "N / k")
+            yield Expected("collective-permute", facts.axis_name(axes), 1, held, cause, "N / k")
         yield Expected("all-gather", "fsdp", self.layers, held, cause, "N (k-1)/k a step")
 
     def uses(self) -> int:
@@ -155,7 +156,7 @@ class _Weight:
     def every_pass(self) -> Iterator[Expected]:
         """What the backward pass of every microbatch reduces."""
         facts = self.facts
-        axes = [axis for axis in self.reduced_over() if axis not in facts.summed_once]
+        axes = [axis for axis in self.reduce_axes() if axis not in facts.summed_once]
         times = facts.passes * self.layers
         if facts.size("pipe") > 1:  # the first stage's parts and the last one's, each by itself
             times *= max(self.lookups, 1) + self.is_tied
@@ -173,11 +174,11 @@ class _Weight:
         rest = [axis for axis in axes if axis not in scattered]
         if scattered:
             yield Expected(
-                "reduce-scatter", facts.joined(scattered), times, size, cause, "N (k-1)/k"
+                "reduce-scatter", facts.axis_name(scattered), times, size, cause, "N (k-1)/k"
             )
-        if facts.joined(rest):
+        if facts.axis_name(rest):
             size //= facts.devices(scattered)
-            yield Expected("all-reduce", facts.joined(rest), times, size, cause, "2 N (k-1)/k")
+            yield Expected("all-reduce", facts.axis_name(rest), times, size, cause, "2 N (k-1)/k")
         if self.copies and facts.layout.tensor_layout == "1d":
             yield Expected("all-gather", "tensor", times, size, f"{cause}, copies of heads", "N")
         if self.late > 1:
@@ -190,31 +191,31 @@ class _Weight:
         if whole_at_rest:  # a grid's vectors: each device has the gradient of its part of embed
             size = self.elements * facts.master_bytes
             yield Expected(
-                "all-gather", facts.joined(whole_at_rest), times, size, cause, "N (k-1)/k"
+                "all-gather", facts.axis_name(whole_at_rest), times, size, cause, "N (k-1)/k"
             )
 
     def once(self) -> Iterator[Expected]:
         """What crosses after the last microbatch, to where it is updated: the sum."""
         facts, axes = self.facts, self.weight.axes
-        over = [axis for axis in self.reduced_over() if axis in facts.summed_once]
+        over = [axis for axis in self.reduce_axes() if axis in facts.summed_once]
         if not over:
             return
         held = [axis for _, axis in split_over(facts.layout.gradient(axes))]
         size = math.prod(self.weight.shape) // facts.devices(held)
-        size *= facts.summed_bytes(self.weight)
+        size *= facts.reduced_bytes(self.weight)
         cause = f"gradients: {self.name}"
         updated = [axis for _, axis in split_over(facts.layout.moment(axes))]
         scattered = [axis for axis in over if axis in updated]
         rest = [axis for axis in over if axis not in scattered]
         if scattered:
             yield Expected(
-                "reduce-scatter", facts.joined(scattered), self.layers, size, cause,
+                "reduce-scatter", facts.axis_name(scattered), self.layers, size, cause,
                 "N (k-1)/k a step",
             )  # fmt: skip
             size //= facts.devices(scattered)
         if rest:
             yield Expected(
-                "all-reduce", facts.joined(rest), self.layers, size, cause, "2 N (k-1)/k a step"
+                "all-reduce", facts.axis_name(rest), self.layers, size, cause, "2 N (k-1)/k a step"
             )
 
     def scatters_to(self):  # noqa: ANN201 - one of the layout's methods
@@ -227,7 +228,7 @@ class _Weight:
         looped = self.weight.is_layer or facts.passes > 1
         return facts.layout.gradient if looped else facts.layout.moment
 
-    def reduced_over(self) -> list[str]:
+    def reduce_axes(self) -> list[str]:
         """Mesh axes along which devices have seen other tokens, or another part of the product."""
         facts, axes = self.facts, self.weight.axes
         layout = facts.layout
@@ -263,14 +264,16 @@ class _Weight:
         held, cause = self.elements // facts.devices(split), f"update: {self.name}"
         size = held * facts.master_bytes
         if axes:
-            yield Expected("all-gather", facts.joined(axes), self.layers, size, cause, "N (k-1)/k")
+            yield Expected(
+                "all-gather", facts.axis_name(axes), self.layers, size, cause, "N (k-1)/k"
+            )
         if not {"pipe", "fsdp"} <= set(split):
             return
         # (fsdp, pipe) shards are not parts of (pipe) shards: they change places on the way in and
         # out of the update.
         if axes:
-            yield Expected("collective-permute", facts.joined(split), 2, size, cause, "N / k")
+            yield Expected("collective-permute", facts.axis_name(split), 2, size, cause, "N / k")
         if "fsdp" in facts.of_microbatches.summed_once:  # the sum's shards too, on the way in
             cause = f"gradients: {self.name}"
             size = 4 * held  # float32, whatever they were summed in
-            yield Expected("collective-permute", facts.joined(split), 1, size, cause, "N / k")
+            yield Expected("collective-permute", facts.axis_name(split), 1, size, cause, "N / k")

@@ -37,7 +37,7 @@ class Panel(NamedTuple):
     curves: Sequence[Curve]
 
 
-def stacked(
+def stacked_bars(
     title: str,
     bars: Mapping[str, Mapping[str, float]],
     human: Human,

@@ -9,11 +9,11 @@ _VOID = frozenset(("br", "input", "meta"))
 class Html(str):
     """Markup that is escaped already; every other string is text and is escaped where it is used.
 
-    Only `element` and `join` make it, and `trusted` for constants of this package.
+    Only `element` and `join` make it, and `as_markup` for constants of this package.
     """
 
 
-def trusted(markup: str) -> Html:
+def as_markup(markup: str) -> Html:
     """Return a constant of this package, such as its style sheet, as markup."""
     return Html(markup)
 

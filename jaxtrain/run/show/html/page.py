@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.run.show.html.elements import Html, element, join, trusted
+from jaxtrain.run.show.html.elements import Html, as_markup, element, join
 
 # The browser itself then blocks scripts, and anything from another place.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
@@ -74,7 +74,7 @@ def document(
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         element("meta", name="generator", content=f"jaxtrain {version}"),
         element("title", title),
-        element("style", trusted(sheet + styles)),
+        element("style", as_markup(sheet + styles)),
     )
     command = element("pre", shlex.join(words)) if words else ""
     foot = element(
@@ -109,7 +109,7 @@ def verdict(words: str, tone: str) -> Html:
     return element("p", element("span", words, class_=f"verdict {tone}"))
 
 
-def folded(summary: str, *body: str) -> Html:
+def details(summary: str, *body: str) -> Html:
     """Return a part that is closed until it is clicked; it is printed open."""
     return element("details", element("summary", summary), *body)
 
@@ -226,4 +226,4 @@ def _tone(cell: Text) -> str:
 
 def settings(text: str) -> Html:
     """Return a configuration as gin text, folded."""
-    return folded("Settings that differ from their defaults", element("pre", text))
+    return details("Settings that differ from their defaults", element("pre", text))
