@@ -17,6 +17,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation
@@ -33,6 +34,11 @@ class Attends(Protocol):
     """
 
     num_keys: ClassVar[int]
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """What kernels, caches and plans ask of it."""
+        ...
 
     def weights(self, keys: jax.Array) -> Weights:
         """Freshly drawn parameters."""

@@ -18,6 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.context import split, sum_of_sequence
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.facts import ExpertsFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.mlp import Gated, swiglu
 from jaxtrain.nn.parameters import Weights, constant, normal, param
@@ -86,6 +87,15 @@ class Experts:
 
     num_keys: ClassVar[int] = 1
     scope: ClassVar[str] = "experts"
+
+    @property
+    def facts(self) -> ExpertsFacts:
+        """Of each layer; its router's biases are moved where a model says so."""
+        return ExpertsFacts(
+            count=self.num_experts,
+            per_token=self.experts_per_token,
+            capacity_factor=self.capacity_factor,
+        )
 
     def weights(self, keys: jax.Array) -> Weights:
         """Under one name: router [D, E], gates and ups [E, D, F], downs [E, F, D]; biases."""

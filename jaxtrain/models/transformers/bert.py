@@ -117,8 +117,7 @@ class BERT:
     @property
     def attention(self) -> AttentionFacts:
         """Every token sees every other of its document."""
-        N, H = self.num_heads, self.embed_dim // self.num_heads
-        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+        return dataclasses.replace(self.block.attention.facts, causal=False)
 
     @property
     def norm(self) -> LayerNorm:

@@ -190,19 +190,14 @@ class DeepSeek(DecoderSizes):
 
     @property
     def attention(self) -> AttentionFacts:
-        """As kernels see it: values are filled up to the width of keys, or keys to theirs."""
-        width, N = self.latent.width, self.num_heads
-        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=width, value_dim=width)
+        """Latent attention, of every layer."""
+        return self.latent.facts
 
     @property
     def experts(self) -> ExpertsFacts:
         """Of every layer but the dense ones."""
-        return ExpertsFacts(
-            count=self.num_experts,
-            per_token=self.experts_per_token,
-            capacity_factor=self.capacity_factor,
-            bias_speed=self.bias_speed if self.router == "sigmoid" else None,
-        )
+        speed = self.bias_speed if self.router == "sigmoid" else None
+        return dataclasses.replace(self._routed.facts, bias_speed=speed)
 
     @property
     def cached(self) -> tuple[Cached, ...]:

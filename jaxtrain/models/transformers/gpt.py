@@ -85,10 +85,7 @@ class GPT:
     @property
     def attention(self) -> AttentionFacts:
         """As many key-value heads as query heads."""
-        N, H = self.num_heads, self.head_dim
-        return AttentionFacts(
-            num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, pattern=self.attention_pattern
-        )
+        return self.block.attention.facts
 
     @property
     def cached(self) -> tuple[Cached, ...]:

@@ -208,17 +208,7 @@ class GroupedQuerySizes(DecoderSizes, Protocol):
     @property
     def attention(self) -> AttentionFacts:
         """Grouped-query attention, of every layer."""
-        return AttentionFacts(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            key_dim=self.key_dim,
-            value_dim=self.key_dim,
-            window=self.sliding_window,
-            pattern=self.attention_pattern,
-            window_share=1.0 if self.local is None else self.local.share,
-            softcap=self.attention_softcap,
-            sinks=self.sinks,
-        )
+        return self.grouped_query.facts
 
     @property
     def cached(self) -> tuple[Cached, ...]:

@@ -51,11 +51,7 @@ class MixtureSizes(GroupedQuerySizes, Protocol):
     @property
     def experts(self) -> ExpertsFacts:
         """Of every layer."""
-        return ExpertsFacts(
-            count=self.num_experts,
-            per_token=self.experts_per_token,
-            capacity_factor=self.capacity_factor,
-        )
+        return self.mixture.facts
 
     @property
     def mixture(self) -> Experts:

@@ -46,8 +46,7 @@ class Stacks(Protocol):
     @property
     def attention(self) -> AttentionFacts:
         """Of the source and to it a query sees all, of the target what is written."""
-        N, H = self.num_heads, self.head_width
-        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+        return self.encoder.attention.facts
 
     @property
     def cached(self) -> tuple[Cached, ...]:

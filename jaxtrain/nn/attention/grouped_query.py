@@ -14,6 +14,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution, branch_scope
+from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias, rotate
 from jaxtrain.nn.norms import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, under
@@ -84,6 +85,22 @@ class GroupedQuery:
     out_bias: bool = False
 
     num_keys: ClassVar[int] = 4
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """Of all layers: the window is that of the local ones, if there are such."""
+        local = self.local
+        return AttentionFacts(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
+            window=self.window if local is None else local.window,
+            window_share=1.0 if local is None else local.share,
+            pattern=self.pattern,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries [D, N, H], keys and values [D, K, H], and back [N, H, D]."""

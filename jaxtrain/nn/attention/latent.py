@@ -17,6 +17,7 @@ from jaxtrain.nn.attention.context import QUERIES
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import rotate
 from jaxtrain.nn.norms import RMSNorm
 from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under
@@ -70,6 +71,12 @@ class Latent:
     def width(self) -> int:
         """Of what a kernel is given: the wider of keys and values, filled up with zeros."""
         return max(self.key_dim, self.value_dim)
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """As a kernel sees it: keys and values of one width, filled up with zeros."""
+        N, H = self.num_heads, self.width
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H)
 
     def weights(self, keys: jax.Array) -> Weights:
         """Down to the latents [D, C], up to heads [C, N, H], and back [N, H, D]."""

@@ -14,6 +14,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import name_activation
@@ -40,6 +41,14 @@ class MultiHead:
     pattern: Pattern | None = None
 
     num_keys: ClassVar[int] = 2
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """Of causal attention."""
+        N, H = self.num_heads, self.head_dim
+        return AttentionFacts(
+            num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, pattern=self.pattern
+        )
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries, keys and values [3, D, N, H], and back [N, H, D]."""

@@ -13,6 +13,7 @@ import jax
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import name_activation
@@ -44,6 +45,12 @@ class Projections:
     query_scale: float = 1.0
 
     num_keys: ClassVar[int] = 4
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """Of a query that sees all keys."""
+        N, H = self.num_heads, self.head_dim
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries, keys and values [D, N, H], and back [N, H, D]."""
