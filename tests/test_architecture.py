@@ -101,10 +101,11 @@ INTERFACES = {
     "models.transformers.decoder_sizes", "models.transformers.gemma_sizes",
     "models.transformers.mixture_sizes", "models.recurrent.recurrent_sizes",
     "models.state_space.state_space_sizes",
-    *(f"models.weights.{name}" for name in ("asked", "names", "family", "safetensors", "folder",
-                                            "grouped_query", "awq", "mxfp4", "float8", "sentences",
-                                            "gguf", "gguf_keys", "gguf_tokenizer", "config_keys",
-                                            "config_rows", "rope")),
+    *(f"models.weights.{name}" for name in (
+        "config_file", "config_rows", "config_keys", "rope", "names", "family", "grouped_query",
+        "sentences", "safetensors", "folder", "awq", "mxfp4", "float8", "gguf", "gguf_keys",
+        "gguf_tokenizer",
+    )),
 }  # fmt: skip
 
 

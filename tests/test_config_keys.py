@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import Irrelevant, Used
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_keys import QUANTIZATION
 from jaxtrain.models.weights.family import families, model_of
 
@@ -138,7 +138,7 @@ def test_what_the_table_calls_used_is_read(architecture):
     variants.append({**whole, "rope_parameters": None, "rope_scaling": {"rope_type": "yarn"}})
     variants += [{name: whole[name] for name in whole if name != key} for key in whole]
     for content in variants:
-        family.read(Asked(Recorded(content)))
+        family.read(ConfigFile(Recorded(content)))
     used = {key for key, entry in family.keys.items() if isinstance(entry, Used)}
     assert not used - taken - ELSEWHERE
     assert not {key for key in taken if key not in family.keys}

@@ -112,7 +112,7 @@ def test_a_folder_of_sentence_transformers_tells_its_embeddings(source, tmp_path
         trainer.predict("a", top=2)
     assert trainer.export_huggingface(out).passed
     np.testing.assert_array_equal(theirs(out, TEXTS, LONGEST), expected)
-    assert Folder(out).asked == Folder(source).asked
+    assert Folder(out).family_and_model == Folder(source).family_and_model
     name = "sentence_bert_config.json"
     assert (out / name).read_bytes() == (source / name).read_bytes()
 
@@ -183,9 +183,9 @@ def test_what_lies_beside_is_read_or_refused(modules, pooling, said, source, tmp
     (folder / "1_Pooling" / "config.json").write_text(pooling)
     if isinstance(said, str):
         with pytest.raises(UserError, match=said):
-            _ = Folder(folder).asked
+            _ = Folder(folder).family_and_model
     else:
-        model = Folder(folder).asked[1]
+        model = Folder(folder).family_and_model[1]
         assert {name: getattr(model, name) for name in said} == said
 
 

@@ -273,7 +273,7 @@ def test_a_bad_file_is_refused(tmp_path, content, said):
     file = tmp_path / "bad.gguf"
     file.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(said)) as raised:
-        _ = GgufFile(file).asked
+        _ = GgufFile(file).family_and_model
     assert f"{file} is no GGUF file that is read here (" in str(raised.value)
 
 
@@ -281,7 +281,7 @@ def test_another_architecture_is_refused(tmp_path):
     file = tmp_path / "other.gguf"
     file.write_bytes(gguf({"general.architecture": "mamba"}, {}))
     with pytest.raises(UserError, match="GGUF files of 'llama' are read here, not of 'mamba'"):
-        _ = GgufFile(file).asked
+        _ = GgufFile(file).family_and_model
 
 
 def test_a_file_without_a_tokenizer_is_reported(tensors, tmp_path, capsys):

@@ -164,7 +164,7 @@ def test_what_would_change_the_logits_is_rejected_by_name(tmp_path, said, words)
     model = llama()
     path = write(tmp_path / "model.gguf", model, {**metadata(model), **said})
     with pytest.raises(UserError, match=re.escape(words)) as error:
-        _ = GgufFile(path).asked
+        _ = GgufFile(path).family_and_model
     assert f"{path}: its metadata has what is not supported here:" in str(error.value)
 
 

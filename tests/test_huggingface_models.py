@@ -439,7 +439,7 @@ def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = load_config(f"hf:{tmp_path}", [mesh])
     program = make_program(config, layouts.layout(config)).plain
-    family, model = Folder(tmp_path).asked
+    family, model = Folder(tmp_path).family_and_model
     shapes = their_shapes(family.names(model), parameters.shapes_of(program))
     rng = np.random.default_rng(0)
     values = (rng.standard_normal(shape, np.float32) for shape in shapes.values())

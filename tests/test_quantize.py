@@ -271,7 +271,7 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     content["quantization_config"] |= {"bits": 3, "version": "gemv"}
     config.write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"(?s)bits = 3; here it is 4.*version = 'gemv'"):
-        _ = Folder(out).asked
+        _ = Folder(out).family_and_model
     header = read_header(out / "model.safetensors")
     del header[f"{stems[0]}.scales"]
     with pytest.raises(UserError, match=r"qweight has no .*\.qzeros and .*\.scales beside it"):

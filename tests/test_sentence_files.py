@@ -46,7 +46,7 @@ def edited(saved: Path, folder: Path, name: str, **changes: Any) -> Folder:
 
 
 def test_what_sentence_transformers_writes_is_read(saved):
-    model: Any = Folder(saved).asked[1]
+    model: Any = Folder(saved).family_and_model[1]
     assert (model.pooling, model.normalized) == ("mean", True)
 
 
@@ -64,7 +64,7 @@ def test_a_word_of_pooling_is_taken_before_flags_as_there(saved, tmp_path):
     folder = edited(saved, tmp_path, "1_Pooling/config.json", **both)
     theirs = parts.Pooling.load(str(tmp_path), subfolder="1_Pooling")
     assert theirs.pooling_mode == "cls"
-    model: Any = folder.asked[1]
+    model: Any = folder.family_and_model[1]
     assert model.pooling == "first"
 
 
@@ -90,5 +90,5 @@ def test_a_word_of_pooling_is_taken_before_flags_as_there(saved, tmp_path):
 def test_what_is_not_done_here_is_rejected_by_name(name, changes, said, saved, tmp_path):
     folder = edited(saved, tmp_path, name, **changes)
     with pytest.raises(UserError) as error:
-        _ = folder.asked
+        _ = folder.family_and_model
     assert said in str(error.value)

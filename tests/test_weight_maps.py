@@ -361,7 +361,7 @@ def save(file, shapes):
 
 def matched(path):
     found = Folder.at(str(path), named="SRC_DIR")
-    family, model = found.asked
+    family, model = found.family_and_model
     return match(family, model, shapes_of(model), found.tensors(), where=str(path))
 
 

@@ -39,7 +39,7 @@ def config_text(name: str) -> str:
 
 
 def _lines(source: Published) -> Iterator[str]:
-    model = source.asked[1]
+    model = source.family_and_model[1]
     kind = type(model).__name__
     yield f"Train.model = @{kind}()"
     for field in dataclasses.fields(model):

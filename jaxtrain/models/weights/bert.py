@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights import config_keys, sentences
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import (
     CLASSES,
     Row,
@@ -89,11 +89,11 @@ _OWN: KeyTable = {
 _POSITIONS = whole("max_position_embeddings", "context_length", 512)
 
 
-def _read_positions(asked: Asked) -> dict[str, Any]:
+def _read_positions(config: ConfigFile) -> dict[str, Any]:
     """Positions are counted from the one after the padding token's number, 1: two rows of the
     table of positions come before."""
-    first = asked.whole("pad_token_id", 1) + 1
-    context_length = asked.whole("max_position_embeddings", 512) - first
+    first = config.whole("pad_token_id", 1) + 1
+    context_length = config.whole("max_position_embeddings", 512) - first
     return {"context_length": context_length, "first_position": first}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, used
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 
 
 def _nothing(_: Any) -> Mapping[str, Any]:
@@ -26,7 +26,7 @@ class Row(NamedTuple):
     """
 
     keys: KeyTable = {}
-    read: Callable[[Asked], Mapping[str, Any]] = _nothing
+    read: Callable[[ConfigFile], Mapping[str, Any]] = _nothing
     write: Callable[[Any], Mapping[str, Any] | None] = _nothing
 
 
@@ -39,25 +39,25 @@ def whole(key: str, setting: str, default: int | None = None, *, null: bool = Fa
       default: the value of a missing key; None: the key is required.
       null: whether null is read as None, and a missing key with default None too.
     """
-    return _value(Asked.whole, key, setting, default, null=null)
+    return _value(ConfigFile.whole, key, setting, default, null=null)
 
 
 def number(key: str, setting: str, default: float | None = None, *, null: bool = False) -> Row:
     """Return the row of a number; the arguments are those of `whole`."""
-    return _value(Asked.number, key, setting, default, null=null)
+    return _value(ConfigFile.number, key, setting, default, null=null)
 
 
 def flag(key: str, setting: str, default: bool) -> Row:
     """Return the row of a boolean; the arguments are those of `whole`."""
-    return _value(Asked.flag, key, setting, default, null=False)
+    return _value(ConfigFile.flag, key, setting, default, null=False)
 
 
 def _value(
-    read: Callable[[Asked, str, Any], Any], key: str, setting: str, default: Any, *, null: bool
+    read: Callable[[ConfigFile, str, Any], Any], key: str, setting: str, default: Any, *, null: bool
 ) -> Row:
-    def read_value(asked: Asked) -> Mapping[str, Any]:
-        is_null = null and asked.content.get(key, default) is None
-        return {setting: None if is_null else read(asked, key, default)}
+    def read_value(config: ConfigFile) -> Mapping[str, Any]:
+        is_null = null and config.content.get(key, default) is None
+        return {setting: None if is_null else read(config, key, default)}
 
     return Row(used(key), read_value, lambda model: {key: getattr(model, setting)})
 
@@ -90,7 +90,7 @@ def write_only(**content: Any) -> Row:
 
 def derive(
     key: str,
-    expected: Callable[[Asked], Any],
+    expected: Callable[[ConfigFile], Any],
     write: Callable[[Any], Any] | None = None,
     *,
     default: Any = None,
@@ -104,9 +104,9 @@ def derive(
       default: the value that a missing key means; None: `expected`.
     """
 
-    def read(asked: Asked) -> Mapping[str, Any]:
-        value = expected(asked)
-        asked.only(key, [value], default=value if default is None else default)
+    def read(config: ConfigFile) -> Mapping[str, Any]:
+        value = expected(config)
+        config.only(key, [value], default=value if default is None else default)
         return {}
 
     return Row(used(key), read, _nothing if write is None else lambda model: {key: write(model)})
@@ -126,9 +126,9 @@ def requires(is_member: Callable[[Any], bool]) -> Row:
     return Row(write=lambda model: {} if is_member(model) else None)
 
 
-def read_rows(rows: Iterable[Row], asked: Asked) -> dict[str, Any]:
+def read_rows(rows: Iterable[Row], config: ConfigFile) -> dict[str, Any]:
     """Return the settings of all rows; a later row overrides an earlier one."""
-    return {name: value for row in rows for name, value in row.read(asked).items()}
+    return {name: value for row in rows for name, value in row.read(config).items()}
 
 
 def write_rows(rows: Iterable[Row], model: Any) -> dict[str, Any] | None:
@@ -142,10 +142,10 @@ def write_rows(rows: Iterable[Row], model: Any) -> dict[str, Any] | None:
     return content
 
 
-def _read_classes(asked: Asked) -> Mapping[str, Any]:
-    names = asked.table("id2label").content
+def _read_classes(config: ConfigFile) -> Mapping[str, Any]:
+    names = config.table("id2label").content
     # Two if neither key is set, as in transformers.
-    return {"num_classes": len(names) if names else asked.whole("num_labels", 2)}
+    return {"num_classes": len(names) if names else config.whole("num_labels", 2)}
 
 
 def _write_classes(model: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights import config_keys, float8, rope
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import (
     Row,
     constant,
@@ -111,11 +111,11 @@ _YARN = (
 )
 
 
-def _read_rope(asked: Asked) -> dict[str, Any]:
+def _read_rope(config: ConfigFile) -> dict[str, Any]:
     """Rotary positions, of a part of each head."""
-    context_length = asked.whole("max_position_embeddings")
+    context_length = config.whole("max_position_embeddings")
     kind, scaling = rope.standardize(
-        asked, theta=10000.0, context_length=context_length, types=("default", "yarn")
+        config, theta=10000.0, context_length=context_length, types=("default", "yarn")
     )
     rope.reject_fraction(scaling)
     found = {"rope_theta": scaling.number("rope_theta"), "rope_scaling": 1.0}
@@ -154,7 +154,7 @@ def _rows(
         whole("num_attention_heads", "num_heads"),
         derive(
             "num_key_value_heads",
-            lambda asked: asked.whole("num_attention_heads"),
+            lambda config: config.whole("num_attention_heads"),
             lambda model: model.num_heads,
             default=kv_heads,
         ),
@@ -187,12 +187,12 @@ def _rows(
 _GREEDY, _LIMITED = "greedy", "group_limited_greedy"
 
 
-def _read_groups(asked: Asked) -> dict[str, Any]:
-    if asked.content.get("topk_method") != _LIMITED:
+def _read_groups(config: ConfigFile) -> dict[str, Any]:
+    if config.content.get("topk_method") != _LIMITED:
         return {"expert_groups": 1, "groups_per_token": 1}
     return {
-        "expert_groups": asked.whole("n_group"),
-        "groups_per_token": asked.whole("topk_group"),
+        "expert_groups": config.whole("n_group"),
+        "groups_per_token": config.whole("topk_group"),
     }
 
 
@@ -258,7 +258,7 @@ _V3 = Family(
         constant("scoring_func", "sigmoid"),
         constant("rope_interleave", True),
         number("aux_loss_alpha", "balance_weight", 0.0001),
-        derive("head_dim", lambda asked: asked.content.get("qk_rope_head_dim", 64)),
+        derive("head_dim", lambda config: config.content.get("qk_rope_head_dim", 64)),
         Row(
             irrelevant("logits come from the layers before", "num_nextn_predict_layers"),
             write=lambda model: {"num_nextn_predict_layers": model.predicted_tokens - 1},

@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.key_table import KeyTable, unsupported
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights import awq
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
 from jaxtrain.models.weights.config_rows import Row, read_rows, write_rows
 from jaxtrain.models.weights.names import Name
@@ -23,8 +23,7 @@ _OTHER_KINDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticEr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models whose config.json and tensors follow one pattern; one of `FAMILIES` of a file of
-    this package.
+    """Models whose config.json and tensors follow one pattern: one of a file's `FAMILIES`.
 
     Attributes:
       architecture: what config.json calls it, "LlamaForCausalLM".
@@ -62,9 +61,9 @@ class Family:
         """The entry of each key of a config.json; a later row overrides an earlier one."""
         return {key: entry for row in self.rows for key, entry in row.keys.items()}
 
-    def read(self, asked: Asked) -> dict[str, Any]:
+    def read(self, config: ConfigFile) -> dict[str, Any]:
         """Return the settings of `model` that a config.json asks for."""
-        return read_rows(self.rows, asked)
+        return read_rows(self.rows, config)
 
     def write(self, model: Any) -> dict[str, Any] | None:
         """Return the config.json of sizes; None: they are no model of this family."""
@@ -88,18 +87,18 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
       UserError: it is of none that is known here; offers the nearest.
     """
     known = {family.architecture: family for family in families()}
-    asked = content.get("architectures") or [f"model_type {content.get('model_type')!r}"]
-    if not isinstance(asked, list) or not all(isinstance(name, str) for name in asked):
-        raise UserError(f"{where}: architectures = {asked!r}; use a list of names")
-    for name in asked:
+    named = content.get("architectures") or [f"model_type {content.get('model_type')!r}"]
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{where}: architectures = {named!r}; use a list of names")
+    for name in named:
         if name in known:
             return known[name]
     # Of several heads on one body the first is meant, where nothing is said.
     by_type = {family.model_type: family for family in reversed(known.values())}
     if content.get("model_type") in by_type and not content.get("architectures"):
         return by_type[content["model_type"]]
-    hint = did_you_mean(str(asked[0]), known)
-    raise UserError(f"{where}: the architecture {asked[0]} is not known here{hint}")
+    hint = did_you_mean(str(named[0]), known)
+    raise UserError(f"{where}: the architecture {named[0]} is not known here{hint}")
 
 
 def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
@@ -113,24 +112,24 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
       UserError: everything that it asks for and that is not done here, in one message.
     """
     family = family_of(content, where=where)
-    asked = Asked(aliased(content, family.aliases))
-    asked.reasons += unsupported(asked.content, family.keys)
-    quantized = asked.table("quantization_config").content
+    config = ConfigFile(aliased(content, family.aliases))
+    config.reasons += unsupported(config.content, family.keys)
+    quantized = config.table("quantization_config").content
     method = quantized.get("quant_method")
     if method not in family.dequantized:
-        asked.only("quantization_config", [None], default=None)
+        config.only("quantization_config", [None], default=None)
     else:
         within = "quantization_config."
-        asked.reasons += unsupported(quantized, QUANTIZATION[method], within=within)
+        config.reasons += unsupported(quantized, QUANTIZATION[method], within=within)
     model = None
     try:
-        model = family.model(**family.read(asked))
+        model = family.model(**family.read(config))
     except UserError as error:
-        asked.reasons += str(error).splitlines()
+        config.reasons += str(error).splitlines()
     except _OTHER_KINDS as error:  # a list where a number is usual, a depth of 0
-        asked.reject(f"values of other kinds than {family.architecture} has ({error!r})")
-    if asked.reasons or model is None:
-        lines = "\n".join(f"  {reason}" for reason in asked.reasons)
+        config.reject(f"values of other kinds than {family.architecture} has ({error!r})")
+    if config.reasons or model is None:
+        lines = "\n".join(f"  {reason}" for reason in config.reasons)
         raise UserError(f"{where}: it asks for what is not done here:\n{lines}")
     return family, model
 

@@ -92,7 +92,7 @@ class Folder:
         return self._json(CONFIG)
 
     @functools.cached_property
-    def asked(self) -> tuple[Family, Model]:
+    def family_and_model(self) -> tuple[Family, Model]:
         """The family and the sizes that config.json asks for, and the files that say of an encoder
         of sentences what it does not; UserError says what in vain."""
         content = {**self.content, **said_beside(self._read)}

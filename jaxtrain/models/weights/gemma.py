@@ -8,7 +8,7 @@ from jaxtrain.models.transformers.gemma2 import Gemma2
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.models.weights import grouped_query, rope
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, constant, ignore, number, whole, write_only
 from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL, family, layer_types
 from jaxtrain.models.weights.names import Name
@@ -68,9 +68,9 @@ def _names(model: GroupedQuerySizes) -> tuple[Name, ...]:
     return (*around, *parts, *grouped_query.MLP)
 
 
-def _read_query_width(asked: Asked) -> dict[str, Any]:
-    width = asked.whole("query_pre_attn_scalar", 256)
-    return {"query_width": None if width == asked.whole("head_dim", 256) else width}
+def _read_query_width(config: ConfigFile) -> dict[str, Any]:
+    width = config.whole("query_pre_attn_scalar", 256)
+    return {"query_width": None if width == config.whole("head_dim", 256) else width}
 
 
 _QUERY_WIDTH = Row(
@@ -99,25 +99,25 @@ _GEMMA2 = family(
 )
 
 
-def _read_rope(asked: Asked) -> dict[str, Any]:
+def _read_rope(config: ConfigFile) -> dict[str, Any]:
     """Rotary positions: an object for each kind of layer in files of transformers 5.
 
     `rope_scaling` and theta of older files complete those of layers that see all tokens.
     """
-    both = asked.table("rope_parameters")
+    both = config.table("rope_parameters")
     for key in both.content:
         if key not in (LOCAL, GLOBAL):
-            asked.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
-    scaling = asked.table("rope_scaling").content
+            config.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
+    scaling = config.table("rope_scaling").content
     if "type" in scaling and "rope_type" not in scaling:
-        asked.reject("rope_scaling.type, which transformers does not read; here it is rope_type")
-    near = {"rope_theta": asked.number("rope_local_base_freq", 10000.0)}
-    far = {"rope_theta": asked.number("rope_theta", 1000000.0)}
+        config.reject("rope_scaling.type, which transformers does not read; here it is rope_type")
+    near = {"rope_theta": config.number("rope_local_base_freq", 10000.0)}
+    far = {"rope_theta": config.number("rope_theta", 1000000.0)}
     near |= both.table(LOCAL).content
     far |= {**both.table(GLOBAL).content, **scaling}
-    kind = rope.validate_type(asked, far, ("default", "linear"))
-    rope.validate_type(asked, near, ("default",))
-    local, far_said = asked.inner(near), asked.inner(far)
+    kind = rope.validate_type(config, far, ("default", "linear"))
+    rope.validate_type(config, near, ("default",))
+    local, far_said = config.inner(near), config.inner(far)
     for one in (local, far_said):
         rope.reject_fraction(one)
     return {

@@ -154,7 +154,7 @@ class GgufFile:
         }
 
     @functools.cached_property
-    def asked(self) -> tuple[Family, Model]:
+    def family_and_model(self) -> tuple[Family, Model]:
         """The family and the sizes; UserError says what cannot be done here."""
         return model_of(self.content, where=str(self.path))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, unsupported, used
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 
 ARCHITECTURE = "llama"
 
@@ -183,33 +183,35 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
         )
     known = {listed(key): value for key, value in metadata.items()
              if key.partition(".")[0] in _NAMESPACES}  # fmt: skip
-    asked = Asked({key.removeprefix(f"{ARCHITECTURE}."): value for key, value in known.items()})
+    config = ConfigFile(
+        {key.removeprefix(f"{ARCHITECTURE}."): value for key, value in known.items()}
+    )
     for reason in unsupported(known, TABLE):
-        asked.reject(reason)
+        config.reject(reason)
     tokens = known.get("tokenizer.ggml.tokens")
-    heads = _of_all_layers(asked, "attention.head_count")
-    width = asked.whole("embedding_length")
-    head_dim = asked.whole("attention.key_length", width // max(heads, 1))
+    heads = _of_all_layers(config, "attention.head_count")
+    width = config.whole("embedding_length")
+    head_dim = config.whole("attention.key_length", width // max(heads, 1))
     for key in "attention.value_length", "rope.dimension_count":
-        asked.only(key, [head_dim], default=head_dim)
+        config.only(key, [head_dim], default=head_dim)
     content = {
-        "vocab_size": asked.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        "num_hidden_layers": asked.whole("block_count"),
+        "vocab_size": config.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None),
+        "num_hidden_layers": config.whole("block_count"),
         "hidden_size": width,
         "num_attention_heads": heads,
-        "num_key_value_heads": _of_all_layers(asked, "attention.head_count_kv", heads),
+        "num_key_value_heads": _of_all_layers(config, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": _of_all_layers(asked, "feed_forward_length"),
-        "max_position_embeddings": asked.whole("context_length"),
-        "rope_theta": asked.number("rope.freq_base", 10000.0),
-        "rms_norm_eps": asked.number("attention.layer_norm_rms_epsilon"),
-        "rope_scaling": _rope_scaling(asked),
+        "intermediate_size": _of_all_layers(config, "feed_forward_length"),
+        "max_position_embeddings": config.whole("context_length"),
+        "rope_theta": config.number("rope.freq_base", 10000.0),
+        "rms_norm_eps": config.number("attention.layer_norm_rms_epsilon"),
+        "rope_scaling": _rope_scaling(config),
         "tie_word_embeddings": tied,
         "architectures": ["LlamaForCausalLM"],
         "model_type": ARCHITECTURE,
     }
-    if asked.reasons:
-        lines = "\n".join(f"  {reason}" for reason in asked.reasons)
+    if config.reasons:
+        lines = "\n".join(f"  {reason}" for reason in config.reasons)
         raise UserError(f"{where}: its metadata has what is not supported here:\n{lines}")
     return content
 
@@ -228,32 +230,32 @@ def read_otherwise(metadata: Mapping[str, Any]) -> str | None:
             return f"transformers does not read the list {key}"
     if "attention.key_length" in own and "rope.dimension_count" not in own:
         return "transformers ignores attention.key_length"
-    if _rope_scaling(Asked(own)) is not None:
+    if _rope_scaling(ConfigFile(own)) is not None:
         return "transformers ignores the scaling of rotary positions in GGUF files of a Llama"
     return None
 
 
-def _of_all_layers(asked: Asked, key: str, default: int | None = None) -> int:
+def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> int:
     """A number that a file has once, or once a layer; the layers here are alike."""
-    value = asked.content.get(key)
+    value = config.content.get(key)
     if not isinstance(value, list):
-        return asked.whole(key, default)
+        return config.whole(key, default)
     if len(set(value)) != 1 or type(value[0]) is not int:
-        asked.reject(f"{key} = {value}; here it is the same whole number for all layers")
+        config.reject(f"{key} = {value}; here it is the same whole number for all layers")
         return 1
     return value[0]
 
 
-def _rope_scaling(asked: Asked) -> dict[str, Any] | None:
+def _rope_scaling(config: ConfigFile) -> dict[str, Any] | None:
     """A factor without a type is linear, and 0 is none."""
-    factor = asked.number("rope.scaling.factor", asked.number("rope.scale_linear", 0.0))
-    kind = asked.content.get("rope.scaling.type") or "linear"
-    asked.only("rope.scaling.type", ["none", "linear", "yarn"], default="linear")
+    factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 0.0))
+    kind = config.content.get("rope.scaling.type") or "linear"
+    config.only("rope.scaling.type", ["none", "linear", "yarn"], default="linear")
     if kind == "none" or factor in (0.0, 1.0):
         return None
     found: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        original = asked.whole("context_length")
+        original = config.whole("context_length")
         key = "rope.scaling.original_context_length"
-        found["original_max_position_embeddings"] = asked.whole(key, original)
+        found["original_max_position_embeddings"] = config.whole(key, original)
     return found

@@ -30,7 +30,7 @@ _GPT2 = Family(
         whole("n_embd", "embed_dim"),
         whole("n_head", "num_heads"),
         whole("n_positions", "context_length", 1024),
-        derive("n_inner", lambda asked: 4 * asked.whole("n_embd"), lambda _: None),
+        derive("n_inner", lambda config: 4 * config.whole("n_embd"), lambda _: None),
         number("layer_norm_epsilon", "norm_eps", 1e-5),
         constant("activation_function", "gelu_new", "gelu_pytorch_tanh"),
         constant("tie_word_embeddings", True),

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.models.weights import config_keys, rope
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, constant, flag, number, whole, write_only
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
@@ -64,15 +64,15 @@ def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
     return (*around(model), *ATTENTION, *MLP)
 
 
-def read_head_dim(asked: Asked, default: int | None = None) -> int | None:
+def read_head_dim(config: ConfigFile, default: int | None = None) -> int | None:
     """Return the width of a head where it is another than embed_dim / num_heads, else None.
 
     Args:
-      asked: the config.json.
+      config: the config.json.
       default: the value of a missing key; None: embed_dim / num_heads.
     """
-    heads, width = asked.whole("num_attention_heads"), asked.whole("hidden_size")
-    found = asked.whole("head_dim", default or width // max(heads, 1))
+    heads, width = config.whole("num_attention_heads"), config.whole("hidden_size")
+    found = config.whole("head_dim", default or width // max(heads, 1))
     return None if found * heads == width else found
 
 
@@ -80,14 +80,14 @@ def head_dim(default: int | None = None) -> Row:
     """Return the row of a width of heads; `default` is that of `read_head_dim`."""
     return Row(
         used("head_dim"),
-        lambda asked: {"head_dim": read_head_dim(asked, default)},
+        lambda config: {"head_dim": read_head_dim(config, default)},
         lambda model: {"head_dim": model.key_dim},
     )
 
 
-def _reject_own_head_dim(asked: Asked) -> dict[str, Any]:
-    if asked.content.get("head_dim") is not None and read_head_dim(asked) is not None:
-        asked.reject(f"head_dim = {asked.content['head_dim']}; here it is hidden_size / heads")
+def _reject_own_head_dim(config: ConfigFile) -> dict[str, Any]:
+    if config.content.get("head_dim") is not None and read_head_dim(config) is not None:
+        config.reject(f"head_dim = {config.content['head_dim']}; here it is hidden_size / heads")
     return {}
 
 
@@ -115,12 +115,12 @@ def width_rows(
       tied: the row of tied embeddings.
     """
 
-    def read_kv_heads(asked: Asked) -> dict[str, Any]:
+    def read_kv_heads(config: ConfigFile) -> dict[str, Any]:
         # null is as many as query heads in every family.
         key, default = "num_key_value_heads", kv_heads
-        if default is None or asked.content.get(key, 0) is None:
-            default = asked.whole("num_attention_heads")
-        return {"num_kv_heads": asked.whole(key, default)}
+        if default is None or config.content.get(key, 0) is None:
+            default = config.whole("num_attention_heads")
+        return {"num_kv_heads": config.whole(key, default)}
 
     return (
         Row(
@@ -182,18 +182,18 @@ def window(default: int | None) -> Row:
     return whole("sliding_window", "sliding_window", default, null=True)
 
 
-def _one_a_layer(asked: Asked, found: Any) -> bool:
+def _one_a_layer(config: ConfigFile, found: Any) -> bool:
     """Whether this is a list with one element a layer."""
-    return isinstance(found, list) and len(found) == asked.whole("num_hidden_layers")
+    return isinstance(found, list) and len(found) == config.whole("num_hidden_layers")
 
 
-def _reject_other_layers(asked: Asked) -> dict[str, Any]:
+def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
     """Collect layers of other kinds than the one that sees all tokens."""
-    found = asked.content.get("layer_types")
+    found = config.content.get("layer_types")
     if found is not None and not (
-        _one_a_layer(asked, found) and all(kind == GLOBAL for kind in found)
+        _one_a_layer(config, found) and all(kind == GLOBAL for kind in found)
     ):
-        asked.reject(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
+        config.reject(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
     return {}
 
 
@@ -224,9 +224,9 @@ def layer_types(default: int, key: str | None = None) -> Row:
       key: of a period in older files, whose default is `default`; None: they have none.
     """
 
-    def read(asked: Asked) -> dict[str, Any]:
-        period = default if key is None else asked.whole(key, default)
-        return {"global_every": _read_global_every(asked, period)}
+    def read(config: ConfigFile) -> dict[str, Any]:
+        period = default if key is None else config.whole(key, default)
+        return {"global_every": _read_global_every(config, period)}
 
     def write(model: GroupedQuerySizes) -> Mapping[str, Any]:
         assert model.global_every is not None, "a model with layers of two kinds"
@@ -235,18 +235,18 @@ def layer_types(default: int, key: str | None = None) -> Row:
     return Row(used("layer_types", *([] if key is None else [key])), read, write)
 
 
-def _read_global_every(asked: Asked, default: int) -> int:
+def _read_global_every(config: ConfigFile, default: int) -> int:
     """The period of layers of two kinds, which files may spell out; `default` where they do not."""
-    num_layers, found = asked.whole("num_hidden_layers"), asked.content.get("layer_types")
+    num_layers, found = config.whole("num_hidden_layers"), config.content.get("layer_types")
     if found is None:
         return default
-    if not _one_a_layer(asked, found):
-        asked.reject(f"layer_types is no list of one kind for each of {num_layers} layers")
+    if not _one_a_layer(config, found):
+        config.reject(f"layer_types is no list of one kind for each of {num_layers} layers")
         return default
     # Without a global layer any period does that is longer than the model.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != _kinds(num_layers, every):
-        asked.reject("layer_types in no regular order; here every so manieth sees all tokens")
+        config.reject("layer_types in no regular order; here every so manieth sees all tokens")
     return every
 
 

@@ -7,7 +7,7 @@ from jaxtrain.config.key_table import only, used
 from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import (
     CLASSES,
     Row,
@@ -113,19 +113,19 @@ def _counts(model: ResNet) -> tuple[str, ...]:
     return tuple(mean.replace("running_mean", "num_batches_tracked") for mean in means)
 
 
-def _read_resnet(asked: Asked) -> dict[str, Any]:
-    kind = _kind(asked.content.get("layer_type") != "basic")
+def _read_resnet(config: ConfigFile) -> dict[str, Any]:
+    kind = _kind(config.content.get("layer_type") != "basic")
     if kind == "bottleneck":  # there it puts the stride into the first convolution, of 1x1
-        asked.only("downsample_in_bottleneck", [False], default=False)
+        config.only("downsample_in_bottleneck", [False], default=False)
     depths = {
         depth: list(counts)
         for depth, counts in BLOCKS_PER_STAGE.items()
         if _kind(depth in BOTTLENECKS) == kind
     }
-    asked.only("depths", depths.values(), default=[3, 4, 6, 3])
-    told = asked.content.get("depths") or [3, 4, 6, 3]
-    width = asked.whole("embedding_size", 64)
-    asked.only("hidden_sizes", [_sizes(width, kind)], default=[256, 512, 1024, 2048])
+    config.only("depths", depths.values(), default=[3, 4, 6, 3])
+    told = config.content.get("depths") or [3, 4, 6, 3]
+    width = config.whole("embedding_size", 64)
+    config.only("hidden_sizes", [_sizes(width, kind)], default=[256, 512, 1024, 2048])
     return {
         "depth": next((depth for depth, counts in depths.items() if counts == told), 50),
         "width": width,

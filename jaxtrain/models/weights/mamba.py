@@ -7,7 +7,7 @@ from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, constant, derive, number, whole
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, linear, one_after_the_other
@@ -101,15 +101,15 @@ def _rows(*mixer: Row, tied: Row) -> tuple[Row, ...]:
     )
 
 
-def _inner_dim(asked: Asked) -> int:
-    return asked.whole("hidden_size") * asked.whole("expand", 2)
+def _inner_dim(config: ConfigFile) -> int:
+    return config.whole("hidden_size") * config.whole("expand", 2)
 
 
-def _read_step_rank(asked: Asked) -> dict[str, Any]:
-    if asked.content.get("time_step_rank", "auto") == "auto":
+def _read_step_rank(config: ConfigFile) -> dict[str, Any]:
+    if config.content.get("time_step_rank", "auto") == "auto":
         return {"step_rank": None}
-    rank = asked.whole("time_step_rank")
-    return {"step_rank": None if rank == -(-asked.whole("hidden_size") // 16) else rank}
+    rank = config.whole("time_step_rank")
+    return {"step_rank": None if rank == -(-config.whole("hidden_size") // 16) else rank}
 
 
 _family = functools.partial(
@@ -143,7 +143,7 @@ FAMILIES = (
             _EXPAND,
             derive(
                 "num_heads",
-                lambda asked: _inner_dim(asked) // max(asked.whole("head_dim", 64), 1),
+                lambda config: _inner_dim(config) // max(config.whole("head_dim", 64), 1),
                 lambda model: model.layer.num_heads,
                 default=128,
             ),

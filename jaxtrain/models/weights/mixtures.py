@@ -6,7 +6,7 @@ from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights import awq, mxfp4
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import (
     Row,
     constant,
@@ -149,10 +149,10 @@ _UNSAID_ROPE = {
 }  # fmt: skip
 
 
-def _read_balance(asked: Asked) -> dict[str, Any]:
+def _read_balance(config: ConfigFile) -> dict[str, Any]:
     """The published 0.9 is in no loss there, unless the router's logits are asked for."""
-    weight = asked.number("router_aux_loss_coef", 0.001)
-    return {"balance_weight": weight if asked.flag("output_router_logits", False) else 0.0}
+    weight = config.number("router_aux_loss_coef", 0.001)
+    return {"balance_weight": weight if config.flag("output_router_logits", False) else 0.0}
 
 
 _GPT_OSS = family(

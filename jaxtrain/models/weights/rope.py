@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, unsupported, used
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, number, read_rows, whole, write_rows
 
 # Where config.json has rotary positions.
@@ -80,10 +80,10 @@ def rotary(
     """
     types = ("default",) if fraction else tuple(SCALINGS)
 
-    def read(asked: Asked) -> dict[str, Any]:
-        length = asked.whole("max_position_embeddings", context_length)
+    def read(config: ConfigFile) -> dict[str, Any]:
+        length = config.whole("max_position_embeddings", context_length)
         kind, rope = standardize(
-            asked, theta=theta, context_length=length, types=types, unsaid=unsaid
+            config, theta=theta, context_length=length, types=types, unsaid=unsaid
         )
         found: dict[str, Any] = {"rope_theta": rope.number("rope_theta")}
         if fraction:
@@ -109,55 +109,55 @@ def rotary(
     return Row(KEYS, read, write)
 
 
-def reject_fraction(rope: Asked) -> None:
+def reject_fraction(rope: ConfigFile) -> None:
     """Collect positions that turn a part of each head alone."""
     rope.only("partial_rotary_factor", [1.0], default=1.0)
 
 
 def standardize(
-    asked: Asked,
+    config: ConfigFile,
     *,
     theta: float,
     context_length: int,
     types: tuple[str, ...],
     unsaid: Mapping[str, Any] | None = None,
-) -> tuple[str, Asked]:
+) -> tuple[str, ConfigFile]:
     """Return the type of the rotary positions, and all that is said of them as one object.
 
     `rope_scaling` is taken before `rope_parameters`, and what both lack from config.json itself.
 
     Args:
-      asked: the config.json; collects keys and types that are not supported.
+      config: the config.json; collects keys and types that are not supported.
       theta: the base where the file has none.
       context_length: the longest context, which a scaling extends where it does not say another.
       types: the supported values of rope_type.
       unsaid: the object where the file has neither.
     """
-    scaling, parameters = asked.table("rope_scaling"), asked.table("rope_parameters")
-    if unsaid is not None and asked.content.get("rope_parameters") is None:
-        parameters = asked.inner(unsaid)
+    scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
+    if unsaid is not None and config.content.get("rope_parameters") is None:
+        parameters = config.inner(unsaid)
     rope = dict(scaling.content or parameters.content)
     for key, default in ("rope_theta", theta), ("partial_rotary_factor", 1.0):
         if rope.get(key) is None:
-            found = asked.content.get(key)
+            found = config.content.get(key)
             rope[key] = default if found is None else found
-    kind = validate_type(asked, rope, types)
+    kind = validate_type(config, rope, types)
     if "original_max_position_embeddings" in _OF_TYPE[kind]:
         key = "original_max_position_embeddings"
-        if asked.content.get(key) is not None:
-            rope[key] = asked.content[key]
+        if config.content.get(key) is not None:
+            rope[key] = config.content[key]
         rope.setdefault(key, context_length)
-    return kind, asked.inner(rope)
+    return kind, config.inner(rope)
 
 
-def validate_type(asked: Asked, rope: Mapping[str, Any], types: tuple[str, ...]) -> str:
+def validate_type(config: ConfigFile, rope: Mapping[str, Any], types: tuple[str, ...]) -> str:
     """Return the rope_type of an object, and collect settings that it does not have."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in types:
-        asked.reject(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
+        config.reject(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
         return "default"
     for reason in unsupported(rope, _table(kind)):
-        asked.reject(reason)
+        config.reject(reason)
     return kind
 
 

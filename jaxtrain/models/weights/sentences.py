@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, only, unsupported, used
 from jaxtrain.config.untrusted import MalformedError, parse_json
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 
 MODULES = "modules.json"
 _TRANSFORMER, _WHOLE = "sentence_bert_config.json", "config_sentence_transformers.json"
@@ -87,24 +87,24 @@ def said_beside(read: Callable[[str], bytes | None]) -> dict[str, Any]:
     return {KEY: found}
 
 
-def read_pooling(asked: Asked) -> dict[str, Any]:
+def read_pooling(config: ConfigFile) -> dict[str, Any]:
     """The settings of embeddings; without such files the mean, as sentence-transformers has it."""
-    beside = asked.table(KEY)
+    beside = config.table(KEY)
     modules = beside.content.get("modules", ["Transformer", "Pooling"])
     allowed = ["Transformer", "Pooling", "Normalize"]
     if modules not in (allowed[:2], allowed):
-        asked.reject(
+        config.reject(
             f"{MODULES} has {', '.join(modules)}; here it is Transformer and Pooling, with or "
             "without Normalize"
         )
     for name, table in TABLES.items():
         for reason in unsupported(beside.table(name).content, table):
-            asked.reject(reason)
-    return {"pooling": _read_mode(asked, beside.table("pooling").content),
+            config.reject(reason)
+    return {"pooling": _read_mode(config, beside.table("pooling").content),
             "normalized": "Normalize" in modules}  # fmt: skip
 
 
-def _read_mode(asked: Asked, settings: Mapping[str, Any]) -> str:
+def _read_mode(config: ConfigFile, settings: Mapping[str, Any]) -> str:
     """How hidden states become one vector."""
     every = [*_MODES.values(), *_OTHERS]
     flags = [mode for mode in every if settings.get(f"pooling_mode_{mode}")]
@@ -117,7 +117,7 @@ def _read_mode(asked: Asked, settings: Mapping[str, Any]) -> str:
     if isinstance(word, list) and len(word) == 1:
         word = word[0]
     if not isinstance(word, str) or word not in _WORDS:
-        asked.reject(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
+        config.reject(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
         return "mean"
     return _WORDS[word]
 

@@ -6,7 +6,7 @@ from typing import Any
 from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.asked import Asked
+from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import (
     Row,
     constant,
@@ -61,10 +61,10 @@ def _names(model: T5) -> tuple[Name, ...]:
     )
 
 
-def _read_scale(asked: Asked) -> dict[str, Any]:
+def _read_scale(config: ConfigFile) -> dict[str, Any]:
     """Files of transformers before 5 say it by the tie alone."""
-    tied = asked.flag("tie_word_embeddings", True)
-    return {"scale_outputs": asked.flag("scale_decoder_outputs", tied)}
+    tied = config.flag("tie_word_embeddings", True)
+    return {"scale_outputs": config.flag("scale_decoder_outputs", tied)}
 
 
 _EMBEDDING = "shared.weight"
@@ -80,7 +80,7 @@ _T5 = Family(
         whole("num_layers", "num_layers"),
         derive(
             "num_decoder_layers",
-            lambda asked: asked.whole("num_layers"),
+            lambda config: config.whole("num_layers"),
             lambda model: model.num_layers,
         ),
         whole("d_model", "embed_dim"),
@@ -90,8 +90,8 @@ _T5 = Family(
         whole("n_positions", "context_length", 512),
         Row(
             {"feed_forward_proj": only(*_MLPS)},
-            lambda asked: {
-                "mlp": _MLPS.get(asked.content.get("feed_forward_proj", "relu"), "relu")
+            lambda config: {
+                "mlp": _MLPS.get(config.content.get("feed_forward_proj", "relu"), "relu")
             },
             lambda model: {"feed_forward_proj": _THEIR_MLPS[model.mlp]},
         ),

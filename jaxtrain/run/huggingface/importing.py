@@ -91,7 +91,7 @@ def _write(
             write_atomically(carried / name, content)
     extra = metadata.describe_parameters(config, program, of_published(source.path))
     save_first(0, _partition(params, program), extra, config=config, workdir=workdir, say=say)
-    (family, _), model = source.asked, config.train.model
+    (family, _), model = source.family_and_model, config.train.model
     shapes, tensors = shapes_of(program), source.tensors()
     stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
     made = their_tensors(family.names(model), params, program.layer_order)

@@ -57,7 +57,7 @@ def read_parameters(
     Raises:
       UserError: another architecture's, or tensors that do not fit.
     """
-    family, _ = folder.asked
+    family, _ = folder.family_and_model
     if not isinstance(model, family.model):
         raise UserError(
             f"{folder.path} holds a {family.architecture}, which is Train.model = "

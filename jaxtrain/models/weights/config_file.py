@@ -1,4 +1,4 @@
-"""Reader of a published config.json: sizes, and keys that are not supported."""
+"""Typed reader of a published config.json, which collects what is not supported."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,12 +10,12 @@ _LONGEST = 80  # characters of a value in a message
 _LISTED = ("layer", "layers", "experts")
 
 
-class Asked:
-    """What a config.json asks for; what is not done here is collected rather than raised.
+class ConfigFile:
+    """A config.json, or an object in it; errors are collected rather than raised.
 
     Attributes:
-      content: the whole of it.
-      reasons: why it cannot be done here, a clause each.
+      content: all keys.
+      reasons: a clause for each value that is not supported.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -46,16 +46,16 @@ class Asked:
             return value
         return self._validate(key, value, "true or false", default)
 
-    def table(self, key: str) -> "Asked":
+    def table(self, key: str) -> "ConfigFile":
         """An object of its own, empty where there is none; its reasons are this one's."""
         value = self.content.get(key)
         if value is not None and not isinstance(value, dict):
             value = self._validate(key, value, "an object", {})
         return self.inner(value or {})
 
-    def inner(self, content: Mapping[str, Any]) -> "Asked":
+    def inner(self, content: Mapping[str, Any]) -> "ConfigFile":
         """An object that collects its reasons with this one's."""
-        found = Asked(content)
+        found = ConfigFile(content)
         found.reasons = self.reasons
         return found
 
