@@ -1,4 +1,5 @@
-"""Experts' products as on GPUs: the kernels' code, run without one, against XLA's ragged_dot."""
+"""Experts' products as on GPUs, the kernels' code run without one, and in tiles as on one CPU,
+against XLA's ragged_dot."""
 
 import functools
 
@@ -17,7 +18,7 @@ from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.profiling.costs import costs
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.products import grouped_kernel
+from jaxtrain.nn.products import grouped_kernel, grouped_tiles
 from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.devices import OLD_GPU
@@ -57,16 +58,17 @@ def drawn(case: str, dtype: str) -> tuple[jax.Array, ...]:
     return x, w, jnp.asarray(sizes, jnp.int32), g
 
 
-@pytest.mark.slow_cases("some_left-float32-1e-05", "whole_tiles-float32-1e-05")
+@pytest.mark.slow_cases("some_left-float32-1e-05-triton", "whole_tiles-float32-1e-05-triton")
+@pytest.mark.parametrize("kernel", ["triton", "tiles"])
 @pytest.mark.parametrize(
     ("case", "dtype", "tolerance"),
     [*((case, "float32", 1e-5) for case in CASES), ("odd", "bfloat16", 1e-2)],
 )
 def test_the_product_and_both_gradients_are_those_of_ragged_dot(
-    case, dtype, tolerance, without_gpu
+    case, dtype, tolerance, kernel, without_gpu
 ):
     given = drawn(case, dtype)
-    found, expected = (value_and_gradients(Grouped(kernel=k), *given) for k in ("triton", "xla"))
+    found, expected = (value_and_gradients(Grouped(kernel=k), *given) for k in (kernel, "xla"))
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype == dtype
         largest = max(1.0, float(jnp.abs(other).max()))
@@ -77,10 +79,11 @@ def test_the_product_and_both_gradients_are_those_of_ragged_dot(
         assert all(float(jnp.abs(one).max()) > 1 for one in expected)
 
 
-def test_in_float8_too(without_gpu):
+@pytest.mark.parametrize("kernel", ["triton", "tiles"])
+def test_in_float8_too(kernel, without_gpu):
     given = drawn("odd", "float32")
     found, expected = (
-        value_and_gradients(Grouped(float8=True, kernel=k), *given) for k in ("triton", "xla")
+        value_and_gradients(Grouped(float8=True, kernel=k), *given) for k in (kernel, "xla")
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
@@ -88,10 +91,11 @@ def test_in_float8_too(without_gpu):
     assert float(jnp.abs(found[0] - exact[0]).max()) > 1e-2  # it was float8
 
 
-def test_what_another_expert_has_that_is_no_number_stays_with_it(without_gpu):
+@pytest.mark.parametrize("kernel", ["triton", "tiles"])
+def test_what_another_expert_has_that_is_no_number_stays_with_it(kernel, without_gpu):
     x, w, sizes, g = drawn("odd", "float32")
     x = x.at[0].set(jnp.inf)  # the first expert's only row
-    of_weights = value_and_gradients(Grouped(kernel="triton"), x, w, sizes, g)[2]
+    of_weights = value_and_gradients(Grouped(kernel=kernel), x, w, sizes, g)[2]
     assert not np.isfinite(of_weights[0]).any()
     assert np.isfinite(of_weights[1:]).all()
 
@@ -138,6 +142,10 @@ def test_its_flops_are_those_of_ragged_dot():
     N, K, M, _ = CASES["odd"]
     assert counted("triton").matmul == counted("xla").matmul == 3 * 2 * N * K * M
     assert counted("triton").matmul_least == 3 * 2 * N * K * M
+    # A tile more for each expert, and for the rows that are nobody's.
+    visited = (3 + len(w)) * grouped_tiles.ROWS
+    assert counted("tiles").matmul == 3 * 2 * visited * K * M
+    assert not counted("tiles").unknown_loops
 
 
 CALL = """
@@ -174,14 +182,17 @@ def test_what_it_gives_is_not_taken_for_attention():
     assert saves(calls[0].primitive, **{**calls[0].params, "name": "mha_forward"})
 
 
-def test_a_gpu_has_the_kernel_and_others_xlas(monkeypatch):
+def test_a_gpu_has_the_kernel_one_cpu_has_tiles_and_others_have_xlas(monkeypatch):
     config = load_config("mixtral_tiny", ["Mesh.fsdp=1", "Mesh.expert=1"])
     on_one = layouts.layout(config, jax.devices()[:1])
     made = {}
     for platform in ("cpu", "gpu", OLD_GPU, "tpu"):
         monkeypatch.setattr(program, "platform_of", lambda mesh, platform=platform: platform)
         made[platform] = program.make_program(config, on_one).execution.grouped.kernel
-    assert made == {"cpu": "xla", "gpu": "triton", OLD_GPU: "xla", "tpu": "xla"}
+    assert made == {"cpu": "tiles", "gpu": "triton", OLD_GPU: "xla", "tpu": "xla"}
+    on_two = layouts.layout(load_config("mixtral_tiny", ["Mesh.expert=1"]), jax.devices()[:2])
+    monkeypatch.setattr(program, "platform_of", lambda mesh: "cpu")
+    assert program.make_program(config, on_two).execution.grouped.kernel == "xla"
 
 
 def test_experts_on_a_mesh_are_those_of_one_device(without_gpu):

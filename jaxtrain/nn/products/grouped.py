@@ -13,9 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
 
-from jaxtrain.nn.products import grouped_kernel
+from jaxtrain.nn.products import grouped_kernel, grouped_tiles
 from jaxtrain.nn.products.float8 import E4M3, E5M2, bits_of, of_bits, over_batch, quantize
 from jaxtrain.parallel.devices import OLD_GPU
+
+
+Kernel = Literal["xla", "triton", "tiles"]
+# Their modules, but for XLA's own.
+_MODULES = {"triton": grouped_kernel, "tiles": grouped_tiles}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +30,13 @@ class Grouped:
     Attributes:
       float8: operands are float8 in the product and both its gradients (see `float8`): all experts'
         rows have one scale, and all experts' weights.
-      kernel: 'triton' is `grouped_kernel`, on NVIDIA GPUs from Ampere on; 'xla' is XLA's own, which
-        on TPUs multiplies each row once and on a GPU by every expert.
+      kernel: 'triton' is `grouped_kernel`, on NVIDIA GPUs from Ampere on; 'tiles' is
+        `grouped_tiles`, on one CPU device; 'xla' is XLA's own, which on TPUs multiplies each row
+        once and elsewhere by every expert.
     """
 
     float8: bool = False
-    kernel: Literal["xla", "triton"] = "xla"
+    kernel: Kernel = "xla"
 
     def __call__(
         self, x: jax.Array, weight_EKM: jax.Array, sizes_E: jax.Array | None = None
@@ -84,8 +90,9 @@ class Grouped:
         if sizes is None:
             batched = (((2,), (summed,)), ((0,), (0,)))
             return jax.lax.dot_general(x, weight, batched, preferred_element_type=dtype)
-        if self.kernel == "triton":
-            return grouped_kernel.of_rows(x, weight, sizes, dtype, turned=summed == 2)
+        if self.kernel != "xla":
+            module = _MODULES[self.kernel]
+            return module.of_rows(x, weight, sizes, dtype, turned=summed == 2)
         numbers = RaggedDotDimensionNumbers((((1,), (summed,)), ((), ())), [0], [0])
         return jax.lax.ragged_dot_general(x, weight, sizes, numbers, preferred_element_type=dtype)
 
@@ -96,15 +103,17 @@ class Grouped:
         if sizes is None:
             batched = (((1,), (1,)), ((0,), (0,)))
             return jax.lax.dot_general(x, gradient, batched, preferred_element_type=dtype)
-        if self.kernel == "triton":
-            return grouped_kernel.of_weights(x, gradient, sizes, dtype)
+        if self.kernel != "xla":
+            return _MODULES[self.kernel].of_weights(x, gradient, sizes, dtype)
         numbers = RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
         return jax.lax.ragged_dot_general(x, gradient, sizes, numbers, preferred_element_type=dtype)
 
 
-def kernel_on(platform: str) -> Literal["xla", "triton"]:
-    """The kernel of a platform: 'cpu', 'gpu', `devices.OLD_GPU` or 'tpu'."""
-    return "triton" if platform == "gpu" else "xla"
+def kernel_on(platform: str, devices: int) -> Kernel:
+    """The kernel of so many devices of a platform: 'cpu', 'gpu', `devices.OLD_GPU` or 'tpu'."""
+    if platform == "gpu":
+        return "triton"
+    return "tiles" if platform == "cpu" and devices == 1 else "xla"
 
 
 def notes(platform: str, *, experts: int, model: str) -> Iterator[str]:

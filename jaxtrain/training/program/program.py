@@ -186,7 +186,7 @@ def _grouped_kernel_of(config: Config, layout: Layout) -> "Grouped | None":
         return None
     from jaxtrain.nn.products.grouped import Grouped, kernel_on
 
-    kernel = kernel_on(platform_of(layout.mesh))
+    kernel = kernel_on(platform_of(layout.mesh), layout.mesh.size)
     return Grouped(float8=config.precision.matmul == "float8", kernel=kernel)
 
 
