@@ -17,7 +17,6 @@ from jaxtrain.nn.products import grouped_kernel, grouped_tiles
 from jaxtrain.nn.products.float8 import E4M3, E5M2, bits_of, of_bits, over_batch, quantize
 from jaxtrain.parallel.devices import OLD_GPU
 
-
 Kernel = Literal["xla", "triton", "tiles"]
 # Their modules, but for XLA's own.
 _MODULES = {"triton": grouped_kernel, "tiles": grouped_tiles}

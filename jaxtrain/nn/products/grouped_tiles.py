@@ -44,9 +44,7 @@ def of_rows(
     return _visit(add, y_NM, sizes_E, len(x_NK), rows)[: len(x_NK)]
 
 
-def of_weights(
-    x_NK: jax.Array, y_NM: jax.Array, sizes_E: jax.Array, dtype: jnp.dtype
-) -> jax.Array:
+def of_weights(x_NK: jax.Array, y_NM: jax.Array, sizes_E: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """[E, K, M]: as `grouped_kernel.of_weights`."""
     N, rows = len(x_NK), min(ROWS, len(x_NK))
     border = ((0, -N % rows), (0, 0))
@@ -70,7 +68,7 @@ def of_weights(
 def _visit(
     add: Callable[..., jax.Array], result: jax.Array, sizes_E: jax.Array, N: int, rows: int
 ) -> jax.Array:
-    """`result = add(result, first row, which rows are the expert's [R, 1], expert)` of all visits."""
+    """`result = add(result, first row, the expert's rows [R, 1], expert)` of all visits."""
 
     def visit(result: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
         tile, begin, end, expert = one
