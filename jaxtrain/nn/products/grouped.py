@@ -109,7 +109,7 @@ class Grouped:
 
 
 def kernel_on(platform: str, devices: int) -> Kernel:
-    """The kernel of so many devices of a platform: 'cpu', 'gpu', `devices.OLD_GPU` or 'tpu'."""
+    """Return the kernel for N devices of a platform: 'cpu', 'gpu', `devices.OLD_GPU` or 'tpu'."""
     if platform == "gpu":
         return "triton"
     return "tiles" if platform == "cpu" and devices == 1 else "xla"
