@@ -1,5 +1,4 @@
-"""Experts' products as on GPUs, the kernels' code run without one, and in tiles as on one CPU,
-against XLA's ragged_dot."""
+"""Grouped matmul kernels (Triton without a GPU, tiles on one CPU) against XLA's ragged_dot."""
 
 import functools
 
