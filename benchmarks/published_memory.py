@@ -27,6 +27,7 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -59,13 +60,23 @@ GIB = 2**30
 # Stacks that add a microbatch's gradients to the sum where they are made: autograd's `.grad`, and
 # Megatron's main_grad (gradient_accumulation_fusion). Ours has them beside the sum.
 _ADD_IN_PLACE = {
-    "Automodel", "KempnerForge", "Llama 3", "Megatron-Bridge", "Megatron-DeepSpeed", "Megatron-LM",
-    "NeMo", "fms-fsdp", "lit-gpt", "llm-foundry", "llm.c", "nanoGPT", "torchtitan",
+    "Automodel", "KempnerForge", "Llama 3", "Megatron-Bridge", "Megatron-LM", "NeMo", "fms-fsdp",
+    "lit-gpt", "llm-foundry", "llm.c", "nanoGPT", "torchtitan",
 }  # fmt: skip
 # PyTorch's FSDP casts the weights of a layer as it gathers them. Ours keeps a copy of all.
 _CAST_BY_LAYER = {
     "Automodel", "KempnerForge", "fms-fsdp", "lit-gpt", "llm-foundry", "torchtitan",
 }  # fmt: skip
+# Megatron weights what an expert's activation gives, before its last product, whose result then has
+# no gradient that reads it (experts.py, weighted_bias_swiglu_impl); under sequence parallelism each
+# tensor rank has copies of a part of the tokens, and whole experts. Ours weights the result, and
+# every tensor rank has all copies.
+_WEIGHTS_BEFORE = {"Megatron-Bridge", "Megatron-LM"}
+# torchtitan's FSDP splits weights over the ranks of a sequence too (docs/fsdp.md, dp_shard_cp).
+_SPLITS_OVER_CONTEXT = {"torchtitan"}
+_OF_WEIGHTS = ("parameters", "optimizer", "gradients", "parameters in the compute dtype")
+# CUDA's context, which nvidia-smi counts: 1,573 MiB on an A100, by BLOOM's chronicles.
+_CONTEXT = 1573 * 2**20
 # Written of rows whose MLP has two matrices and whose model here has three.
 _STAND_IN = "as 3 of two thirds the width"
 
@@ -227,6 +238,14 @@ def allocate_as_stack(
             parts[name] = parts[name] * 3 // 4
         if name == "one layer's backward pass" and _STAND_IN in row["notes"]:
             parts[name] = parts[name] * 4 // 5
+    if stack in _WEIGHTS_BEFORE and config.train.model.experts is not None:
+        model: Any = config.train.model
+        wide, narrow = model.embed_dim, getattr(model, "expert_mlp_dim", model.mlp_dim)
+        inside = 2 * narrow / sizes["tensor"]
+        share = (wide / sizes["tensor"] + inside) / (2 * wide + inside)
+        parts["activations: experts"] = round(share * parts.get("activations: experts", 0))
+    if stack in _SPLITS_OVER_CONTEXT:
+        parts |= {name: parts.get(name, 0) // sizes["context"] for name in _OF_WEIGHTS}
     own = parts["parameters"] // stored * (sizes["fsdp"] if config.sharding.zero == 3 else 1)
     if more.get("sums"):
         parts["gradients"] = 4 * own
@@ -239,7 +258,7 @@ def allocate_as_stack(
         each, *whole = more["logits"].split()
         times = sizes["tensor"] if whole else 1
         head += logits * int(each) // compute * times - parts.get("logits", 0)
-    return always + max(head, layer)
+    return always + max(head, layer) + ("nvidia-smi" in more.get("source", "")) * _CONTEXT
 
 
 def read_all(say: Callable[[str], None], start: str = "") -> list[Held]:

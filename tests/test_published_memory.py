@@ -97,6 +97,34 @@ def test_what_a_stack_allocates_otherwise():
     assert whole == 400 + 4 * 800 + 2 * 800 + 1000 + 20
 
 
+def test_experts_of_megatron_keep_less():
+    """No results of experts, and the copies of a tensor rank's own tokens alone."""
+    bindings = [
+        "Mesh.tensor=2",
+        "Mesh.fsdp=4",
+        "Mesh.expert=1",
+        "Mixtral.embed_dim=64",
+        "Mixtral.mlp_dim=32",
+    ]
+    config = load_config("mixtral_8x7b", [*bindings, "Mixtral.head_dim=64"])
+    row, parts = {"stack": "Megatron-LM", "notes": ""}, {"parameters": 0, "gradients": 0}
+    machine, parts = parse_target("h100:1x8"), parts | {"activations: experts": 1000}
+    found = allocate_as_stack(row, config, machine, parts, {}, 0)
+    assert found == round(1000 * (64 / 2 + 2 * 32 / 2) / (2 * 64 + 2 * 32 / 2))
+    other = allocate_as_stack({**row, "stack": "MaxText"}, config, machine, parts, {}, 0)
+    assert other == 1000
+
+
+def test_weights_are_split_over_a_sequences_ranks_and_nvidia_smi_counts_cudas_context():
+    config = load_config("llama_8b", ["Mesh.fsdp=2", "Mesh.context=4"])
+    parts = {"parameters": 400, "gradients": 0, "activations: mlp": 7}
+    machine = parse_target("h100:1x8")
+    row = {"stack": "torchtitan", "notes": ""}
+    assert allocate_as_stack(row, config, machine, parts, {}, 0) == 107
+    smi = {"source": "by nvidia-smi"}
+    assert allocate_as_stack(row, config, machine, parts, smi, 0) == 107 + 1573 * 2**20
+
+
 def test_a_pipeline_of_one_forward_and_one_backward_waits_for_fewer_microbatches():
     """4 stages have 4 microbatches each at most; in lockstep 7."""
     row = {"stack": "Megatron-LM", "notes": ""}

@@ -134,10 +134,10 @@ def _step(config: Config, layout: Layout, platform: str) -> "_Step":
     return _Step(config, within, platform, argument_bytes(config, layout), copied, local)
 
 
-_LOGITS = "logits of all places in float32, with their gradient (PyTorch's loss)"
+_LOGITS = "float32 logits and their gradient (PyTorch's loss)"
 # 1,271 MiB on a V100 and 1,573 on an A100: bigscience-workshop/bigscience, train/tr11-176B-ml/
 # chronicles-prequel.md.
-_OF_LIBRARIES = {"CUDA's context and libraries, beside what JAX allocates": 1573 * 2**20}
+_OF_LIBRARIES = {"CUDA's context and libraries": 1573 * 2**20}
 # Of schedules that take a stage's gradients in two halves.
 _STASH = "pipeline: for gradients of weights"
 
