@@ -9,8 +9,9 @@ API_INDEX = "api/index.md"
 _INTERFACES = {
     "Model": ["jaxtrain.models.model"],
     "Layers": [
-        "jaxtrain.nn.decoder.Layer", "jaxtrain.nn.transformer.Transformer",
-        "jaxtrain.nn.predictor.Predictor", "jaxtrain.nn.pair_module.PairModule",
+        "jaxtrain.nn.transformer.decoder.Layer",
+        "jaxtrain.nn.transformer.language_model.Transformer",
+        "jaxtrain.nn.predictor.Predictor", "jaxtrain.nn.transformer.pair_module.PairModule",
     ],
     "Dataset": [
         "jaxtrain.training.settings.Data", "jaxtrain.training.settings.TextSource",

@@ -12,13 +12,13 @@ from tiny_models import name_of, places, some_tokens
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
-from jaxtrain.nn.block import Block, residual_stddev
-from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.mlp import SwiGLU, TwoLayers
-from jaxtrain.nn.norms import LayerNorm, RMSNorm
+from jaxtrain.nn.layers import LayerNorm, RMSNorm
 from jaxtrain.nn.parameters import merge_weights, normal, param
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.transformer.decoder import Decoder
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
+from jaxtrain.nn.transformer.mlp import SwiGLU, TwoLayers
 from jaxtrain.parallel.sharding import is_variable
 
 V, L, D, N, K, F, C = 64, 2, 32, 4, 2, 48, 24

@@ -20,7 +20,7 @@ from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.scheduled import simulate_schedule
 from jaxtrain.analysis.planning.space import meshes_and_schedules
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.products import rings
+from jaxtrain.nn.matmul import collective_matmul
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -81,7 +81,7 @@ def test_products_of_what_is_gathered_equal_einsum(sizes):
     ]  # fmt: skip
 
     def around(x, up, qkv):
-        return rings.gather_matmul(equations, x, [up, qkv], wanted)
+        return collective_matmul.gather_matmul(equations, x, [up, qkv], wanted)
 
     found = along_mesh(layout, around, specs, (x, up, qkv), P())
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found,
@@ -96,7 +96,11 @@ def test_a_product_that_is_scattered_equals_einsum(sizes):
     wanted = layout.activation(("batch", "residual_length", "embed"))
     specs = [P(rows, length, "tensor", None), P("tensor", None, None)]
     found = along_mesh(
-        layout, lambda x, out: rings.matmul_scatter(equation, x, out, wanted), specs, (x, out), P()
+        layout,
+        lambda x, out: collective_matmul.matmul_scatter(equation, x, out, wanted),
+        specs,
+        (x, out),
+        P(),
     )
     plain = grads(lambda x, out: jnp.einsum(equation, x, out), x, out)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, plain)

@@ -19,10 +19,10 @@ from jaxtrain.models.recurrent.seq2seq import Seq2Seq
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.models.weights.names import Name
-from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.positional_embedding import Sinusoidal
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.transformer.encoder_decoder import AROUND, DECODER, ENCODER
+from jaxtrain.nn.transformer.positional_embedding import Sinusoidal
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.pipeline.schedules import Pipeline

@@ -11,7 +11,7 @@ from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.scheduled import simulate_schedule
-from jaxtrain.nn import experts
+from jaxtrain.nn.moe import experts
 from jaxtrain.training.program.program import make_program
 
 pytestmark = needs_libtpu

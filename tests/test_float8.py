@@ -24,10 +24,10 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.dot import einsum_of
+from jaxtrain.nn.matmul.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
+from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.dot import einsum_of
-from jaxtrain.nn.products.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
-from jaxtrain.nn.products.grouped import Grouped
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.compiled_step import CompiledStep

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.analysis.planning import budget, timeline
 from jaxtrain.analysis.planning.textbook import flops, formulas, rooflines, scaling, sizes
-from jaxtrain.nn import experts
+from jaxtrain.nn.moe import experts
 
 PAGE = (Path(__file__).parent.parent / "docs" / "formulas.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)

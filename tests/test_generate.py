@@ -19,7 +19,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation import decoding
 from jaxtrain.run.generation.decoding import for_texts, prefill
 from jaxtrain.run.generation.generate import generate

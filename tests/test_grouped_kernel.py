@@ -17,8 +17,8 @@ from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.profiling.costs import costs
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.products import grouped_kernel, grouped_tiles
-from jaxtrain.nn.products.grouped import Grouped
+from jaxtrain.nn.matmul import grouped_kernel, grouped_tiles
+from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.devices import OLD_GPU
 from jaxtrain.training.program import layouts, program

@@ -25,10 +25,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.matmul.dot import einsum_of, sides
+from jaxtrain.nn.matmul.int8 import int8_einsum, quantize
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.contract import contract
-from jaxtrain.nn.products.dot import einsum_of, sides
-from jaxtrain.nn.products.int8 import int8_einsum, quantize
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, shard

@@ -15,7 +15,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.losses import Loss, cross_entropy

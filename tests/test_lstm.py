@@ -28,7 +28,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import next_logits
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling

@@ -18,12 +18,12 @@ from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_toke
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.nn import experts
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.experts import slots_per_expert
+from jaxtrain.nn.moe import experts
+from jaxtrain.nn.moe.experts import slots_per_expert
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling

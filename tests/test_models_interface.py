@@ -28,7 +28,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import normal, param, role_of, stack
-from jaxtrain.nn.transformer import Transformer, hidden_states
+from jaxtrain.nn.transformer.language_model import Transformer, hidden_states
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.settings import load_config
 

@@ -12,26 +12,26 @@ from flax import nnx
 from test_sparse_attention import PATTERNS, keys_of
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
-from jaxtrain.nn import mlp, transformer
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import to_compute
+from jaxtrain.nn.transformer.language_model import language_model, mlp
 from jaxtrain.parallel.sharding import is_variable
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def hidden(name, execution, params, tokens, positions, mask, cache=None):  # noqa: ANN001, ANN201
     model = nnx.merge(split(name)[0], params)
-    return transformer.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
+    return language_model.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits(name, params, tokens, positions, segment_ids):  # noqa: ANN001, ANN201
     mask = Mask(segment_ids_BT=segment_ids, segment_ids_BS=segment_ids)
     model = nnx.merge(split(name)[0], params)
-    h_BTD = transformer.hidden_states(model, tokens, positions, mask, Execution())[0]
-    return transformer.logits(model, h_BTD)
+    h_BTD = language_model.hidden_states(model, tokens, positions, mask, Execution())[0]
+    return language_model.logits(model, h_BTD)
 
 
 # -- the same as transformers ---------------------------------------------------------------------
@@ -174,10 +174,10 @@ def test_llama_with_a_pattern_equals_transformers_with_its_dense_mask(
     @jax.jit
     def told(params: Any) -> jax.Array:
         module = nnx.merge(nnx.split(nnx.eval_shape(sizes.build, jax.random.key(0)))[0], params)
-        h_BTD = transformer.hidden_states(
+        h_BTD = language_model.hidden_states(
             module, tokens, places(2, C), Mask(), Execution(kernel=kernel)
         )[0]
-        return transformer.logits(module, h_BTD)
+        return language_model.logits(module, h_BTD)
 
     np.testing.assert_allclose(told(ours), expected, rtol=1e-4, atol=1e-4)
 
@@ -195,7 +195,7 @@ def test_a_place_sees_itself_and_what_came_before(name: str) -> None:
         model = nnx.merge(structure, params)
         model.token_embedding = model.token_embedding.replace(table)
         # Every token stands once: row s of the table is the embedding at place s.
-        h_BTD, _, _ = transformer.hidden_states(
+        h_BTD, _, _ = language_model.hidden_states(
             model, places(1, T), places(1, T), Mask(), Execution()
         )
         return h_BTD[0] @ weights

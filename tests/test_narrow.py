@@ -15,9 +15,9 @@ from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.dot import einsum_of
+from jaxtrain.nn.matmul.eight_bit import validate
 from jaxtrain.nn.precision import Precision
-from jaxtrain.nn.products.dot import einsum_of
-from jaxtrain.nn.products.eight_bit import validate
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config

@@ -15,7 +15,7 @@ from jaxtrain.analysis.planning.compiled.collectives import Collective, collecti
 from jaxtrain.analysis.planning.compiled.placement import find_misplaced, find_replicated, paddings
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.parallel.sharding import Sharding, shard
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.preflight.preflight import check

@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.machines.targets import (
     parse_target,
     target_devices,
 )
-from jaxtrain.nn.products import eight_bit
+from jaxtrain.nn.matmul import eight_bit
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, chip_of
 
 OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}

@@ -13,7 +13,7 @@ from parity import TOLERANCE, evaluate
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantized import NF4, dequantize, quantize
+from jaxtrain.nn.matmul.quantized import NF4, dequantize, quantize
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.weights import merge_adapters
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of

@@ -22,7 +22,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.awq import merged
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.safetensors import read_header
-from jaxtrain.nn.products.quantized import dequantize, quantize, unpack
+from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of

@@ -13,7 +13,7 @@ from jaxtrain.models.recurrent.rnn import RNN
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.training.step import TrainState
 
 SHAPES = {

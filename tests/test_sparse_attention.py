@@ -21,7 +21,6 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.family import family_for
-from jaxtrain.nn import transformer
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
 from jaxtrain.nn.attention.mask import Mask
@@ -35,6 +34,7 @@ from jaxtrain.nn.attention.patterns import (
 from jaxtrain.nn.attention.sparse import products
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.transformer.language_model import language_model
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.program import resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
@@ -271,7 +271,7 @@ def test_with_a_cache_equals_without(name: str, model: str) -> None:
     def hidden(kernel: str, tokens: Any, positions: Any, mask: Mask, cache: Any = None) -> Any:
         model = nnx.merge(structure, params)
         execution = Execution(kernel=kernel)
-        return transformer.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
+        return language_model.hidden_states(model, tokens, positions, mask, execution, cache)[:2]
 
     expected, _ = hidden("sparse", tokens_BT[1:, padding:], places(1, T - padding), Mask())
     before_B1, place_S = np.array([[0], [padding]]), np.arange(T + 2)

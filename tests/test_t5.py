@@ -13,8 +13,8 @@ from tiny_models import count_parameters
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.t5 import INSIDE, T5
-from jaxtrain.nn.encoder_decoder import AROUND, DECODER, ENCODER
-from jaxtrain.nn.positional_embedding import Relative
+from jaxtrain.nn.transformer.encoder_decoder import AROUND, DECODER, ENCODER
+from jaxtrain.nn.transformer.positional_embedding import Relative
 from jaxtrain.run.huggingface import importing
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config

@@ -14,9 +14,9 @@ from test_step import BATCH, MODELS, one_device
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.decoder import Decoder
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
 from jaxtrain.parallel.tables import factor_tensor

@@ -7,8 +7,8 @@ import pytest
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.nn.experts import router_statistics
-from jaxtrain.nn.routing import Softmax
+from jaxtrain.nn.moe.experts import router_statistics
+from jaxtrain.nn.moe.routing import Softmax
 from jaxtrain.run.huggingface.training_differences import training_differences
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")

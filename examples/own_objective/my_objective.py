@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples
 from jaxtrain.models.model import Model
-from jaxtrain.nn.transformer import Transformer
+from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.nn.products.contract import copies_of_kv_heads
+from jaxtrain.nn.matmul.contract import copies_of_kv_heads
 from jaxtrain.parallel.sharding import shard
 
 

@@ -13,13 +13,13 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.products.contract import StructuredWeight, contract, project
-from jaxtrain.nn.products.dot import Einsum, einsum
+from jaxtrain.nn.matmul.contract import StructuredWeight, contract, project
+from jaxtrain.nn.matmul.dot import Einsum, einsum
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, name_activation, remat
 from jaxtrain.parallel.sharding import shard
 
 if TYPE_CHECKING:
-    from jaxtrain.nn.products.grouped import Grouped
+    from jaxtrain.nn.matmul.grouped import Grouped
 
 # What a part of a block reads that looks at other places than its own, whole along length.
 HIDDEN = ("batch", "length", "embed")

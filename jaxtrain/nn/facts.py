@@ -68,7 +68,7 @@ class ExpertsFacts:
     Attributes:
       count: experts of a layer.
       per_token: how many of them a token goes through.
-      capacity_factor: as in `nn.experts.Experts`; None is dropless.
+      capacity_factor: as in `nn.moe.experts.Experts`; None is dropless.
       bias_speed: by how much biases of the router are moved after each step; None: it has none.
     """
 

@@ -75,7 +75,7 @@ RULES: dict[str, AxisRule] = {
 ROWS = ("vocab", "mlp", "head_dim")
 
 # The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or
-# reduced where a product needs it: see `jaxtrain.nn.products.contract.contract`.
+# reduced where a product needs it: see `jaxtrain.nn.matmul.contract.contract`.
 _2D = RULES | {
     # Optimus (arXiv 2104.05343): a q x q grid, `row` x `tensor`.
     "batch": AxisRule(None, None, (*_BATCH, "row")),

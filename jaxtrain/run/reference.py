@@ -22,7 +22,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.npz import read_npz
 from jaxtrain.data.source import Dataset, digest
 from jaxtrain.data.text.preferences import Pairs
-from jaxtrain.nn.transformer import hidden_states, logits
+from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.training.objectives.losses import cross_entropy
 from jaxtrain.training.objectives.tokens import TokenObjective

@@ -14,7 +14,6 @@ from flax import nnx
 
 from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.routing import update_bias
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.pipeline.stages import is_layer
@@ -61,3 +60,17 @@ def update_biases(
         load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
         found[path] = found[path].replace(update_bias(bias, load.astype(jnp.float32), speed))
     return nnx.from_flat_state(found)
+
+
+def update_bias(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
+    """The biases after a step: each moved by `speed` against its expert's load error.
+
+    Source: arXiv 2408.15664, algorithm 1.
+
+    Args:
+      bias_LE: of the experts of each layer.
+      load_LE: tokens that went to them in the whole batch, or what is proportional to that.
+      speed: its update rate u; 1e-3 there.
+    """
+    error_LE = load_LE.mean(-1, keepdims=True) - load_LE
+    return bias_LE + speed * jnp.sign(error_LE)

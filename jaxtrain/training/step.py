@@ -19,7 +19,7 @@ from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.nn.precision import Precision, to_compute, to_master
-from jaxtrain.nn.transformer import EXPERT_LOAD
+from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
 from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.balancing import update_biases

@@ -20,7 +20,7 @@ from jaxtrain.config.errors import count_of
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import token_model
 from jaxtrain.nn.attention.context import along_context
-from jaxtrain.nn.transformer import Transformer
+from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.step import TrainState

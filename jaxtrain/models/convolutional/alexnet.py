@@ -13,7 +13,14 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
+from jaxtrain.nn.convolution.convnet import (
+    ConvNet,
+    Convolution,
+    Plan,
+    Pooling,
+    flops,
+    validate_side,
+)
 from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.initializers import InitializerName, initializer_of
 

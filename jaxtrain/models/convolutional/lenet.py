@@ -12,7 +12,14 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
+from jaxtrain.nn.convolution.convnet import (
+    ConvNet,
+    Convolution,
+    Plan,
+    Pooling,
+    flops,
+    validate_side,
+)
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
 from jaxtrain.nn.initializers import InitializerName, initializer_of
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convnet import SIGNALS, Convolution, Convolved, least_side
+from jaxtrain.nn.convolution.convnet import SIGNALS, Convolution, Convolved, least_side
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
 from jaxtrain.parallel.sharding import shard

@@ -8,8 +8,8 @@ from typing import Literal
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
-from jaxtrain.nn.gated import gru_layer
-from jaxtrain.nn.recurrent import Recurrent
+from jaxtrain.nn.recurrent.gru import gru_layer
+from jaxtrain.nn.recurrent.recurrent import Recurrent
 
 
 @configurable

@@ -21,10 +21,10 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
-from jaxtrain.nn.recurrence import goes_on
-from jaxtrain.nn.recurrent import STATE
+from jaxtrain.nn.recurrent.recurrence import goes_on
+from jaxtrain.nn.recurrent.recurrent import STATE
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 

@@ -11,12 +11,12 @@ import jax
 
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.models.model import Inputs, validate_features
-from jaxtrain.nn.both_ways import BothWays
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder, Layer
 from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import map_of_vectors
 from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.recurrent.bidirectional import BothWays
+from jaxtrain.nn.transformer.decoder import Decoder, Layer
 
 
 class RecurrentLayer(Layer, Protocol):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
-from jaxtrain.nn.recurrent import Recurrent
+from jaxtrain.nn.recurrent.recurrent import Recurrent
 
 
 def cell(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:

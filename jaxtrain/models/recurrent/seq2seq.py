@@ -20,9 +20,9 @@ from jaxtrain.models.recurrent.recurrent_sizes import (
     require_even_halves,
 )
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.gated import gru_layer
-from jaxtrain.nn.recurrent import Recurrent
-from jaxtrain.nn.recurrent_pair import GlobalAttention, RecurrentPair
+from jaxtrain.nn.recurrent.gru import gru_layer
+from jaxtrain.nn.recurrent.recurrent import Recurrent
+from jaxtrain.nn.recurrent.seq2seq import GlobalAttention, RecurrentPair
 
 
 @configurable

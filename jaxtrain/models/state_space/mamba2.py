@@ -20,15 +20,15 @@ from jaxtrain.config.errors import (
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.block import RESIDUAL
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias, rms_norm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
+from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, steps
+from jaxtrain.nn.recurrent.state_space_dual import state_space_dual
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.selective_scan import causal_convolution, goes_on, steps
-from jaxtrain.nn.state_space_dual import state_space_dual
-from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.nn.transformer.block import RESIDUAL
+from jaxtrain.nn.transformer.language_model import LayerCache
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 

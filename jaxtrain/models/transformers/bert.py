@@ -18,14 +18,13 @@ from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs, validate_features
 from jaxtrain.nn.attention.multi_head import MultiHead
-from jaxtrain.nn.block import RESIDUAL, Block, post_norm
 from jaxtrain.nn.execution import HIDDEN
-from jaxtrain.nn.layers import add_bias, embed, map_of_vectors
-from jaxtrain.nn.mlp import TwoLayers, exact_gelu
-from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.layers import LayerNorm, add_bias, embed, map_of_vectors
+from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.pooling import Pooling
-from jaxtrain.nn.products.contract import contract
+from jaxtrain.nn.transformer.block import RESIDUAL, Block, post_norm
+from jaxtrain.nn.transformer.mlp import TwoLayers, exact_gelu
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 

@@ -9,11 +9,11 @@ from typing import ClassVar, Protocol
 import jax
 
 from jaxtrain.models.model import ExpertsFacts, Inputs
-from jaxtrain.nn.block import Block, residual_stddev
-from jaxtrain.nn.decoder import Decoder
-from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.prediction_module import PredictionModule
+from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.transformer.decoder import Decoder
+from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
 
 
 class DecoderSizes(Protocol):

@@ -20,14 +20,14 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, ExpertsFacts
 from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
 from jaxtrain.nn.attention.latent import Latent
-from jaxtrain.nn.block import Block
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.experts import Experts, validate_settings
-from jaxtrain.nn.mlp import SwiGLU
-from jaxtrain.nn.prediction_module import PredictionModule
-from jaxtrain.nn.rotary import Linear, Rotations, Yarn
-from jaxtrain.nn.routing import Groups, Sigmoid, Softmax
-from jaxtrain.nn.shared_experts import SharedExperts
+from jaxtrain.nn.moe.experts import Experts, validate_settings
+from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
+from jaxtrain.nn.moe.shared_experts import SharedExperts
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.mlp import SwiGLU
+from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
+from jaxtrain.nn.transformer.rotary import Linear, Rotations, Yarn
 
 
 @configurable

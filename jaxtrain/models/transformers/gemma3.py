@@ -8,7 +8,7 @@ import dataclasses
 from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.gemma_sizes import GemmaSizes
-from jaxtrain.nn.rotary import Linear
+from jaxtrain.nn.transformer.rotary import Linear
 
 
 @configurable

@@ -8,9 +8,9 @@ from typing import Protocol
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.mlp import SwiGLU, gelu
-from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.mlp import SwiGLU, gelu
 
 
 class GemmaSizes(GroupedQuerySizes, Protocol):

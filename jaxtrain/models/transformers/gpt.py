@@ -15,12 +15,12 @@ from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.block import Block, residual_stddev
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.decoder import Decoder
-from jaxtrain.nn.mlp import TwoLayers
-from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.layers import LayerNorm
 from jaxtrain.nn.parameters import normal, param
+from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.transformer.decoder import Decoder
+from jaxtrain.nn.transformer.mlp import TwoLayers
 
 
 @configurable

@@ -9,8 +9,8 @@ from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
-from jaxtrain.nn.experts import Experts
-from jaxtrain.nn.mlp import ClampedSwiGLU
+from jaxtrain.nn.moe.experts import Experts
+from jaxtrain.nn.transformer.mlp import ClampedSwiGLU
 
 
 @configurable

@@ -16,7 +16,7 @@ from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.grouped_query import GroupedQuery, Local
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.rotary import Linear, Rotary, Rotations, Yarn
+from jaxtrain.nn.transformer.rotary import Linear, Rotary, Rotations, Yarn
 
 RopeType = Literal["llama3", "yarn", "linear"]
 

@@ -8,8 +8,8 @@ import dataclasses
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.mlp import SwiGLU
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.mlp import SwiGLU
 
 
 @configurable

@@ -11,9 +11,9 @@ from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import RopeType
 from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.mlp import SwiGLU
-from jaxtrain.nn.shared_experts import SharedExperts
+from jaxtrain.nn.moe.shared_experts import SharedExperts
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.mlp import SwiGLU
 
 
 @configurable

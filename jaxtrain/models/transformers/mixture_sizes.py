@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.experts import Experts, validate_settings
-from jaxtrain.nn.routing import Softmax
+from jaxtrain.nn.moe.experts import Experts, validate_settings
+from jaxtrain.nn.moe.routing import Softmax
+from jaxtrain.nn.transformer.block import Block
 
 
 class MixtureSizes(GroupedQuerySizes, Protocol):

@@ -6,9 +6,9 @@ Letters: S source length, T target length, D embed, N heads, H head_dim, V vocab
 from typing import ClassVar, Protocol
 
 from jaxtrain.models.model import AttentionFacts, Inputs
-from jaxtrain.nn.block import Block
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.cross_block import CrossBlock
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.cross_block import CrossBlock
 
 
 class Stacks(Protocol):

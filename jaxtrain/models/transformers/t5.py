@@ -16,14 +16,14 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
-from jaxtrain.nn.block import Block, Feeds
-from jaxtrain.nn.cross_block import CrossBlock
 from jaxtrain.nn.dropout import Dropout, validate_rate
-from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
-from jaxtrain.nn.mlp import SwiGLU, TwoLayers, gelu
-from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.positional_embedding import Relative
+from jaxtrain.nn.transformer.block import Block, Feeds
+from jaxtrain.nn.transformer.cross_block import CrossBlock
+from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, EncoderDecoder
+from jaxtrain.nn.transformer.mlp import SwiGLU, TwoLayers, gelu
+from jaxtrain.nn.transformer.positional_embedding import Relative
 
 INSIDE = 5  # the place of an MLP's own dropout among those of a layer
 

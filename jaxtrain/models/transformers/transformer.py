@@ -14,14 +14,14 @@ from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
-from jaxtrain.nn.block import Block, post_norm, pre_norm
-from jaxtrain.nn.cross_block import CrossBlock
 from jaxtrain.nn.dropout import Dropout, validate_rate
-from jaxtrain.nn.encoder_decoder import DECODER, ENCODER, EncoderDecoder
-from jaxtrain.nn.mlp import TwoLayers
-from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.layers import LayerNorm
 from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.positional_embedding import Learned, Places, Sinusoidal
+from jaxtrain.nn.transformer.block import Block, post_norm, pre_norm
+from jaxtrain.nn.transformer.cross_block import CrossBlock
+from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, EncoderDecoder
+from jaxtrain.nn.transformer.mlp import TwoLayers
+from jaxtrain.nn.transformer.positional_embedding import Learned, Places, Sinusoidal
 
 
 @configurable

@@ -18,15 +18,14 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
-from jaxtrain.nn.block import RESIDUAL, Block, residual_stddev
-from jaxtrain.nn.convnet import IMAGES
+from jaxtrain.nn.convolution.convnet import IMAGES
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.mlp import TwoLayers, exact_gelu
-from jaxtrain.nn.norms import LayerNorm
+from jaxtrain.nn.layers import LayerNorm, add_bias
 from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.predictor import through_layers
+from jaxtrain.nn.transformer.block import RESIDUAL, Block, residual_stddev
+from jaxtrain.nn.transformer.mlp import TwoLayers, exact_gelu
 from jaxtrain.parallel.gathering import dtype_of, gather
 from jaxtrain.parallel.sharding import reshape, shard
 

@@ -75,7 +75,7 @@ def rotary(
       theta: the base where the file has none.
       context_length: the longest context where the file has none.
       fraction: whether a part of each head may be turned alone; such positions have no scaling.
-      whole_pairs: as in `nn.rotary.Yarn`.
+      whole_pairs: as in `nn.transformer.rotary.Yarn`.
       unsaid: the object where the file has none.
     """
     types = ("default",) if fraction else tuple(SCALINGS)

@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxtrain.nn.attention.softcap import apply_softcap, slope
+from jaxtrain.nn.attention.mask import apply_softcap, slope
 from jaxtrain.nn.remat import KEPT
 
 # Queries of one block: long enough for matrix products at full speed, short enough for causal

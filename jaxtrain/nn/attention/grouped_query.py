@@ -15,12 +15,11 @@ from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.facts import AttentionFacts
-from jaxtrain.nn.layers import add_bias, rotate
-from jaxtrain.nn.norms import Norm
+from jaxtrain.nn.layers import Norm, add_bias, rotate
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, under
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.rotary import Rotations
-from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.nn.transformer.language_model import LayerCache
+from jaxtrain.nn.transformer.rotary import Rotations
 from jaxtrain.parallel.gathering import gather
 
 

@@ -18,13 +18,12 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import AttentionFacts
-from jaxtrain.nn.layers import rotate
-from jaxtrain.nn.norms import RMSNorm
+from jaxtrain.nn.layers import RMSNorm, rotate
+from jaxtrain.nn.matmul.contract import copies_of_kv_heads
 from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under
-from jaxtrain.nn.products.contract import copies_of_kv_heads
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.rotary import Rotations
-from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.nn.transformer.language_model import LayerCache
+from jaxtrain.nn.transformer.rotary import Rotations
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import activation_spec, shard
 

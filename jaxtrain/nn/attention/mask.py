@@ -65,3 +65,20 @@ class Mask:
         start = 0 if self.query_start is None else self.query_start
         query_BT = jax.lax.dynamic_slice_in_dim(key_BS, start, T, axis=1)
         return self.pattern.times(query_BT, key_BS, N)
+
+
+def apply_softcap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Apply the softcap cap tanh(x / cap), in float32, to x's dtype; x itself where cap is None.
+
+    Source: Gemma 2, arXiv 2408.00118, section 2.
+    """
+    if cap is None:
+        return x
+    return (cap * jnp.tanh(x.astype(jnp.float32) / cap)).astype(x.dtype)
+
+
+def slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
+    """The derivative of `apply_softcap`, of its result: 1 - (capped / cap)^2; 0 of hidden keys."""
+    if cap is None:
+        return 1.0
+    return 1 - jnp.square(jnp.clip(capped / cap, -1, 1))

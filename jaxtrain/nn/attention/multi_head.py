@@ -18,7 +18,7 @@ from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer import LayerCache
+from jaxtrain.nn.transformer.language_model import LayerCache
 from jaxtrain.parallel.gathering import gather
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import apply_softcap
+from jaxtrain.nn.attention.mask import Mask, apply_softcap
 from jaxtrain.parallel.sharding import reshape
 
 _HIDDEN = jnp.finfo(jnp.float32).min

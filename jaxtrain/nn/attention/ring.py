@@ -28,8 +28,7 @@ from jaxtrain.nn.attention.context import (
     split_before,
     work,
 )
-from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import apply_softcap, slope
+from jaxtrain.nn.attention.mask import Mask, apply_softcap, slope
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.sharding import (
     Layout,

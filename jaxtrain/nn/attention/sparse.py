@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.nn.attention.mask import apply_softcap
 from jaxtrain.nn.attention.patterns import (
     DilatedPattern,
     FixedPattern,
@@ -28,7 +29,6 @@ from jaxtrain.nn.attention.patterns import (
     StridedPattern,
     places,
 )
-from jaxtrain.nn.attention.softcap import apply_softcap
 from jaxtrain.nn.remat import KEPT
 
 # The named scope of all products with keys and values.

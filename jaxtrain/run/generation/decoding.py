@@ -21,7 +21,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import Transformer, hidden_states, logits
+from jaxtrain.nn.transformer.language_model import Transformer, hidden_states, logits
 from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.run.generation.sampling import Drawing, adjust_logits, draw
 from jaxtrain.training.step import Program, TrainState

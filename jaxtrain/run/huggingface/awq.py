@@ -27,8 +27,8 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.folder import CONFIG, Folder
 from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.models.weights.safetensors import read_header
+from jaxtrain.nn.matmul.quantized import Quantized, unpack
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.products.quantized import Quantized, unpack
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
 from jaxtrain.run.huggingface import receipt

@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, on_host
 from jaxtrain.models.model import EmbeddingModel, Model, embeds
 from jaxtrain.nn.pooling import pool
-from jaxtrain.nn.transformer import hidden_states
+from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import TellsLogits

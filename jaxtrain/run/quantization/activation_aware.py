@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.models.model import Model
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.nn.products.quantized import dequantize, quantize
+from jaxtrain.nn.matmul.quantized import dequantize, quantize
 
 STEPS = 20  # values of alpha: 0, 1/20, .., 19/20
 _LEAST = 1e-4  # of a scale

@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.products.watched import Watched
+from jaxtrain.nn.matmul.input_capture import Watched
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.nn.transformer import hidden_states
+from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.parallel.sharding import by_name, logical_axes, shard
 from jaxtrain.run.generation.decoding import ROWS, for_one_text
 from jaxtrain.training.finetune.few_bits import sides_of

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.nn.products.quantized import dequantize, quantize
+from jaxtrain.nn.matmul.quantized import dequantize, quantize
 
 RANGES = 10  # shares of the largest magnitude: 1, 19/20, .., 11/20
 _READ_BY = {"value": "query", "out": "out", "gate": "gate", "up": "gate", "down": "down"}

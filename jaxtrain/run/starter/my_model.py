@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
-from jaxtrain.nn.block import Block
-from jaxtrain.nn.mlp import TwoLayers
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.mlp import TwoLayers
 
 
 def relu_squared(x: jax.Array) -> jax.Array:

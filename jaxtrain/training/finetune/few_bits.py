@@ -7,9 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jaxtrain.nn.parameters import role_of
-from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.quantized import (
+from jaxtrain.nn.matmul.quantized import (
     BLOCK,
     Kind,
     Quantized,
@@ -18,6 +16,8 @@ from jaxtrain.nn.products.quantized import (
     of_arrays,
     quantize,
 )
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.finetune.tuning import Tuning, Weights
 

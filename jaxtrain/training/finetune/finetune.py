@@ -183,7 +183,7 @@ def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | Non
 
 def _group_of(settings: Finetune) -> int:
     """Numbers that share a scale."""
-    from jaxtrain.nn.products.quantized import BLOCK
+    from jaxtrain.nn.matmul.quantized import BLOCK
 
     return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
 

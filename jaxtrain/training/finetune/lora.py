@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.nn.products.low_rank import LowRank
+from jaxtrain.nn.matmul.low_rank import LowRank
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, sides_of
 from jaxtrain.training.finetune.tuning import Weights

@@ -20,7 +20,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import Transformer, hidden_states, logits
+from jaxtrain.nn.transformer.language_model import Transformer, hidden_states, logits
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.losses import (

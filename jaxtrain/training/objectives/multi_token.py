@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, MultiTokenModel
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import PredictsMore
+from jaxtrain.nn.transformer.language_model import PredictsMore
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.objectives.tokens import add_sums, token_loss

@@ -5,7 +5,7 @@ from typing import ClassVar
 import jax
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.nn.transformer import Transformer
+from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.tokens import TokenObjective, token_loss
 

@@ -17,7 +17,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.text.preferences import CHOSEN
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
-from jaxtrain.nn.transformer import Transformer, logits
+from jaxtrain.nn.transformer.language_model import Transformer, logits
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, validate_unread
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.objectives.yardstick import Baseline, Yardstick

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import ClassModel, Model, TokenModel
-from jaxtrain.nn.transformer import Transformer, logits
+from jaxtrain.nn.transformer.language_model import Transformer, logits
 from jaxtrain.training.objectives.confusion import CONFUSION, TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, validate_unread
 from jaxtrain.training.objectives.tokens import TokenObjective

@@ -23,11 +23,10 @@ from jaxtrain.models.model import (
     token_model,
 )
 from jaxtrain.nn.attention.context import along_context, split_before
-from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.softcap import apply_softcap
+from jaxtrain.nn.attention.mask import Mask, apply_softcap
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.products.contract import operands
-from jaxtrain.nn.transformer import (
+from jaxtrain.nn.matmul.contract import operands
+from jaxtrain.nn.transformer.language_model import (
     LOGITS,
     Transformer,
     hidden_states,

@@ -4,9 +4,9 @@ from typing import Any
 
 from flax import nnx
 
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import StackedPredictor
+from jaxtrain.nn.transformer.encoder_decoder import EncoderDecoder
 from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import Objective

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.nn.block import RESIDUAL
-from jaxtrain.nn.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.transformer.block import RESIDUAL
+from jaxtrain.nn.transformer.encoder_decoder import EncoderDecoder
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, masks_of

@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer import enter
+from jaxtrain.nn.transformer.language_model import enter
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables

@@ -110,7 +110,7 @@ def _pattern(ctx: RunContext, config: Config) -> Iterable[str]:
 def _matmul(ctx: RunContext, config: Config) -> Iterable[str]:
     if config.precision.matmul == "compute":
         return ()
-    from jaxtrain.nn.products import eight_bit
+    from jaxtrain.nn.matmul import eight_bit
 
     return eight_bit.validate(
         config.precision.matmul,

@@ -80,7 +80,7 @@ def notes(config: Config, layout: Layout) -> list[str]:
     experts = model.experts
     if experts is not None and experts.capacity_factor is None:
         platform, name = platform_of(layout.mesh), type(model).__name__
-        from jaxtrain.nn.products import grouped
+        from jaxtrain.nn.matmul import grouped
 
         found += grouped.notes(platform, experts=experts.count, model=name)
     return found

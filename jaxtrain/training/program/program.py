@@ -13,9 +13,9 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model, reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernels import Choice, Request, choose
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.dot import einsum_of
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.nn.precision import is_matrix
-from jaxtrain.nn.products.dot import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.balancing import biases, speed_of
@@ -31,7 +31,7 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, parameter_shapes
 
 if TYPE_CHECKING:
-    from jaxtrain.nn.products.grouped import Grouped
+    from jaxtrain.nn.matmul.grouped import Grouped
     from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
@@ -184,7 +184,7 @@ def _grouped_kernel_of(config: Config, layout: Layout) -> "Grouped | None":
     """What experts' products are multiplied by on a layout's devices; None: there are none."""
     if config.train.model.experts is None:
         return None
-    from jaxtrain.nn.products.grouped import Grouped, kernel_on
+    from jaxtrain.nn.matmul.grouped import Grouped, kernel_on
 
     kernel = kernel_on(platform_of(layout.mesh), layout.mesh.size)
     return Grouped(float8=config.precision.matmul == "float8", kernel=kernel)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
 from jaxtrain.models.model import AttentionFacts, TokenModel, has_patches, pair_model, reads_pairs
-from jaxtrain.nn.experts import parts_of_exchange, slots_per_expert
+from jaxtrain.nn.moe.experts import parts_of_exchange, slots_per_expert
 from jaxtrain.training.pipeline.parts import crossing
 
 

@@ -17,7 +17,7 @@ from jax.extend.core import Var
 from jaxtrain.nn.attention.kernels import TILE
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
-from jaxtrain.nn.transformer import Transformer
+from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.tokens import TokenObjective

@@ -1,0 +1,1 @@
+"""Matmuls: sharded contraction, collective matmul, 8-bit and grouped ones, quantized weights."""

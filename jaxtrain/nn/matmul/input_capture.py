@@ -1,0 +1,74 @@
+"""Matmuls that expose their input activations, for calibration (AWQ).
+
+So layers in a scan hand theirs out stacked, and no model knows that it is watched. Letters: B
+batch, T length, I what the product sums over.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.matmul.contract import StructuredWeight, contract
+from jaxtrain.nn.matmul.dot import Einsum
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Watched(StructuredWeight):
+    """The value of a parameter whose product is watched.
+
+    Attributes:
+      weight: the weight.
+      probe: zeros [B * ceil(T / every), I], float32.
+      every: of how many tokens of a row one is handed out.
+    """
+
+    weight: jax.Array
+    probe: jax.Array
+    every: int = dataclasses.field(metadata={"static": True})
+
+    def contract(
+        self,
+        equation: str,
+        x: jax.Array,
+        weight: nnx.Param,
+        out: tuple[str, ...] | None,
+        *,
+        by: Einsum,
+        draws: Draws | None,
+        layer: jax.Array | int | None,
+    ) -> jax.Array:
+        """As in StructuredWeight, of x [B, T, ...].
+
+        The probe's gradient is what stands in x, whatever is differentiated; x itself has none.
+        """
+        del draws, layer
+        base: Any = weight.replace(self.weight)
+        return contract(equation, _show(self.every, x, self.probe), base, out, by=by)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _show(every: int, x: jax.Array, probe: jax.Array) -> jax.Array:
+    del every, probe
+    return x
+
+
+def _forward(every: int, x: jax.Array, probe: jax.Array) -> tuple[jax.Array, jax.Array]:
+    del every, probe
+    return x, x
+
+
+def _backward(every: int, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    seen = x if jax.sharding.get_abstract_mesh().empty else jax.sharding.reshard(x, P())
+    seen = seen[:, ::every].astype(jnp.float32)
+    return jnp.zeros_like(gradient), seen.reshape(-1, math.prod(seen.shape[2:]))
+
+
+_show.defvjp(_forward, _backward)

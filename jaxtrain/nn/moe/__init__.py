@@ -1,0 +1,1 @@
+"""Mixture of experts: router, expert layers, shared experts."""

@@ -1,0 +1,1 @@
+"""Batch norm and group norm of convolutional networks."""

@@ -1,1 +1,0 @@
-"""Matmuls of activations and weights: gathered, quantized, grouped, overlapped."""

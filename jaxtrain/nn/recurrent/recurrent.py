@@ -1,0 +1,85 @@
+"""Layer of a recurrent language model with one state.
+
+Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.recurrent.recurrence import Cell, goes_on, recurrence
+from jaxtrain.nn.remat import name_activation
+from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.parallel.gathering import gather
+from jaxtrain.parallel.sharding import shard
+
+STATE = ("batch", "embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """The states of a cell along a sequence.
+
+    Attributes:
+      embed_dim: D, of what goes in.
+      state_dim: H, of its states, which come out.
+      gates: G over H.
+      cell: what happens at one place.
+      name: in profiles and plans.
+    """
+
+    embed_dim: int
+    state_dim: int
+    gates: int
+    cell: Cell
+    name: str
+
+    def weights(self, key: jax.Array) -> Weights:
+        """From inputs [D, G] and states [H, G] to what the cell reads, and two biases."""
+        D, H, G = self.embed_dim, self.state_dim, self.gates * self.state_dim
+        key_input, key_recurrent = jax.random.split(key)
+        # The spread of PyTorch's recurrent layers, which draw uniformly from +-1 / sqrt(H).
+        spread, axes = normal(1 / math.sqrt(3 * H)), ("embed", "gates")
+        return {
+            "input": param(key_input, (D, G), axes, spread),
+            "input_bias": param(key, (G,), ("vector",), constant(0.0)),
+            "recurrent": param(key_recurrent, (H, G), axes, spread),
+            "recurrent_bias": param(key, (G,), ("vector",), constant(0.0)),
+        }
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return self.gates * self.state_dim * (self.embed_dim + self.state_dim)
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer, whose cache is its state; arguments and results as in `decoder.Layer`."""
+        del positions_BT, start  # the order is in the recurrence
+        with jax.named_scope(self.name):
+            x_TBD = jnp.swapaxes(x_BTD, 0, 1)
+            x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
+            x_TBG = name_activation(add_bias(x_TBG, own["input_bias"]), "mixer_in")
+            weight_DG = gather(own["recurrent"]).astype(x_BTD.dtype)
+            bias_G = gather(own["recurrent_bias"]).astype(jnp.float32)
+            if cache is None:
+                zeros = jnp.zeros((x_BTD.shape[0], self.state_dim), jnp.float32)
+                before = shard(zeros, STATE)
+            else:
+                before = cache[0]
+            h_TBD, after = recurrence(self.cell, x_TBG, weight_DG, bias_G, goes_on(mask), before)
+            h_BTH = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
+            return h_BTH, None if cache is None else (after,), {}

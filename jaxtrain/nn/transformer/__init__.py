@@ -1,0 +1,1 @@
+"""Transformer blocks and stacks, positional embeddings, and the interface of language models."""

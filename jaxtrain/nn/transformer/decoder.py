@@ -1,0 +1,149 @@
+"""Decoder-only language model: embedding, layers, final norm, output matrix.
+
+Letters: B batch, T length, D embed, V vocab, L layers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+from flax import nnx
+
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.layers import Norm, embed
+from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
+from jaxtrain.nn.transformer.block import RESIDUAL
+from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.parallel.sharding import shard
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
+
+
+class Layer(Protocol):
+    """What all layers of a model compute, each with its own parameters: a `Block`, or another."""
+
+    def weights(self, key: jax.Array) -> Weights:
+        """Freshly drawn parameters of one layer."""
+        ...
+
+    def __call__(
+        self,
+        own: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer; arguments and results as in `Transformer.run_layer`."""
+        ...
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states to logits; a `transformer.Transformer`."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        key: jax.Array,
+        *,
+        num_layers: int,
+        token_embedding: nnx.Param,
+        position_embedding: nnx.Param | None = None,
+        norm: Norm | None = None,
+        output: nnx.Param | None = None,
+        stream: tuple[str, ...] = RESIDUAL,
+        embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
+        leading: Sequence[Layer] = (),
+        predicting: "Sequence[PredictionModule]" = (),
+    ) -> None:
+        """Draws the layers; what stands before and after them is handed in.
+
+        Args:
+          layer: what each of them computes.
+          key: for their parameters.
+          num_layers: how many there are.
+          token_embedding: the table [V, D].
+          position_embedding: learned positions [places, D]; None where the layers know positions.
+          norm: of what comes out of the last layer; None: there is none.
+          output: the output matrix [V, D]; None: the token embedding.
+          stream: logical axes of the activations between layers.
+          embedding_scale: what embedded tokens are multiplied by, with their positions.
+          logit_softcap: the bound that logits are flattened towards; None: none.
+          leading: what layers compute that stand before those, one by one.
+          predicting: modules after the last layer, each of which predicts one more token.
+        """
+        self.layer, self.norm, self.stream = layer, norm, stream
+        self.embedding_scale, self.softcap = embedding_scale, logit_softcap
+        self.token_embedding, self.position_embedding = token_embedding, position_embedding
+        self.layers = nnx.data(stack(layer.weights, num_layers, key))
+        self.leading_layers = tuple(leading)
+        self.first_layers = nnx.data(_init(leading, jax.random.fold_in(key, num_layers)))
+        self.prediction_modules = tuple(predicting)
+        key_predictors = jax.random.fold_in(key, num_layers + 1)
+        self.predictors = nnx.data(_init(predicting, key_predictors))
+        self.output = output
+        for name, weight in add_prefix("norm", norm.weights(key) if norm else {}).items():
+            setattr(self, name, weight)
+
+    @property
+    def leading(self) -> list[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
+        """The layers before the equal ones, with their parameters."""
+        pairs = zip(self.leading_layers, self.first_layers, strict=True)
+        return [functools.partial(layer, own) for layer, own in pairs]
+
+    @property
+    def predicting(self) -> list[Callable[..., tuple[jax.Array, Auxiliary]]]:
+        """The modules behind the last layer, with their parameters."""
+        pairs = zip(self.prediction_modules, self.predictors, strict=True)
+        return [functools.partial(module, own) for module, own in pairs]
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """What goes into the first layer, [B, T, D]."""
+        with jax.named_scope("embedding"):
+            learned = self.position_embedding
+            places = None if learned is None else (positions_BT, learned)
+            x_BTD = embed(tokens_BT, self.token_embedding, self.stream, places)
+            return x_BTD if self.embedding_scale == 1 else x_BTD * self.embedding_scale
+
+    def run_layer(
+        self,
+        layer: Weights,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer with these parameters."""
+        return self.layer(layer, x_BTD, positions_BT, mask, execution, cache, start)
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed activations after the last layer."""
+        if self.norm is not None:
+            x_BTD = self.norm(under("norm", vars(self)), x_BTD)
+        return shard(x_BTD, HIDDEN)
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.token_embedding if self.output is None else self.output
+
+    def output_bias(self) -> None:
+        """Nothing is added to the logits."""
+        return
+
+    def logit_softcap(self) -> float | None:
+        """The bound that logits are flattened towards."""
+        return self.softcap
+
+
+def _init(parts: "Sequence[Layer | PredictionModule]", key: jax.Array) -> list[Weights]:
+    """Freshly drawn parameters of each."""
+    keys = jax.random.split(key, len(parts) or 1)
+    return [part.weights(own) for part, own in zip(parts, keys, strict=False)]

@@ -1,0 +1,282 @@
+"""Encoder-decoder of two stacks of layers.
+
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.
+Letters: B batch, S source length, T target length, D embed, V vocab, L layers of each stack.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.dropout import Dropout
+from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.layers import Norm, embed
+from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
+from jaxtrain.nn.transformer.block import RESIDUAL, Block
+from jaxtrain.nn.transformer.cross_block import CrossBlock
+from jaxtrain.nn.transformer.language_model import LayerCache
+from jaxtrain.nn.transformer.positional_embedding import Places
+from jaxtrain.parallel.sharding import shard
+
+# First places of dropouts: around the stacks, in the encoder's layers, in the decoder's. Each has
+# room for those of its parts; the numbers of adapters are far away.
+AROUND, ENCODER, DECODER = 1000, 1010, 1020
+
+
+class EncoderDecoder(nnx.Module):
+    """Pairs of rows of tokens to hidden states of the second, to logits."""
+
+    def __init__(
+        self,
+        encoder: Block,
+        decoder: CrossBlock,
+        key: jax.Array,
+        *,
+        num_layers: int,
+        token_embedding: nnx.Param,
+        source_places: Places,
+        target_places: Places,
+        norm: Norm | None = None,
+        output: nnx.Param | None = None,
+        embedding_scale: float = 1.0,
+        output_scale: float = 1.0,
+        dropout: float = 0.0,
+        drops_finished: bool = False,
+    ) -> None:
+        """Draws the layers; what stands before and after them is handed in.
+
+        Args:
+          encoder, decoder: what each layer of the two stacks computes.
+          key: for their parameters.
+          num_layers: of each stack.
+          token_embedding: the table [V, D] of both sequences.
+          source_places, target_places: how each stack knows places.
+          norm: of what comes out of the last layer of each stack; None: there is none.
+          output: the output matrix [V, D]; None: the token embedding.
+          embedding_scale: what embedded tokens are multiplied by.
+          output_scale: what hidden states are multiplied by before the output matrix.
+          dropout: of what goes into each stack, in training.
+          drops_finished: whether what comes out of each stack is dropped likewise.
+        """
+        keys = jax.random.split(key, 4)
+        self.encoder, self.decoder, self.norm = encoder, decoder, norm
+        self.source_places, self.target_places = source_places, target_places
+        self.dropout, self.drops_finished = Dropout(dropout, first=AROUND), drops_finished
+        self.embedding_scale, self.output_scale = embedding_scale, output_scale
+        self.token_embedding, self.output = token_embedding, output
+        self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[0]))
+        self.decoder_layers = nnx.data(stack(decoder.weights, num_layers, keys[1]))
+        own = add_prefix("source", source_places.weights(keys[2]))
+        own |= add_prefix("target", target_places.weights(keys[3]))
+        for part in ("encoder_norm", "decoder_norm"):
+            own |= add_prefix(part, norm.weights(key) if norm else {})
+        for name, weight in own.items():
+            setattr(self, name, weight)
+
+    def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> jax.Array:
+        """What was read of the sources, [B, S, D]; a mask of any kind is taken."""
+        x_BSD = self.enter_source(source_BS, execution)
+        mask = self.of_source(mask, source_BS.shape[1])
+
+        def run_layer(layer: Weights, x_BSD: jax.Array, number: jax.Array) -> Any:
+            return self.read_layer(layer, x_BSD, mask, execution.of_layer(number)), None
+
+        with jax.named_scope("encoder"):
+            numbers = _numbers(self.encoder_layers)
+            x_BSD, _ = execution.over_layers(run_layer, x_BSD, self.encoder_layers, numbers)
+        return self.finish_source(x_BSD, execution)
+
+    def enter_source(self, source_BS: jax.Array, execution: Execution) -> jax.Array:
+        """What goes into the encoder's first layer, [B, S, D]."""
+        x_BSD = self._embed(source_BS, self.source_places, under("source", vars(self)))
+        return self.dropout(x_BSD, execution.draws)
+
+    def of_source(self, mask: Mask, length: int) -> Mask:
+        """A mask of the source's tokens with what their places add to scores in every layer."""
+        own = under("source", vars(self))
+        bias_CNTS = self.source_places.into_scores(own, length, length)
+        return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
+
+    def read_layer(
+        self, layer: Weights, x_BSD: jax.Array, mask: Mask, execution: Execution
+    ) -> jax.Array:
+        """One of the encoder's layers; the mask is from `of_source`."""
+        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # the stream has them
+        return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0]
+
+    def finish_source(self, x_BSD: jax.Array, execution: Execution) -> jax.Array:
+        """What the decoder looks at, of what the encoder's last layer gave."""
+        with jax.named_scope("encoder"):
+            return self._finish("encoder_norm", x_BSD, execution, number=1)
+
+    def decode(
+        self,
+        tokens_BT: jax.Array,
+        memory_BSD: jax.Array,
+        mask: Mask,
+        of_memory: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """Finished hidden states [B, T, D] of targets from their beginning on.
+
+        Args:
+          tokens_BT: the targets' tokens so far, each row from its first.
+          memory_BSD: what `encode` gave.
+          mask: which of the targets' tokens a token sees.
+          of_memory: which of the memory's it sees.
+          execution: how the mathematics is run.
+        """
+
+        def run_layer(
+            layer: Weights, x_BTD: jax.Array, mask: Mask, execution: Execution, _: None
+        ) -> Any:
+            return self.write_layer(layer, x_BTD, memory_BSD, mask, of_memory, execution), None
+
+        return self._decode(run_layer, tokens_BT, mask, execution, None, 0, tokens_BT.shape[1])[0]
+
+    def enter_target(
+        self, tokens_BT: jax.Array, execution: Execution, start: jax.Array | int = 0
+    ) -> jax.Array:
+        """What goes into the decoder's first layer of tokens from place `start` on, [B, T, D]."""
+        own = under("target", vars(self))
+        x_BTD = self._embed(tokens_BT, self.target_places, own, start)
+        return self.dropout(x_BTD, execution.draws, number=2)
+
+    def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
+        """A mask of the target's tokens with what their places add to scores in every layer."""
+        own = under("target", vars(self))
+        bias_CNTS = self.target_places.into_scores(own, length, keys, start)
+        return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
+
+    def write_layer(
+        self,
+        layer: Weights,
+        x_BTD: jax.Array,
+        memory_BSD: jax.Array,
+        mask: Mask,
+        of_memory: Mask,
+        execution: Execution,
+    ) -> jax.Array:
+        """One of the decoder's layers over whole targets; the mask is from `of_target`."""
+        remembered = self.decoder.remember(layer, memory_BSD, execution)
+        return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)[0]
+
+    def finish_target(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
+        """Finished hidden states of what the decoder's last layer gave."""
+        with jax.named_scope("decoder"):
+            h_BTD = self._finish("decoder_norm", x_BTD, execution, number=3)
+            return h_BTD * self.output_scale
+
+    def remember(self, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
+        """The memory's keys and values in every layer, both [L, B, S, N, H]."""
+
+        def one(layer: Weights, x: jax.Array, _: None) -> tuple[jax.Array, LayerCache]:
+            return x, self.decoder.remember(layer, memory_BSD, execution)
+
+        return execution.over_layers(one, memory_BSD, self.decoder_layers)[1]
+
+    def go_on(
+        self,
+        tokens_BT: jax.Array,
+        remembered: LayerCache,
+        of_memory: Mask,
+        execution: Execution,
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]:
+        """Finished hidden states [B, T, D] of what follows the targets' tokens of a cache, and the
+        cache with it.
+
+        Args:
+          tokens_BT: what follows.
+          remembered: what `remember` gave.
+          of_memory: which places of the memory a token sees.
+          execution: how the mathematics is run.
+          cache: keys and values of the targets' tokens so far.
+        """
+        room = cache.layers[0].shape[2]
+
+        def run_layer(
+            layer: Weights, x_BTD: jax.Array, mask: Mask, execution: Execution, extra: Any
+        ) -> Any:
+            kept, remembered = extra
+            return self.decoder(
+                layer, x_BTD, remembered, mask, of_memory, execution, kept, cache.length
+            )
+
+        mask, extra = Mask(query_start=cache.length), (cache.layers, remembered)
+        h_BTD, layers = self._decode(
+            run_layer, tokens_BT, mask, execution, extra, cache.length, room
+        )
+        return h_BTD, Cache(layers, cache.length + tokens_BT.shape[1])
+
+    @property
+    def read_by_layers(self) -> frozenset[str]:
+        """Names of the parameters around the layers that every layer of a stack reads."""
+        both = (("source", self.source_places), ("target", self.target_places))
+        return frozenset(
+            name
+            for side, places in both
+            if places.adds_to_scores
+            for name in vars(self)
+            if name.startswith(f"{side}_") and isinstance(vars(self)[name], nnx.Param)
+        )
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of hidden states."""
+        return self.token_embedding if self.output is None else self.output
+
+    def output_bias(self) -> None:
+        """Nothing is added to the logits."""
+        return
+
+    def logit_softcap(self) -> None:
+        """Logits have no bound."""
+        return
+
+    def _decode(
+        self,
+        run_layer: Any,
+        tokens_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        extra: Any,
+        start: jax.Array | int,
+        keys: int,
+    ) -> tuple[jax.Array, Any]:
+        """Finished hidden states, and what each layer gave beside them."""
+        x_BTD = self.enter_target(tokens_BT, execution, start)
+        mask = self.of_target(mask, tokens_BT.shape[1], keys, start)
+
+        def run_numbered(layer: Weights, x_BTD: jax.Array, own: tuple[jax.Array, Any]) -> Any:
+            number, extra = own
+            return run_layer(layer, x_BTD, mask, execution.of_layer(number), extra)
+
+        with jax.named_scope("decoder"):
+            each = _numbers(self.decoder_layers), extra
+            x_BTD, kept = execution.over_layers(run_numbered, x_BTD, self.decoder_layers, each)
+        return self.finish_target(x_BTD, execution), kept
+
+    def _embed(
+        self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
+    ) -> jax.Array:
+        with jax.named_scope("embedding"):
+            x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL) * self.embedding_scale
+            return places.into_stream(own, x_BTD, start)
+
+    def _finish(
+        self, name: str, x_BTD: jax.Array, execution: Execution, *, number: int
+    ) -> jax.Array:
+        if self.norm is not None:
+            x_BTD = self.norm(under(name, vars(self)), x_BTD)
+        if self.drops_finished:
+            x_BTD = self.dropout(x_BTD, execution.draws, number=number)
+        return shard(x_BTD, HIDDEN)
+
+
+def _numbers(layers: Any) -> jax.Array:
+    return jnp.arange(jax.tree.leaves(layers)[0].shape[0])

@@ -1,0 +1,190 @@
+"""Interface of language models: embed, run the layers, finish, compute logits.
+
+Letters: B batch, T length, D embed, V vocab.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.nn.attention.mask import Mask, apply_softcap
+from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.parallel.gathering import GradientSlice
+
+# Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
+# their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss;
+# EXPERT_LOAD is no metric but an array [L, E], by which biases of routers are moved.
+Auxiliary = dict[str, jax.Array]
+EXPERT_LOAD = "expert_load"
+
+# What one layer keeps of the tokens so far: its part of `Cache.layers`.
+LayerCache = tuple[jax.Array, ...]
+
+
+class Transformer(Protocol):
+    """A language model in the parts that a loop, a pipeline and generation put together.
+
+    Attributes:
+      layers: the parameters of all equal layers, from `jaxtrain.nn.parameters.stack`.
+    """
+
+    layers: Any
+
+    @property
+    def leading(self) -> Sequence[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
+        """Layers that stand before those and differ from them, each a call as `run_layer` with its
+        own parameters; they give no sums. None in most models: ()."""
+        ...
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream [B, T, D] that goes into the first layer."""
+        ...
+
+    def run_layer(
+        self,
+        layer: Any,
+        x_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+        """One layer: the new residual stream, the extended cache, the auxiliary sums.
+
+        Which one it is says `execution.layer`, for models whose layers differ by their place.
+        """
+        ...
+
+    def finish(self, x_BTD: jax.Array) -> jax.Array:
+        """The normed residual stream after the last layer."""
+        ...
+
+    def output_matrix(self) -> nnx.Param:
+        """The matrix [V, D] that makes logits of finished hidden states."""
+        ...
+
+    def output_bias(self) -> nnx.Param | None:
+        """What is added to these logits [V]; None: nothing."""
+        ...
+
+    def logit_softcap(self) -> float | None:
+        """The bound that they are flattened towards then; None: none."""
+        ...
+
+
+class PredictsMore(Transformer, Protocol):
+    """A language model that may tell tokens after the next one too."""
+
+    @property
+    def predicting(self) -> Sequence[Callable[..., tuple[jax.Array, Auxiliary]]]:
+        """Modules that predict one more token each, called like a `PredictionModule` with its own
+        parameters: its finished hidden states make logits like the model's, and go into the
+        next."""
+        ...
+
+
+class TellsTokens(Protocol):
+    """What logits are made with: the last three members of a `Transformer`."""
+
+    def output_matrix(self) -> nnx.Param:
+        """As in `Transformer`."""
+        ...
+
+    def output_bias(self) -> nnx.Param | None:
+        """As in `Transformer`."""
+        ...
+
+    def logit_softcap(self) -> float | None:
+        """As in `Transformer`."""
+        ...
+
+
+# How the output matrix makes logits.
+LOGITS = "BTD,VD->BTV"
+
+
+def logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V] of finished hidden states."""
+    logits_BTV, size = padded_logits(model, x_BTD), vocabulary(model)
+    if logits_BTV.shape[-1] == size:
+        return logits_BTV
+    # The first V of a split dimension do not divide over its devices: every one gets all.
+    spec = jax.typeof(logits_BTV).sharding.spec
+    return jax.sharding.reshard(logits_BTV, P(*spec[:-1], None))[..., :size]
+
+
+def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
+    """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
+    logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
+    if bias is not None:
+        logits_BTV = add_bias(logits_BTV, bias)
+    return apply_softcap(logits_BTV, model.logit_softcap())
+
+
+def vocabulary(model: TellsTokens) -> int:
+    """Return V, the number of tokens that have logits."""
+    value = model.output_matrix().get_value()
+    return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
+
+
+def enter(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask: Mask,
+    execution: Execution,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """What goes into the first of the equal layers [B, T, D], and the extended caches of those
+    before it."""
+    x_BTD, caches = model.embed(tokens_BT, positions_BT), []
+    start = 0 if cache is None else cache.length
+    for number, layer in enumerate(model.leading):
+        own = None if cache is None else tuple(array[number] for array in cache.layers)
+
+        def run(x_BTD: jax.Array, own: LayerCache | None, layer: Any = layer) -> Any:
+            return layer(x_BTD, positions_BT, mask, execution, own, start)[:2]
+
+        x_BTD, own = execution.remat_layer(run)(x_BTD, own)
+        caches += [] if own is None else [own]
+    return x_BTD, caches
+
+
+def hidden_states(
+    model: Transformer,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    mask: Mask,
+    execution: Execution,
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None, Auxiliary]:
+    """Finished hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
+    x_BTD, leading = enter(model, tokens_BT, positions_BT, mask, execution, cache)
+    start = 0 if cache is None else cache.length
+
+    def run_layer(layer: Any, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:
+        number, layer_cache = own
+        x_BTD, layer_cache, auxiliary = model.run_layer(
+            layer, x_BTD, positions_BT, mask, execution.of_layer(number), layer_cache, start
+        )
+        return x_BTD, (layer_cache, auxiliary)
+
+    numbers = jnp.arange(jax.tree.leaves(model.layers)[0].shape[0])
+    own = numbers, None if cache is None else cache.layers
+    if cache is not None and leading:
+        own = numbers, tuple(array[len(leading) :] for array in cache.layers)
+    x_BTD, (caches, auxiliary) = execution.over_layers(run_layer, x_BTD, model.layers, own)
+    if cache is not None:
+        if leading:
+            arrays = zip(*leading, caches, strict=True)
+            caches = tuple(jnp.concatenate([*(x[None] for x in a[:-1]), a[-1]]) for a in arrays)
+        cache = Cache(caches, cache.length + tokens_BT.shape[1])
+    return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)
