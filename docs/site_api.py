@@ -16,7 +16,7 @@ _INTERFACES = {
     "Dataset": [
         "jaxtrain.training.settings.Data", "jaxtrain.training.settings.TextSource",
         "jaxtrain.data.source.Dataset", "jaxtrain.data.source.Examples",
-        "jaxtrain.data.source.WholeBatches", "jaxtrain.data.tokenizer.Tokenizer",
+        "jaxtrain.data.source.WholeBatches", "jaxtrain.data.tokenization.tokenizer.Tokenizer",
     ],
     "Objective": ["jaxtrain.training.objectives.objective.Objective"],
     "Optimizer rule": ["jaxtrain.training.optimizers.rule"],

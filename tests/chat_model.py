@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from jaxtrain.data.text.chat_template import CHATML
+from jaxtrain.data.text.chat.chat_template import CHATML
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]"]
 NAMES = ["Ada", "Bo", "Cleo", "Dirk", "Eva", "Finn", "Gil", "Hana"]

@@ -85,7 +85,7 @@ def make_tokenizer(kind: str, folder: Path) -> None:
 
 
 def read_tokenizer(folder: Path) -> None:
-    from jaxtrain.data.file_tokenizer import FileTokenizer
+    from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode("Hello line 7, \U0001f600")
@@ -128,7 +128,7 @@ def read_template(folder: Path) -> None:
     import datetime
 
     from jaxtrain.config.errors import UserError
-    from jaxtrain.data.text.chat_template import TemplateError, template_beside
+    from jaxtrain.data.text.chat.chat_template import TemplateError, template_beside
 
     template = template_beside(folder / "tokenizer.json", datetime.date(2026, 7, 26))
     if template is None:

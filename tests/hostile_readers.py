@@ -43,7 +43,7 @@ TALKS = [
 
 
 def _make_store(folder: Path) -> None:
-    from jaxtrain.data.text.prepare import prepare
+    from jaxtrain.data.text.stores.prepare import prepare
 
     (folder / "text").mkdir()
     for n in range(30):

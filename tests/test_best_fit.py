@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.best_fit import BestFit
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import open_store
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.text.stores.store import open_store
 
 
 def packed(sizes, length):

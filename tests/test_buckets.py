@@ -20,12 +20,12 @@ from jaxtrain.__main__ import main
 from jaxtrain.config import buckets
 from jaxtrain.config.buckets import BucketError, BucketRefusedError, place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.kept import with_stores
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.text import fetching
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores import fetching
+from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.run.attempts import lock, records
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import RunLock, Superseded

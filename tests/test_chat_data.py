@@ -13,7 +13,7 @@ from against_torch import trained
 from chat_model import save_model, save_tokenizer, talks, write_lines
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.chat import ChatData
+from jaxtrain.data.text.chat.chat import ChatData
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

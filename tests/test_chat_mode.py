@@ -15,7 +15,7 @@ from conftest import make_layout, make_program
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.chat_template import CHATML
+from jaxtrain.data.text.chat.chat_template import CHATML
 from jaxtrain.models.recurrent.lstm import LSTM
 from jaxtrain.run.generation.chat import Chat
 from jaxtrain.run.generation.decoding import for_texts

@@ -13,10 +13,10 @@ import pytest
 from chat_model import save_tokenizer
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.file_tokenizer import FileTokenizer
-from jaxtrain.data.text import chat_template
-from jaxtrain.data.text.chat_template import ChatTemplate, TemplateError, open_template
-from jaxtrain.data.text.conversations import format_conversation
+from jaxtrain.data.text.chat.chat import chat_template
+from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, open_template
+from jaxtrain.data.text.chat.conversations import format_conversation
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -16,10 +16,10 @@ from tensorflow_datasets.proto import tf_example_generated_pb2 as protos
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import is_store
-from jaxtrain.data.text import columnar
-from jaxtrain.data.text.prepare import prepare
-from jaxtrain.data.text.saved_datasets import INFO_KEYS, STATE_KEYS
+from jaxtrain.data.text.formats import columnar
+from jaxtrain.data.text.formats.saved_datasets import INFO_KEYS, STATE_KEYS
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores.prepare import prepare
 
 TEXTS = [f'record {number}: "tea", \u2028\r\nand cake\n' for number in range(20)]
 

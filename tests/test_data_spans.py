@@ -15,7 +15,7 @@ from jaxtrain.data.pairs.sentinels import WithSentinels
 from jaxtrain.data.pairs.spans import Corruption, SpanData, span_mask
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.training.preflight.preflight import check
 
 END, BEGIN = 1, 0

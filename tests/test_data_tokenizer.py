@@ -9,9 +9,9 @@ from conftest import unreadable
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 
 CORPUS = [
     "def f(x):\n    return x + 1\n",

@@ -18,7 +18,7 @@ from parity import assert_equal, evaluate
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.preferences import PreferenceData
+from jaxtrain.data.text.chat.preferences import PreferenceData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.reference import FILE

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping, certain, continuation, cut
 from jaxtrain.run.trainer import Trainer

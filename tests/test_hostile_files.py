@@ -18,8 +18,8 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.config import untrusted
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.file_tokenizer import FileTokenizer
-from jaxtrain.data.text.chat_template import ChatTemplate, TemplateError
+from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 
 PACKAGE = Path(__file__).parent.parent / "jaxtrain"
 READERS = hostile_readers.readers()
@@ -354,17 +354,17 @@ PARSERS = {
 COVERED = {
     "config/reader.py": "config.gin",
     "config/untrusted.py": "model llama",
-    "data/file_tokenizer.py": "tokenizer.json bpe",
-    "data/guarded_tokenizer.py": "tokenizer.json bpe",
+    "data/tokenization/file_tokenizer.py": "tokenizer.json bpe",
+    "data/tokenization/guarded_tokenizer.py": "tokenizer.json bpe",
     "data/images/saved.py": "saved images",
     "data/images/stores.py": "image folder",
     "data/images/tars.py": "image tar",
-    "data/npz.py": "vectors.npz",
+    "data/vectors/npz.py": "vectors.npz",
     "data/pairs/files.py": "pairs.tsv",
-    "data/text/csv_lines.py": "text.csv",
+    "data/text/formats/csv_lines.py": "text.csv",
     "data/text/pieces.py": "text.jsonl.gz",
-    "data/text/store.py": "token store",
-    "data/text/token_files.py": "megatron tokens",
+    "data/text/stores/store.py": "token store",
+    "data/text/formats/token_files.py": "megatron tokens",
     "data/vectors/columns.py": "vectors.csv",
     "data/token_arrays.py": "token store",
     "models/weights/float8.py": "model llama",
@@ -375,7 +375,7 @@ COVERED = {
 EXCEPTIONS = {
     "config/swept.py": "a value of the command line",
     "config/values.py": "a value that gin has read",
-    "data/tokenizer.py": "bytes of a text",
+    "data/tokenization/tokenizer.py": "bytes of a text",
     "training/offload/files.py": "the run's own files, written by this process",
     "run/metrics/best.py": "bits of a number that other processes sent",
     "run/checkpoint/forgotten.py": "what TensorStore's repr says",

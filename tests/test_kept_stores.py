@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data import kept
-from jaxtrain.data.kept import with_stores
+from jaxtrain.data import cached_stores
+from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.text import tokenizing
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores import tokenizing
 from jaxtrain.data.token_arrays import Verified
 
 
@@ -20,9 +20,9 @@ from jaxtrain.data.token_arrays import Verified
 def large(tmp_path, monkeypatch):
     """A text over the limit, one under it, and an empty cache folder."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "LARGE_BYTES", 5000)
+    monkeypatch.setattr(cached_stores, "LARGE_BYTES", 5000)
     monkeypatch.setattr(tokenizing, "JOB_CHARACTERS", 1000)
-    monkeypatch.setattr(kept, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(cached_stores, "_TELL_SECONDS", 0.0)
     (tmp_path / "large.txt").write_text("".join(f"line {n}\n" for n in range(1000)))
     (tmp_path / "small.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     return tmp_path
@@ -52,7 +52,7 @@ def test_the_store_is_made_once_and_is_the_text(large):
 def test_of_packed_text_no_share_is_told(large, monkeypatch):
     packed = large / "large.txt.gz"
     packed.write_bytes(gzip.compress((large / "large.txt").read_bytes()))
-    monkeypatch.setattr(kept, "LARGE_BYTES", 500)
+    monkeypatch.setattr(cached_stores, "LARGE_BYTES", 500)
     said = []
     with_stores(TextData(source=str(packed), sequence_length=16), said.append)
     assert packed.stat().st_size < 5000

@@ -8,7 +8,7 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.text.chat import ChatData
+from jaxtrain.data.text.chat.chat import ChatData
 from jaxtrain.data.text.source import TextData
 
 WORDS = "so many words to read in one line\n"

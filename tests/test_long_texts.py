@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data import long_texts
-from jaxtrain.data.file_tokenizer import FileTokenizer
-from jaxtrain.data.long_texts import cut, tokens_of
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.tokenization import long_texts
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
+from jaxtrain.data.tokenization.long_texts import cut, tokens_of
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 
 PARTS = [
     *"".join(CORPUS).splitlines(keepends=True), "\n", "\n\n", "  \n", "/ slash\n", ");\n", "</s>",

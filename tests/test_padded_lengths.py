@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.by_length import ByLength
 from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.ordering.length_buckets import ByLength
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.padded import PaddedText
 from jaxtrain.data.text.source import TextData

@@ -15,16 +15,16 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.source import STORE_FILE
-from jaxtrain.data.text.chat import ChatData
+from jaxtrain.data.text.chat.chat import ChatData
 from jaxtrain.data.text.fill_in_middle import FilledRows
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer_folder import AS_IN_FILE, SETTINGS_KEYS, TOKENIZER_KEYS
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
+from jaxtrain.data.tokenization.tokenizer_folder import AS_IN_FILE, SETTINGS_KEYS, TOKENIZER_KEYS
 from jaxtrain.run.generation.write import encode_prompt
 
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ import tokenizers
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.run.tasks.lm_eval_model import lm_eval_model
 from jaxtrain.run.tasks.scoring import Score, encode_pair
 from jaxtrain.run.tasks.tasks import Question, Task, results

@@ -11,10 +11,10 @@ import tokenizers
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import digest
-from jaxtrain.data.text import token_files
+from jaxtrain.data.text.formats import token_files
 from jaxtrain.data.text.packing import pack, unigram_entropy
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores.prepare import prepare
 
 END = 7
 RNG = np.random.default_rng(0)

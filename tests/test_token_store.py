@@ -25,14 +25,15 @@ from hypothesis import strategies as st
 
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data import long_texts
 from jaxtrain.data.source import STORE_FILE, is_held_out, is_heldout
-from jaxtrain.data.text import pieces, tokenizing
+from jaxtrain.data.text import pieces
 from jaxtrain.data.text.packing import PackedText
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import open_store, sample_digest
+from jaxtrain.data.text.stores import tokenizing
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.text.stores.store import open_store, sample_digest
 from jaxtrain.data.token_arrays import Verified
+from jaxtrain.data.tokenization import long_texts
 
 WORDS = ["def", "return", "\n", "\n    ", "x", "é", "你好", "=", " ", "'\U0001f600'", "\r\n"]
 
@@ -221,7 +222,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from jaxtrain.data.text.prepare import prepare
+from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.data.text.source import TextData
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.left_out import merge
-from jaxtrain.data.mixture_sampler import Mixing, Source, shares_by_size
+from jaxtrain.data.ordering.mixture_sampler import Mixing, Source, shares_by_size
+from jaxtrain.data.skip_report import merge
 from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
 from jaxtrain.data.text.fill_in_middle import fill_in_middle
 from jaxtrain.data.text.source import SOURCE, TextData
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 _NEAR = 1e-6  # what shares may differ from 1 in all
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.rows import HeldoutRows, Order, TrainingRows
+from jaxtrain.data.ordering.rows import HeldoutRows, Order, TrainingRows
 from jaxtrain.data.source import Examples, WholeBatches
 
 T = TypeVar("T")

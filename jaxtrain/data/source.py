@@ -16,11 +16,11 @@ from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.token_arrays import Tokens
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxtrain.data.by_length import ByLength
-    from jaxtrain.data.mixture_sampler import Mixing
+    from jaxtrain.data.ordering.length_buckets import ByLength
+    from jaxtrain.data.ordering.mixture_sampler import Mixing
 
 Split = Literal["train", "heldout"]
 

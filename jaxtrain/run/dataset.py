@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.data.kept import with_stores
+from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.source import Dataset
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Program, TrainState

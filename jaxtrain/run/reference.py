@@ -19,9 +19,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import MalformedError
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.npz import read_npz
 from jaxtrain.data.source import Dataset, digest
-from jaxtrain.data.text.preferences import Pairs
+from jaxtrain.data.text.chat.preferences import Pairs
+from jaxtrain.data.vectors.npz import read_npz
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.training.objectives.losses import cross_entropy

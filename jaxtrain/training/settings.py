@@ -25,7 +25,7 @@ from jaxtrain.config.shipped import HUGGING_FACE, configs_folder, find_config
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, require_complete
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.execution import Scan

@@ -14,7 +14,7 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, FileImages
 from jaxtrain.data.images.transform import convert
-from jaxtrain.data.left_out import ending_of
+from jaxtrain.data.skip_report import ending_of
 from jaxtrain.data.source import walk_files
 
 T = TypeVar("T")

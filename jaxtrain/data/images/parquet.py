@@ -10,8 +10,8 @@ from typing import Any
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, writing
+from jaxtrain.data.file_lock import alone, make_once
 from jaxtrain.data.images.saved import ArrowFile, SavedImages, check_columns, open_arrow
-from jaxtrain.data.once import alone, make_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.records import arrow
 

@@ -15,8 +15,8 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.images.stores import decode
+from jaxtrain.data.text.formats.saved_datasets import arrow_files, column_feature
 from jaxtrain.data.text.records import arrow
-from jaxtrain.data.text.saved_datasets import arrow_files, column_feature
 
 _SETTING = "ImageData.source"
 

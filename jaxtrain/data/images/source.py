@@ -21,7 +21,7 @@ from jaxtrain.data.images.parquet import is_parquet, open_parquet
 from jaxtrain.data.images.saved import open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
-from jaxtrain.data.left_out import file_facts, heldout_facts
+from jaxtrain.data.skip_report import file_facts, heldout_facts
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
@@ -31,7 +31,7 @@ from jaxtrain.data.source import (
     hold_out,
     is_heldout,
 )
-from jaxtrain.data.text.saved_datasets import has_splits, holds_saved
+from jaxtrain.data.text.formats.saved_datasets import has_splits, holds_saved
 from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
 
 SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")

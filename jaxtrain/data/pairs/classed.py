@@ -17,7 +17,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.classed_rows import ClassedRows, Labelled, Labels, Rows
 from jaxtrain.data.source import Dataset, digest, existing_path
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
 
 SYNTHETIC_TEXTS = 4096
 

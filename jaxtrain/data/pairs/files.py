@@ -8,8 +8,8 @@ from typing import Any
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.text import columnar
-from jaxtrain.data.text.json_lines import BadLineError, string
+from jaxtrain.data.text.formats import columnar
+from jaxtrain.data.text.formats.json_lines import BadLineError, string
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 from jaxtrain.data.text.records import BadRecord
 

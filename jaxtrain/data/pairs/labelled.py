@@ -12,7 +12,7 @@ from jaxtrain.data.classed_rows import Labelled, Labels
 from jaxtrain.data.pairs import files
 from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 
 @configurable

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from jaxtrain.data.long_texts import Border, TextPiece
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.long_texts import Border, TextPiece
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 NAME = "<extra_id_{}>"  # of the first 0, as T5's tokenizer calls them
 _WRITTEN = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))

@@ -14,8 +14,8 @@ from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.left_out import heldout_facts
 from jaxtrain.data.pairs import files
+from jaxtrain.data.skip_report import heldout_facts
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
@@ -24,7 +24,7 @@ from jaxtrain.data.source import (
     hold_out,
     is_heldout,
 )
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer, with_special_tokens
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer, with_special_tokens
 
 WORDS = ("addition", "synthetic")
 SYNTHETIC_PAIRS = 4096

@@ -16,7 +16,7 @@ from jaxtrain.data.pairs.sentinels import WithSentinels
 from jaxtrain.data.pairs.source import of_pairs, pair
 from jaxtrain.data.source import Dataset, Examples, digest_of
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 EVALUATION_SEED = 0  # held-out rows lose the same spans in every evaluation of every run
 SYNTHETIC_END = 0  # what ends rows of random tokens, which no tokenizer made

@@ -16,7 +16,7 @@ from jaxtrain.data.pairs import tagged_files
 from jaxtrain.data.pairs.classed import ClassedText
 from jaxtrain.data.pairs.tagged_files import Sentence
 from jaxtrain.data.source import existing_path, is_heldout
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 
 @configurable

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.left_out import ending_of, file_facts
+from jaxtrain.data.skip_report import ending_of, file_facts
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.text.pieces import (
     COMPRESSED,
@@ -147,7 +147,7 @@ def files_of(source: Place, split: str, setting: str) -> Files:
     if not source.is_dir():
         return Files([source], {})
     # Imported here: one file is no folder that `datasets` saved.
-    from jaxtrain.data.text import saved_datasets
+    from jaxtrain.data.text.formats import saved_datasets
 
     if saved_datasets.is_saved(source):
         return Files(saved_datasets.arrow_files(source, split, setting), {})

@@ -13,7 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples, HasDocuments, digest_of
-from jaxtrain.data.tokenizer import Tokenizer, closing
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
 
 
 @configurable

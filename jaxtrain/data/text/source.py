@@ -15,7 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.globs import glob_files, is_glob
-from jaxtrain.data.left_out import heldout_facts, sentences
+from jaxtrain.data.skip_report import heldout_facts, sentences
 from jaxtrain.data.source import (
     Dataset,
     Split,
@@ -35,7 +35,7 @@ from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
-from jaxtrain.data.tokenizer import (
+from jaxtrain.data.tokenization.tokenizer import (
     Tokenizer,
     closing,
     no_end_of_text,
@@ -44,7 +44,7 @@ from jaxtrain.data.tokenizer import (
 )
 
 if TYPE_CHECKING:
-    from jaxtrain.data.text.store import Store
+    from jaxtrain.data.text.stores.store import Store
 
 SOURCE = PathOr(("embedded", "synthetic", PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
@@ -202,10 +202,10 @@ class TextData:
         path = self.path()
         if path is not None and is_store(path):
             # Imported here, as each kind of source below: a run reads one of them.
-            from jaxtrain.data.text.store import open_store
+            from jaxtrain.data.text.stores.store import open_store
 
             if isinstance(path, BucketPath):
-                from jaxtrain.data.text.fetching import fetch
+                from jaxtrain.data.text.stores.fetching import fetch
 
                 return self._of_store(open_store(*fetch(path, lambda line: None)), tokenizer)
             return self._of_store(open_store(path), tokenizer)
@@ -234,7 +234,7 @@ class TextData:
 
     def _of_store(self, store: "Store", tokenizer: Tokenizer) -> Dataset:
         """What `open` gives of the text that the store was made of, without reading it."""
-        from jaxtrain.data.text.store import SPLITS
+        from jaxtrain.data.text.stores.store import SPLITS
 
         store.settle_tokenizer(
             tokenizer, self.tokenizer, ends=self.end_of_text is not None,
@@ -262,7 +262,7 @@ class TextData:
                 f"TextData.add_special_tokens = {self.add_special_tokens} with TextData.source = "
                 f"{self.source!r}: files of tokens are read as they are; leave it None"
             )
-        from jaxtrain.data.text.token_files import open_token_files
+        from jaxtrain.data.text.formats.token_files import open_token_files
 
         tokenizer.before = tokenizer.after = ()
         found = open_token_files(
@@ -324,7 +324,7 @@ class TextData:
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
         if self.packing == "padded":
-            from jaxtrain.data.by_length import ByLength
+            from jaxtrain.data.ordering.length_buckets import ByLength
             from jaxtrain.data.text.padded import PaddedText
 
             rows = PaddedText(train.tokens, train.offsets, self.row_lengths)
@@ -389,7 +389,7 @@ class TextData:
             return None
         settings: dict[Split, str] = {"train": self.train_split}
         if self.heldout_split is not None:
-            from jaxtrain.data.text.saved_datasets import has_splits
+            from jaxtrain.data.text.formats.saved_datasets import has_splits
 
             self._validate_split(named=has_splits(path))
             settings["heldout"] = self.heldout_split

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.npz import read_npz
+from jaxtrain.data.vectors.npz import read_npz
 
 
 class Table(NamedTuple):

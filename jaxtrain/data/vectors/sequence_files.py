@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.classed_rows import Labels
-from jaxtrain.data.npz import read_npz
+from jaxtrain.data.vectors.npz import read_npz
 
 
 class Series(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
-from jaxtrain.data.shuffle import VERSION
+from jaxtrain.data.ordering.shuffle import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError

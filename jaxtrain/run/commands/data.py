@@ -5,7 +5,7 @@ import functools
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
-from jaxtrain.data.kept import with_stores
+from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import (
     SHEET_IMAGES,

@@ -8,9 +8,9 @@ from pathlib import Path
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
-from jaxtrain.data.text.prepare import training_text
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer_folder import SETTINGS
+from jaxtrain.data.text.stores.prepare import training_text
+from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS
 from jaxtrain.run.commands.prepare import text_of_arguments
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.run.generation.answer import Answer
 
 EVERY = 16  # tokens between two looks for a stop string, where nobody watches

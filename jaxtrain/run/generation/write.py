@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.beams import BeamSearch

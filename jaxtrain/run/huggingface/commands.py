@@ -6,7 +6,7 @@ import functools
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenizer import no_end_of_text
+from jaxtrain.data.tokenization.tokenizer import no_end_of_text
 from jaxtrain.models.model import Model, embeds, reads_images, reads_tokens, tells_classes
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs

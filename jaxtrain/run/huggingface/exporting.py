@@ -15,8 +15,8 @@ from rich.console import Console
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.text.chat.conversation_source import Templated
 from jaxtrain.data.text.source import text_of
-from jaxtrain.data.text.templated import Templated
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder

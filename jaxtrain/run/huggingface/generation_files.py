@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.buckets import Place
-from jaxtrain.data.file_tokenizer import FileTokenizer
 from jaxtrain.data.pairs.source import PairData
+from jaxtrain.data.text.chat.conversation_source import Templated
 from jaxtrain.data.text.source import text_of
-from jaxtrain.data.text.templated import Templated
-from jaxtrain.data.tokenizer import ByteTokenizer
-from jaxtrain.data.tokenizer_folder import GENERATION, SETTINGS, ends_of
+from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, SETTINGS, ends_of
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.run.generation.published_defaults import ends_of_run
 from jaxtrain.training.settings import Config

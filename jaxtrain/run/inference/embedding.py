@@ -11,7 +11,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import text_of
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
 from jaxtrain.models.model import EmbeddingModel
 from jaxtrain.run.inference.texts import AT_ONCE, row_of, texts_of
 

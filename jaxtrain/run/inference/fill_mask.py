@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import TokenModel
 from jaxtrain.run.inference.texts import row_of, texts_of
 

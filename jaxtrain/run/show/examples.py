@@ -9,7 +9,7 @@ from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.training.settings import Train
 
 CHARACTERS = 400  # of an example's text

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.data.tokenizer import Tokenizer, with_special_tokens
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.models.model import token_model
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.sampling import Sampling

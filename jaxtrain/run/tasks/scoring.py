@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.run.generation.decoding import batches, for_texts, next_logits, pad_prompts, round_up

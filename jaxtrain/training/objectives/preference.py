@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.text.preferences import CHOSEN
+from jaxtrain.data.text.chat.preferences import CHOSEN
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer.language_model import Transformer, logits

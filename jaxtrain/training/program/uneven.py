@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.rows import without_weight
+from jaxtrain.data.ordering.rows import without_weight
 from jaxtrain.models.model import Model
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.sharding import Layout

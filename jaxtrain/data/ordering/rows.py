@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch, stack
-from jaxtrain.data.shuffle import shuffle_nearby
+from jaxtrain.data.ordering.shuffle import shuffle_nearby
 from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 
 # Streams drawn from one seed; 2 is that of `mixing`.

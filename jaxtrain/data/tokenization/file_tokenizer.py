@@ -13,10 +13,16 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.key_table import validate_keys
 from jaxtrain.config.untrusted import MalformedError, parse_json, read_bounded
-from jaxtrain.data.guarded_tokenizer import Guarded, library_errors
-from jaxtrain.data.long_texts import Border, TextPiece, border_at, encode_texts, tokens_of
-from jaxtrain.data.tokenizer import with_special_tokens
-from jaxtrain.data.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
+from jaxtrain.data.tokenization.guarded_tokenizer import Guarded, library_errors
+from jaxtrain.data.tokenization.long_texts import (
+    Border,
+    TextPiece,
+    border_at,
+    encode_texts,
+    tokens_of,
+)
+from jaxtrain.data.tokenization.tokenizer import with_special_tokens
+from jaxtrain.data.tokenization.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
 
 if TYPE_CHECKING:
     import tokenizers

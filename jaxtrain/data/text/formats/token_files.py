@@ -22,11 +22,11 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.once import alone, make_once
+from jaxtrain.data.file_lock import alone, make_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.token_arrays import Joined
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 # By magic: the version, and the type of tokens.
 _LLM_C = {20240520: (1, np.dtype(np.uint16)), 20240801: (7, np.dtype(np.uint32))}

@@ -17,7 +17,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.untrusted import read_bounded
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.text.template_bounds import (
+from jaxtrain.data.text.chat.template_bounds import (
     MAX_SOURCE,
     add_bounds,
     bound_filters,
@@ -26,7 +26,7 @@ from jaxtrain.data.text.template_bounds import (
     charge_output,
     insert_budget,
 )
-from jaxtrain.data.tokenizer_folder import SETTINGS, read_json, special_tokens
+from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS, read_json, special_tokens
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.values import PathOr
-from jaxtrain.data.left_out import ending_of, file_facts, heldout_facts
+from jaxtrain.data.skip_report import ending_of, file_facts, heldout_facts
 from jaxtrain.data.source import (
     check_heldout_fraction,
     existing_path,
@@ -17,11 +17,11 @@ from jaxtrain.data.source import (
     is_heldout,
     walk_files,
 )
-from jaxtrain.data.text import columnar, json_lines
-from jaxtrain.data.text.chat_template import WORDS, ChatTemplate, open_template
+from jaxtrain.data.text.chat.chat_template import WORDS, ChatTemplate, open_template
+from jaxtrain.data.text.formats import columnar, json_lines
 from jaxtrain.data.text.pieces import plain_name
 from jaxtrain.data.text.records import Records
-from jaxtrain.data.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ import functools
 
 import numpy as np
 
-from jaxtrain.data.mixture_sampler import STREAM, Mixing, Source
-from jaxtrain.data.shuffle import shuffle_nearby
+from jaxtrain.data.ordering.mixture_sampler import STREAM, Mixing, Source
+from jaxtrain.data.ordering.shuffle import shuffle_nearby
 
 
 @dataclasses.dataclass(frozen=True)

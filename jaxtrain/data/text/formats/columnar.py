@@ -6,7 +6,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.json_lines import BadLineError
+from jaxtrain.data.text.formats.json_lines import BadLineError
 from jaxtrain.data.text.pieces import open_stored
 from jaxtrain.data.text.records import BadRecord, arrow, check_field
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from jaxtrain.config.buckets import BucketPath, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder, remove_tree
-from jaxtrain.data.once import alone
+from jaxtrain.data.file_lock import alone
 from jaxtrain.data.source import STORE_FILE, is_store, part_digest
-from jaxtrain.data.text.prepare import prepare
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import SPLITS, TOKENIZER_FILE, Store, checksums_of, files_of
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.text.stores.store import SPLITS, TOKENIZER_FILE, Store, checksums_of, files_of
 
 _PROBE = ".writable"
 

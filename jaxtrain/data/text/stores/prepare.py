@@ -12,8 +12,8 @@ from jaxtrain.data.text.documents import Files, is_packed
 from jaxtrain.data.text.pieces import Document, Text
 from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
-from jaxtrain.data.text.tokenizing import Texts, split_documents, tokenize
+from jaxtrain.data.text.stores.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
+from jaxtrain.data.text.stores.tokenizing import Texts, split_documents, tokenize
 
 # The settings that say which documents there are.
 _OF_DOCUMENTS = (

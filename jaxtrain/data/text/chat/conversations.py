@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.errors import did_you_mean
-from jaxtrain.data.text.chat_template import ChatTemplate, Message, Span, TemplateError
-from jaxtrain.data.text.json_lines import BadLineError, kind, string
-from jaxtrain.data.tokenizer import Tokenizer, closing
+from jaxtrain.data.text.chat.chat_template import ChatTemplate, Message, Span, TemplateError
+from jaxtrain.data.text.formats.json_lines import BadLineError, kind, string
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
 
 ANSWERS = "assistant"  # the role of the model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import BucketPath
 from jaxtrain.config.files import cache_folder, write_atomically, writing
-from jaxtrain.data.once import alone, make_once
+from jaxtrain.data.file_lock import alone, make_once
 from jaxtrain.data.source import STORE_FILE, is_store, part_digest
-from jaxtrain.data.text.store import SPLITS, TOKENIZER_FILES, checksums_of, files_of
+from jaxtrain.data.text.stores.store import SPLITS, TOKENIZER_FILES, checksums_of, files_of
 
 WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
 _RANGE_BYTES = 1 << 26  # asked for at a time

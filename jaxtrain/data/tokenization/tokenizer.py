@@ -10,8 +10,8 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 
 if TYPE_CHECKING:
-    from jaxtrain.data.file_tokenizer import FileTokenizer
-    from jaxtrain.data.long_texts import Border, TextPiece
+    from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
+    from jaxtrain.data.tokenization.long_texts import Border, TextPiece
 
 
 class Tokenizer(Protocol):
@@ -177,7 +177,7 @@ def open_tokenizer(
             )
         return ByteTokenizer()
     # Imported here: bytes need none of what reads a tokenizer.json.
-    from jaxtrain.data.file_tokenizer import FileTokenizer
+    from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 
     return FileTokenizer(
         path, end_of_text=end_of_text, add_special_tokens=add_special_tokens, section=section

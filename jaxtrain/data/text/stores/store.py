@@ -17,8 +17,8 @@ from jaxtrain.config.untrusted import read_json_object
 from jaxtrain.data.source import STORE_FILE, Split
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.token_arrays import Ranged, Tokens, Verified, block_checksums
-from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.data.tokenizer_folder import SETTINGS, SPECIAL_MAP
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS, SPECIAL_MAP
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 

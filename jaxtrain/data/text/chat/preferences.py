@@ -14,11 +14,11 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, WholeBatches, digest
-from jaxtrain.data.text.conversations import Template, format_answer
-from jaxtrain.data.text.json_lines import BadLineError
+from jaxtrain.data.text.chat.conversation_source import Templated
+from jaxtrain.data.text.chat.conversations import Template, format_answer
+from jaxtrain.data.text.formats.json_lines import BadLineError
 from jaxtrain.data.text.packing import token_counts
-from jaxtrain.data.text.templated import Templated
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 CHOSEN, REJECTED = 1, 2  # the documents of a row
 

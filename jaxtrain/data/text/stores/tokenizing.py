@@ -22,13 +22,12 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.left_out import sentences
-from jaxtrain.data.long_texts import TextPiece, cut
-from jaxtrain.data.once import LOCK, alone
+from jaxtrain.data.file_lock import LOCK, alone
+from jaxtrain.data.skip_report import sentences
 from jaxtrain.data.source import STORE_FILE, Split, is_held_out, is_store, part_digest
 from jaxtrain.data.text.packing import unigram_entropy
 from jaxtrain.data.text.pieces import Document
-from jaxtrain.data.text.store import (
+from jaxtrain.data.text.stores.store import (
     SPLITS,
     Part,
     Store,
@@ -39,7 +38,8 @@ from jaxtrain.data.text.store import (
     sample_digest,
 )
 from jaxtrain.data.token_arrays import block_checksums
-from jaxtrain.data.tokenizer import Tokenizer, closing
+from jaxtrain.data.tokenization.long_texts import TextPiece, cut
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
 
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory

@@ -1,0 +1,1 @@
+"""Order of the examples: shuffle, mixtures, length buckets, rows of a batch."""

@@ -1,0 +1,1 @@
+"""Conversations as training data: chat templates, preference pairs."""

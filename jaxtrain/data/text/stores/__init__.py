@@ -1,0 +1,1 @@
+"""Token stores: prepare, read, upload and download tokenized text."""

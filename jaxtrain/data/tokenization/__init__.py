@@ -1,0 +1,1 @@
+"""Tokenizers, their files, and tokenization of long texts."""
