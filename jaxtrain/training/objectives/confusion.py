@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.objectives.losses import CONFUSION, Sums
 
-CONFUSION = "confusion"  # its sum's name
 MOST_COUNTED = 1024  # classes: a matrix of 4 MB; of more none is counted
 MOST_TOLD = 100  # classes whose matrix stands among the metrics: some 30 kB a line
 TOP = 5

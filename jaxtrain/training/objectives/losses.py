@@ -13,6 +13,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import shard
 
+CONFUSION = "confusion"  # the sum that is a confusion matrix
 Sums = dict[str, jax.Array]
 Over = Literal["vocab", "classes"]
 

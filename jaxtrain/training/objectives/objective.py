@@ -20,8 +20,7 @@ from jaxtrain.models.model import Inputs, Model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.objectives.confusion import CONFUSION, metrics_of
-from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums
 from jaxtrain.training.objectives.yardstick import Yardstick
 
 # The modules that it trains.
@@ -201,6 +200,9 @@ class Objective(abc.ABC, Generic[M]):
         means = {name: sums[name] / sums[self.over(name)] for name in found}
         told = {**means, **self.more_of_evaluation(means)}
         if CONFUSION in sums:
+            # Imported here: most objectives predict no classes.
+            from jaxtrain.training.objectives.confusion import metrics_of
+
             told |= metrics_of(sums[CONFUSION])
         return {f"eval_{name}": value for name, value in told.items()}
 
