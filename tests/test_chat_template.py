@@ -13,7 +13,7 @@ import pytest
 from chat_model import save_tokenizer
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.chat.chat import chat_template
+from jaxtrain.data.text.chat import chat_template
 from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, open_template
 from jaxtrain.data.text.chat.conversations import format_conversation
 from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer

@@ -212,7 +212,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtrain.training.corruption import CorruptionError, compare_replicas, replayed
+from jaxtrain.training.corruption import CorruptionError, compare_replicas, replay_step
 
 port, process = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_platforms", "cpu")
@@ -228,7 +228,7 @@ local = [
 ]
 state = {"w": jax.make_array_from_single_device_arrays((8,), sharding, local)}
 step = jax.jit(lambda state, batch: ({"w": 2 * state["w"]}, {}), donate_argnums=0)
-state, _ = replayed(step, state, None, 1)
+state, _ = replay_step(step, state, None, 1)
 compare_replicas(state, 1)
 copies = [shard.data for shard in state["w"].addressable_shards]
 if process == 1:

@@ -16,7 +16,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.nn.transformer.language_model import language_model, mlp
+from jaxtrain.nn.transformer import language_model, mlp
 from jaxtrain.parallel.sharding import is_variable
 
 

@@ -241,11 +241,11 @@ import jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 8)
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.optimizers.preconditioners import eigenbasis, turned
+from jaxtrain.training.optimizers.preconditioners import eigenbasis, power_iterate
 
 def turns(x):
     def turn(_, x):
-        for function in (eigenbasis, lambda x: turned(x, x)[0]):
+        for function in (eigenbasis, lambda x: power_iterate(x, x)[0]):
             x = function(x) + 0 * x.sum()
         return x
     return jax.lax.fori_loop(0, 5, turn, x)

@@ -34,7 +34,7 @@ from jaxtrain.nn.attention.patterns import (
 from jaxtrain.nn.attention.sparse import products
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer.language_model import language_model
+from jaxtrain.nn.transformer import language_model
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.program import resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
