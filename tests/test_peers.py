@@ -85,7 +85,7 @@ if job == "wait":
     say("cause", peers.cause)
     os._exit(1)
 if job == "fail":
-    say("first cause", peers.failed("KeyError: 'x'"))
+    say("first cause", peers.report_failure("KeyError: 'x'"))
     os._exit(1)
 if job == "goodbye":
     peers.goodbye(10)
