@@ -66,7 +66,7 @@ def ours(row: Row, extra: Sequence[str] = ()) -> Runner:
         return Runner(step=generate, loss=lambda tokens: tokens, save=save)
 
     batches = [make_batch(fields) for fields in row.batches()]
-    minimized = trainer.program.plain.objective.minimized
+    minimized = trainer.program.setup.objective.minimized
     return Runner(
         step=lambda i: trainer.step(batches[i % BATCHES]),
         loss=lambda metrics: sum(float(metrics[name]) for name in minimized if name in metrics),

@@ -68,10 +68,11 @@ def take_first_step(config: str, workdir: str) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
 
+    from jaxtrain.training.stepper import Stepper  # noqa: PLC0415
+
     from jaxtrain import cli  # noqa: PLC0415
     from jaxtrain.run import commands  # noqa: F401, PLC0415 - what `train` imports
     from jaxtrain.run.attempts.phases import Phases  # noqa: PLC0415
-    from jaxtrain.training.stepper import Stepper  # noqa: PLC0415
 
     imported, all_phases = time.time(), []
     init, step = Phases.__init__, Stepper.checked_step

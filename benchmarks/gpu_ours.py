@@ -77,7 +77,7 @@ def train(task: Task) -> dict[str, Any]:
         "seconds": seconds,
         "first_step_seconds": first,
         "peak_bytes": peak_bytes(),
-        "kernel": getattr(trainer.program.plain.execution, "kernel", None),
+        "kernel": getattr(trainer.program.setup.execution, "kernel", None),
         "mfu": None if peak is None else flops / float(np.median(seconds)) / peak,
         "device": jax.devices()[0].device_kind,
         "planned": planned(trainer, task),
@@ -93,7 +93,7 @@ def placed(row: TrainRow, trainer: Trainer) -> list[Batch]:
             positions = np.broadcast_to(np.arange(row.length, dtype=np.int32), inputs.shape)
         mask = np.ones(targets.shape, np.float32)
         batch = Batch(inputs, targets.astype(np.int32), mask, None, positions)
-        found.append(jax.device_put(batch, trainer.program.batch_shardings(batch)))
+        found.append(jax.device_put(batch, trainer.program.setup.batch_shardings(batch)))
     return found
 
 

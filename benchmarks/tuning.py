@@ -24,14 +24,13 @@ from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
+from jaxtrain.training.compose import compose
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.sharpness import with_sharpness
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 RATE_BYTES = 4  # of the learning rate among the arguments
 
@@ -81,9 +80,9 @@ class Course:
         """
         train, one = config.train, jax.devices()[:1]
         self.layout = layouts.layout(config, one)
-        program = make_program(config, self.layout)
+        program = compose(config, self.layout)
         feed = Feed(config, self.layout, program, BadRecords())
-        data = program.plain.objective.dataset(train.data.open(seed=train.seed), train.model)
+        data = program.setup.objective.dataset(train.data.open(seed=train.seed), train.model)
         with feed.training(data, 0) as stream:
             self.batches = list(itertools.islice(stream, train.steps))
         with feed.heldout(data) as stream:
@@ -117,26 +116,25 @@ class Tuned:
         """
         check(config, device_count=1, platform=jax.default_backend())
         self._course = course
-        self._program = make_program(config, course.layout)
-        plain = self._program.plain
-        shapes = plain.shapes()
+        self._program = compose(config, course.layout)
+        step = self._program
+        shapes = step.shapes()
         structure = jax.tree.structure(shapes)
 
         def train_step(arrays: Any, batch: Batch, rate: jax.Array) -> Any:
             schedule = make_schedule(config.schedule, rate, config.train.steps)
             rule = make_optimizer(config.optimizer, schedule)
-            at_rate = dataclasses.replace(plain, optimizer=rule, schedule=schedule)
-            program = with_sharpness(config.optimizer.sharpness_radius, at_rate)
-            state, metrics = program.train_step(jax.tree.unflatten(structure, arrays), batch)
+            at_rate = step.rebuild(optimizer=rule, schedule=schedule)
+            state, metrics, _ = at_rate.train_step(jax.tree.unflatten(structure, arrays), batch)
             return jax.tree.leaves(state), metrics["loss"]
 
         self._structure = structure
         self._first = jax.tree.leaves(self._program.create(config.train.seed))
-        arrays = jax.tree.leaves(plain.abstract_state())
+        arrays = jax.tree.leaves(step.abstract_state())
         jitted = jax.jit(
             train_step,
             donate_argnums=0,
-            out_shardings=(jax.tree.leaves(plain.state_shardings(shapes)), None),
+            out_shardings=(jax.tree.leaves(step.shardings(shapes)), None),
         )
         with course.layout.active():
             lowered = jitted.lower(arrays, course.batches[0], jnp.float32(0))
@@ -164,7 +162,7 @@ class Tuned:
                     arrays, loss = self._step(arrays, batch, peak)
                 jax.block_until_ready(loss)
             seconds.append((time.process_time() - begun) / len(part))
-            state = self._program.consensus(jax.tree.unflatten(self._structure, arrays))
+            state = self._program.eval_state(jax.tree.unflatten(self._structure, arrays))
             steps.append(start + len(part))
             heldout.append(self._course.loss(state))
             if not math.isfinite(heldout[-1]):

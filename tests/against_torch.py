@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
@@ -19,7 +19,7 @@ from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.optimizers.sgd import SGD
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 # Of PyTorch's names of a batch norm, ours.
 NORM = {
@@ -83,7 +83,7 @@ class Twin:
 
     def state(self) -> tuple[Any, TrainState]:
         """The program on one device, and its state with their values."""
-        program = make_program(self.sizes, make_layout(fsdp=1))
+        program = make_step(self.sizes, make_layout(fsdp=1))
         shapes = nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0)))
         _, params, statistics = nnx.split(shapes, nnx.Param, Statistic)
         params = filled(params, self.taken(self.network.named_parameters()))
@@ -108,17 +108,19 @@ class Twin:
         self.network.eval()
         with torch.no_grad():
             expected = numpy(self.network(theirs))
-        with program.layout.active():
+        with program.setup.layout.active():
             model = nnx.merge(program._graphdef(), state.params, state.statistics)
             run = jax.jit(lambda m, x, s: m(x, s, Execution(kernel="reference"), train=False)[0])
             found = run(model, batch.inputs, state.statistics)
             found = found[0] if isinstance(found, tuple) else found
-            gradients, metrics, statistics = jax.jit(program.gradients)(state, batch)
+            gradients, metrics, statistics = jax.jit(program.setup.gradients)(state, batch)
         np.testing.assert_allclose(found, expected, atol=OUTPUTS, rtol=OUTPUTS)
         self.network.train()
         mean = loss(self.network(theirs))
         mean.backward()
-        total = sum(float(metrics[name]) for name in program.objective.minimized if name in metrics)
+        total = sum(
+            float(metrics[name]) for name in program.setup.objective.minimized if name in metrics
+        )
         np.testing.assert_allclose(total, float(mean.detach()), atol=OUTPUTS, rtol=OUTPUTS)
         moved = {name_of(p): v.get_value() for p, v in nnx.to_flat_state(statistics)}
         for path, value in self.taken(self.network.named_buffers()).items():
@@ -153,16 +155,16 @@ class Twin:
         schedule = make_schedule(Schedule(name="constant"), rate, STEPS)
         optimizer = make_optimizer(settings, schedule)
         program, state = self.state()
-        program = dataclasses.replace(program, optimizer=optimizer, schedule=schedule)
+        program = program.rebuild(optimizer=optimizer, schedule=schedule)
         state = dataclasses.replace(state, opt_state=optimizer.init(state.params))
         peer = torch.optim.SGD(self.network.parameters(), rate, SGD().momentum, nesterov=True)
         self.network.train()
         found, expected = [], []
-        with program.layout.active():
+        with program.setup.layout.active():
             step = CompiledStep(program)
             for _ in range(STEPS):
                 state, metrics = step(state, batch)
-                parts = program.objective.minimized
+                parts = program.setup.objective.minimized
                 found.append(sum(float(metrics[name]) for name in parts if name in metrics))
                 peer.zero_grad()
                 mean = loss(self.network(theirs))
@@ -199,13 +201,13 @@ def step_on(
     """Gradients, metrics and statistics of a step from fresh parameters, on a mesh; `changes` are
     of the program."""
     layout_on = make_layout(**{"fsdp": 1, **layout})
-    program = make_program(sizes, layout_on, accumulation=accumulation, **changes)
+    program = make_step(sizes, layout_on, accumulation=accumulation, **changes)
     state = dataclasses.replace(program.create(0), step=jnp.int32(step))
-    placed = jax.device_put(batch, program.batch_shardings(batch))
+    placed = jax.device_put(batch, program.setup.batch_shardings(batch))
     with layout_on.active():
-        grads, *rest = jax.device_get(jax.jit(program.gradients)(state, placed))
-    if program.stages is not None:
-        grads = program.stages.to_layers(grads)
+        grads, *rest = jax.device_get(jax.jit(program.setup.gradients)(state, placed))
+    if program.setup.stages is not None:
+        grads = program.setup.stages.to_layers(grads)
     return jax.tree.map(np.asarray, (grads, *rest))
 
 

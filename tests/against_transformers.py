@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import GRADIENTS, OUTPUTS, filled, name_of
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.data.batch import Batch
@@ -23,7 +23,7 @@ from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 # Who imports this is skipped where there are none.
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -87,7 +87,7 @@ class Pair:
         shapes = nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0)))
         values = self.ours(dict(self.theirs.named_parameters()))
         params = filled(nnx.state(shapes, nnx.Param), values)
-        opt_state = program.optimizer.init(params)
+        opt_state = program.setup.optimizer.init(params)
         return TrainState(jnp.int32(0), params, opt_state, nnx.State({}), jnp.array([1.0, 0.0]))
 
     def loss(self, batch: Batch) -> torch.Tensor:
@@ -118,19 +118,21 @@ class Pair:
           same: paths whose gradient is zero but for rounding: those are only looked at for that.
           changes: of the program.
         """
-        program = make_program(self.sizes, make_layout(fsdp=1), **changes)
+        program = make_step(self.sizes, make_layout(fsdp=1), **changes)
         state = self.state(program)
-        objective = program.objective
+        objective = program.setup.objective
         with torch.no_grad():
             expected = self.logits(batch).numpy()
         assert np.abs(expected).max() > 0.5, "logits in which an error would not show"
-        with program.layout.active():
+        with program.setup.layout.active():
             reading = self.reading(objective, batch)
             run = jax.jit(
-                lambda s: objective.logits(program.model(s), {}, reading, program.execution)
+                lambda s: objective.logits(
+                    program.setup.model(s), {}, reading, program.setup.execution
+                )
             )
             found = run(state)
-            gradients, metrics, _ = jax.jit(program.gradients)(state, batch)
+            gradients, metrics, _ = jax.jit(program.setup.gradients)(state, batch)
         np.testing.assert_allclose(found, expected, atol=OUTPUTS, rtol=OUTPUTS)
         self.theirs.zero_grad()
         mean = self.loss(batch)
@@ -152,15 +154,13 @@ class Pair:
         schedule = make_schedule(Schedule(name="constant"), RATE, STEPS)
         settings = Optimizer(learning_rate=RATE, weight_decay=0.0, clip_norm=None)
         optimizer = make_optimizer(settings, schedule)
-        program = make_program(
-            self.sizes, make_layout(fsdp=1), optimizer=optimizer, schedule=schedule
-        )
+        program = make_step(self.sizes, make_layout(fsdp=1), optimizer=optimizer, schedule=schedule)
         rule = settings.rule
         peer = torch.optim.Adam(
             self.theirs.parameters(), lr=RATE, betas=(rule.b1, rule.b2), eps=rule.epsilon
         )
         state, ours, theirs = self.state(program), [], []
-        with program.layout.active():
+        with program.setup.layout.active():
             step = CompiledStep(program)
             for number in range(STEPS):
                 batch = batches[number % len(batches)]
@@ -177,7 +177,7 @@ class Pair:
 
 def minimized(program: Any, metrics: dict[str, jax.Array]) -> float:
     """What the gradient is of, by a step's metrics."""
-    return sum(float(metrics.get(name, 0.0)) for name in program.objective.minimized)
+    return sum(float(metrics.get(name, 0.0)) for name in program.setup.objective.minimized)
 
 
 class Apart(Pair):

@@ -1,6 +1,5 @@
 """Eight simulated devices for every test, and the small runs that several tests share."""
 
-import dataclasses
 import gc
 import importlib.util
 import math
@@ -50,11 +49,20 @@ from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.parallel.sharding import Accumulate, Layout, Masters  # noqa: E402
 from jaxtrain.run.inference.predict import Says, predict  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
+from jaxtrain.training.exchange.exchange import Exchange  # noqa: E402
+from jaxtrain.training.exchange.methods import exchange_with  # noqa: E402
+from jaxtrain.training.guard import Guard  # noqa: E402
 from jaxtrain.training.objectives.losses import Loss  # noqa: E402
 from jaxtrain.training.objectives.objective import objective_named  # noqa: E402
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer  # noqa: E402
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule  # noqa: E402
-from jaxtrain.training.step import Program  # noqa: E402
+from jaxtrain.training.setup import Setup  # noqa: E402
+from jaxtrain.training.step import Step, Transform, apply_transforms, base_step  # noqa: E402
+from jaxtrain.training.transforms import (  # noqa: E402
+    balance_experts,
+    estimate_curvature,
+    guard_update,
+)
 
 pytest_plugins = ["reporting"]
 
@@ -162,10 +170,12 @@ def predicted(given, model, data, logits, *, top: int, say=print) -> list:
     return list(predict(given, model, data, says, objective=objective, top=top, say=say))
 
 
-def make_program(model, layout: Layout, **changes) -> Program:
-    """A float32 program with AdamW; `changes` replace fields of Program."""
+def make_step(
+    model, layout: Layout, *, guard=None, curvature=None, bias_speed=None, **changes
+) -> Step:
+    """A float32 step with AdamW; `changes` replace fields of its setup."""
     schedule = make_schedule(Schedule(name="constant"), 1e-2, 100)
-    program = Program(
+    setup = Setup(
         build=model.build,
         objective=objective_named(model.objective).of(model),
         optimizer=make_optimizer(Optimizer(learning_rate=1e-2), schedule),
@@ -174,20 +184,38 @@ def make_program(model, layout: Layout, **changes) -> Program:
         precision=Precision(compute="float32"),
         loss=Loss(),
         execution=Execution(kernel="reference"),
-    )
-    return dataclasses.replace(program, **changes)
+    ).replace(**changes)
+    guard = Guard() if guard is None else guard
+    transforms = []
+    if curvature is not None:
+        transforms.append(estimate_curvature(curvature))
+    if bias_speed is not None:
+        transforms.append(balance_experts(bias_speed))
+    if guard.in_step or setup.precision.loss_scale == "dynamic":
+        transforms.append(guard_update(guard))
+    return apply_transforms(base_step, *transforms)(setup)
 
 
-def lower_step(program: Program, batch: Batch) -> jax.stages.Lowered:
+def transformed(step: Step, transform: Transform) -> Step:
+    """The step with a transform around it."""
+    return transform(step.build)(step.setup)
+
+
+def with_exchange(settings: Exchange, step: Step) -> Step:
+    """The step whose replicas agree as the settings say."""
+    return transformed(step, exchange_with(settings))
+
+
+def lower_step(program: Step, batch: Batch) -> jax.stages.Lowered:
     """The train step for batches like this one, lowered from shapes alone: no array is made."""
-    with program.layout.active():
+    with program.setup.layout.active():
         return CompiledStep(program).lower(batch)
 
 
-def compile_step(program: Program, batch: Batch) -> CompiledStep:
+def compile_step(program: Step, batch: Batch) -> CompiledStep:
     """The train step compiled for batches like this one; another program would be rejected."""
     step = CompiledStep(program)
-    with program.layout.active():
+    with program.setup.layout.active():
         step.compile(batch)
     return step
 

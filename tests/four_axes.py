@@ -1,7 +1,7 @@
 """Four mesh axes above 1 need sixteen devices: run by test_parity_matrix.py in its own process."""
 
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from parity import assert_equal, evaluate
 from test_parity_matrix import BATCH, MODELS, ULYSSES
 
@@ -19,8 +19,6 @@ from jaxtrain.training.pipeline.schedules import Pipeline
 def test_four_axes_equal_one_device(model, sizes):
     pipeline = Pipeline(microbatches=2) if "pipe" in sizes else Pipeline()
     execution = ULYSSES if "pipe" in sizes else Execution(kernel="reference")
-    program = make_program(
-        MODELS[model], make_layout(**sizes), pipeline=pipeline, execution=execution
-    )
-    expected = evaluate(make_program(MODELS[model], make_layout()), BATCH)
+    program = make_step(MODELS[model], make_layout(**sizes), pipeline=pipeline, execution=execution)
+    expected = evaluate(make_step(MODELS[model], make_layout()), BATCH)
     assert_equal(evaluate(program, BATCH), expected)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.training.finetune.tuning import Tuning
+
 TEXT = "".join(f"line {n} of many, which say little\n" for n in range(40))
 
 
@@ -204,9 +206,9 @@ def read_model(source: Path) -> None:
 
     from jaxtrain.models.weights.published import published
     from jaxtrain.run.huggingface.parameters import read_parameters
+    from jaxtrain.training.compose import compose
     from jaxtrain.training.preflight import preflight
     from jaxtrain.training.program import layouts
-    from jaxtrain.training.program.program import make_program
     from jaxtrain.training.settings import load_config
 
     config = load_config(f"hf:{source}", ["Train.global_batch_size = 8"])
@@ -215,7 +217,7 @@ def read_model(source: Path) -> None:
     folder.carried()
     preflight.check(config, device_count=jax.device_count(), platform="cpu", kind="cpu",
                     reads_data=False)  # fmt: skip
-    program = make_program(config, layouts.layout(config)).plain.whole
+    program = compose(config, layouts.layout(config)).setup.replace(tuning=Tuning())
     read_parameters(folder, program, config.train.model)
 
 
@@ -279,8 +281,8 @@ def make_adapter(folder: Path) -> None:
 
 @functools.cache
 def _lora_program() -> tuple[Any, Any]:
+    from jaxtrain.training.compose import compose
     from jaxtrain.training.program import layouts
-    from jaxtrain.training.program.program import make_program
     from jaxtrain.training.settings import load_config
 
     sizes = {"vocab_size": 256, "num_layers": 2, "embed_dim": 16, "num_heads": 4,
@@ -291,7 +293,7 @@ def _lora_program() -> tuple[Any, Any]:
         "Finetune.lora_targets = ('layers/query', 'layers/value')", "Finetune.lora_alpha = 4.0",
         "Mesh.data = -1", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Mesh.simulated_devices = 0",
     ])  # fmt: skip
-    return config, make_program(config, layouts.layout(config)).plain
+    return config, compose(config, layouts.layout(config)).setup
 
 
 def read_adapter(folder: Path) -> None:

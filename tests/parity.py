@@ -1,7 +1,5 @@
 """What the proofs of parallelism share: one step's losses and gradients, and their comparison."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +27,12 @@ def evaluate(program, batch):
 
     Parameters and gradients come with their layers in the model's order.
     """
-    program = dataclasses.replace(program, optimizer=keep_gradients(program.optimizer))
-    order = (lambda tree: tree) if program.stages is None else program.stages.to_layers
+    program = program.rebuild(optimizer=keep_gradients(program.setup.optimizer))
+    order = (lambda tree: tree) if program.setup.stages is None else program.setup.stages.to_layers
     state = program.create(seed=0)
     initial = jax.tree.map(np.asarray, order(jax.device_get(state.params)))
-    batch = jax.device_put(batch, program.batch_shardings(batch))
-    with program.layout.active():
+    batch = jax.device_put(batch, program.setup.batch_shardings(batch))
+    with program.setup.layout.active():
         before = jax.tree.map(lambda x: x.sharding, state)
         step = CompiledStep(program)
         state, metrics = step(state, batch)

@@ -19,11 +19,11 @@ from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout, layout
-from jaxtrain.training.program.program import make_program
 
 LLAMA = dataclasses.replace(
     MODELS["llama"], embed_dim=512, num_heads=4, num_kv_heads=4, mlp_dim=2048, num_layers=4
@@ -99,7 +99,7 @@ def test_the_estimated_difference_is_the_compiled_one(monkeypatch):
         config = configured(name, accumulation=2)
         over = layout(config, tpu_devices("v5e:2x4"))
         batch = config.train.data.abstract_batch(config.train.global_batch_size)
-        done = lower_step(make_program(config, over), batch).compile()
+        done = lower_step(compose(config, over), batch).compile()
         compiled[name] = done.memory_analysis().temp_size_in_bytes
         estimated[name] = memory(config, over, "tpu").temporaries
     difference = compiled["local"] - compiled["shard"]

@@ -83,7 +83,7 @@ def test_a_way_of_initialization_that_is_read_leaves_base_weights_alone_in_peft(
     plain = logits_of_peft(base, written(base, tmp_path / "plain"))
     other = written(base, tmp_path / "other", init_lora_weights=way)
     np.testing.assert_allclose(logits_of_peft(base, other), plain, rtol=0, atol=1e-5)
-    read_adapter(str(other), ours.config, ours.program.plain)
+    read_adapter(str(other), ours.config, ours.program.setup)
 
 
 @pytest.mark.parametrize("way", ["pissa", "pissa_niter_4", "olora"])
@@ -92,7 +92,7 @@ def test_a_way_that_changes_base_weights_in_peft_is_rejected(way, base, ours, tm
     other = written(base, tmp_path / "other", init_lora_weights=way)
     assert np.abs(logits_of_peft(base, other) - plain).max() > 0.01
     with pytest.raises(UserError, match=f"init_lora_weights = '{way}'; here it is True or False"):
-        read_adapter(str(other), ours.config, ours.program.plain)
+        read_adapter(str(other), ours.config, ours.program.setup)
 
 
 def test_a_plain_adapter_answers_as_in_peft(base, tmp_path):
@@ -128,5 +128,5 @@ def test_a_plain_adapter_answers_as_in_peft(base, tmp_path):
 def test_what_is_not_done_here_is_rejected_by_name(changes, said, base, ours, tmp_path):
     folder = written(base, tmp_path / "adapter", **changes)
     with pytest.raises(UserError) as error:
-        read_adapter(str(folder), ours.config, ours.program.plain)
+        read_adapter(str(folder), ours.config, ours.program.setup)
     assert said in str(error.value)

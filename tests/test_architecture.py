@@ -73,7 +73,10 @@ def test_imports_flow_one_way(path):
 
 
 # Who is given the whole configuration; everything else is given its own settings.
-TAKE_ALL = ("training.settings", "training.program", "training.preflight", "run", "analysis", "cli")
+TAKE_ALL = (
+    "training.settings", "training.compose", "training.program", "training.preflight", "run",
+    "analysis", "cli",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -114,15 +117,16 @@ INTERFACES = {
 FEATURES = {
     "training.exchange.exchange": {"training.settings"},
     "training.offload.offload": {
-        "training.settings", "training.program.layouts", "training.program.program",
+        "training.settings", "training.program.layouts", "training.compose",
     },
     "training.pipeline.schedules": {
-        "training.settings", "training.compatibility", "training.step",
+        "training.settings", "training.compatibility", "training.setup",
         # leaves it out of what is traced for names
         "training.preflight.named",
     },
     "training.finetune.finetune": {
-        "training.settings", "training.run_context", "training.program.program",
+        "training.settings", "training.run_context", "training.compose",
+        "training.program.flops",
     },
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
@@ -84,7 +84,7 @@ ON_MESH = SHAPES["small"]
 @pytest.fixture(scope="module")
 def one_device():
     batch = batch_of(ON_MESH, rows=16)
-    return batch, evaluate(make_program(ON_MESH, make_layout()), batch)
+    return batch, evaluate(make_step(ON_MESH, make_layout()), batch)
 
 
 @pytest.mark.slow_cases("context_sequence_parallel", "tensor_chunks")
@@ -99,7 +99,7 @@ def one_device():
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     batch, expected = one_device
-    assert_equal(evaluate(make_program(ON_MESH, make_layout(**layout), **changes), batch), expected)
+    assert_equal(evaluate(make_step(ON_MESH, make_layout(**layout), **changes), batch), expected)
 
 
 @pytest.mark.parametrize(

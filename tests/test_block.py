@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import name_of, places, some_tokens
@@ -115,9 +115,9 @@ class Mixed:
 
 def test_another_block_trains_on_a_mesh_as_on_one_device():
     batch = text_batch(rows=8, length=16, vocab_size=48)
-    expected = evaluate(make_program(Mixed(), make_layout()), batch)
+    expected = evaluate(make_step(Mixed(), make_layout()), batch)
     layout = make_layout(sequence_parallel=True, data=2, fsdp=2, tensor=2)
-    assert_equal(evaluate(make_program(Mixed(), layout), batch), expected)
+    assert_equal(evaluate(make_step(Mixed(), layout), batch), expected)
 
 
 @pytest.mark.parametrize("attention", [SIZES.grouped_query, MULTI_HEAD])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from chat_model import save_model, save_tokenizer, talks, write_lines
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
@@ -99,17 +99,17 @@ LSTM_OF_BYTES = LSTM(vocab_size=64, num_layers=1, embed_dim=16, context_length=4
 
 @pytest.mark.parametrize("model", [None, LSTM_OF_BYTES], ids=["attention", "state"])
 def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, trainer):
-    program, state = for_texts(trainer.program.plain), trainer.state
+    program, state = for_texts(trainer.program.setup), trainer.state
     sizes = trainer.config.train.model
     if model is not None:
-        sizes, program = model, for_texts(make_program(model, make_layout(fsdp=1)))
+        sizes, program = model, for_texts(make_step(model, make_layout(fsdp=1)))
         state = program.create(0)
     rng = np.random.default_rng(0)
     memory, text = Memory(), list[int]()
     # Turns that go on; one that changes the end of what was said; one that restarts.
     for change, new in ((0, 5), (0, 3), (0, 20), (4, 9), (0, 1), (60, 2)):
         text = text[: max(0, len(text) - change)] + rng.integers(0, 64, new).tolist()
-        with program.layout.active():
+        with program.setup.layout.active():
             begun = memory.begin(program, sizes, state, text, new=4)
             again = Memory().begin(program, sizes, state, text, new=4)
         np.testing.assert_allclose(begun.logits_BV, again.logits_BV, atol=1e-4, rtol=1e-4)

@@ -11,7 +11,7 @@ import pytest
 import test_parity_matrix
 import test_pipeline
 import test_planning_traffic as traffic
-from conftest import make_layout, make_program, needs_libtpu
+from conftest import make_layout, make_step, needs_libtpu
 from jax.sharding import PartitionSpec as P
 from parity import assert_equal, evaluate
 
@@ -127,7 +127,7 @@ def test_loss_and_gradients_equal_one_device(case):
     layout = ringed(**sizes)
     if sizes["tensor"] == 4:
         layout = dataclasses.replace(layout, whole=frozenset({"kv_heads"}))
-    program = make_program(test_parity_matrix.MODELS[model], layout, **changes)
+    program = make_step(test_parity_matrix.MODELS[model], layout, **changes)
     assert_equal(evaluate(program, test_parity_matrix.BATCH), test_parity_matrix.one_device(model))
 
 
@@ -149,7 +149,7 @@ STAGES = {
 @pytest.mark.parametrize("case", STAGES)
 def test_rings_inside_stages_equal_one_device(case):
     make, num_layers, sizes, pipeline = STAGES[case]
-    program = make_program(make(num_layers), ringed(**sizes), pipeline=Pipeline(**pipeline))
+    program = make_step(make(num_layers), ringed(**sizes), pipeline=Pipeline(**pipeline))
     assert_equal(evaluate(program, test_pipeline.BATCH), test_pipeline.one_device(make, num_layers))
 
 
@@ -181,7 +181,7 @@ def products(program) -> int:
     """How many products a step's program has."""
     batch = test_parity_matrix.BATCH
     state = jax.eval_shape(lambda: program.create(0))
-    with program.layout.active():
+    with program.setup.layout.active():
         return str(jax.make_jaxpr(program.train_step)(state, batch)).count(" dot_general[")
 
 
@@ -189,8 +189,8 @@ def test_dots_keeps_what_a_ring_made():
     """What runs again is attention's scores, as without rings."""
     model, none = test_parity_matrix.MODELS["gpt"], Execution(kernel="reference")
     again = [
-        products(make_program(model, layout, execution=DOTS))
-        - products(make_program(model, layout, execution=none))
+        products(make_step(model, layout, execution=DOTS))
+        - products(make_step(model, layout, execution=none))
         for layout in (ringed(tensor=2), make_layout(tensor=2, sequence_parallel=True))
     ]
     assert again[0] == again[1] > 0

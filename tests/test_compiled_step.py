@@ -1,7 +1,5 @@
 """A run, its plan, its profile and its proof compile one function with one set of XLA's options."""
 
-import dataclasses
-
 import jax
 import pytest
 from conftest import needs_libtpu
@@ -20,7 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import xla_options
 from jaxtrain.run.show.progress import quiet
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.program.program import make_program
+from jaxtrain.training.compose import compose
 
 ONE = ["Mesh.data = 1", "Mesh.fsdp = 1", "Mesh.tensor = 1"]
 BINDINGS = {
@@ -51,13 +49,8 @@ def test_a_proof_takes_the_step_of_a_run(config):
     trainer, proof = Trainer(config), MeshRun(config)
     assert proof.train_step.options == trainer._step.options
     # But for the gradients, which its optimizer keeps besides.
-    plain = make_program(config, proof.layout).plain.optimizer
-    training = proof.training
-    if training is proof.program:
-        training = dataclasses.replace(training, optimizer=plain)
-    else:
-        kept = dataclasses.replace(proof.program, optimizer=plain)
-        training = dataclasses.replace(training, plain=kept)
+    optimizer = compose(config, proof.layout).setup.optimizer
+    training = proof.training.rebuild(optimizer=optimizer)
     with proof.layout.active():
         text = CompiledStep(training).lower(trainer.abstract_batch()).as_text()
     assert text == trainer.lower().as_text()

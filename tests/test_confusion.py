@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from PIL import Image
 from test_text_classification import texts
 
@@ -69,24 +69,24 @@ def state_of(program):
 
 def evaluated(model, batches, layout) -> dict:
     """What an evaluation says of these batches."""
-    program = make_program(model, layout)
+    program = make_step(model, layout)
     state = state_of(program)
-    sums = program.no_sums(state, batches[0])
+    sums = program.setup.no_sums(state, batches[0])
     with layout.active():
-        step = jax.jit(program.eval_step)
+        step = jax.jit(program.setup.eval_step)
         for batch in batches:
-            sums = step(state, jax.device_put(batch, program.batch_shardings(batch)), sums)
-    return program.objective.evaluation(jax.device_get(sums))
+            sums = step(state, jax.device_put(batch, program.setup.batch_shardings(batch)), sums)
+    return program.setup.objective.evaluation(jax.device_get(sums))
 
 
 def logits_of(model, batch) -> np.ndarray:
     """Of every place, on one device."""
-    program = make_program(model, make_layout(fsdp=1))
-    with program.layout.active():
+    program = make_step(model, make_layout(fsdp=1))
+    with program.setup.layout.active():
         state = state_of(program)
         return np.asarray(
-            program.objective.logits(
-                program.model(state), state.statistics, batch, program.execution
+            program.setup.objective.logits(
+                program.setup.model(state), state.statistics, batch, program.setup.execution
             )
         )
 

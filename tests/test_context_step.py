@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_step
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from test_context import B, H, T, abstract, collectives, value_and_grads
 
@@ -20,10 +20,10 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
 
 # -- the step equals one device ------------------------------------------------------------------
@@ -51,7 +51,7 @@ BATCH = masked_batch()
 
 @functools.cache
 def one_device(name: str):  # noqa: ANN201
-    return evaluate(make_program(MODELS[name], make_layout()), BATCH)
+    return evaluate(make_step(MODELS[name], make_layout()), BATCH)
 
 
 STEPS = {
@@ -93,7 +93,7 @@ def test_loss_and_gradients_equal_one_device(case: str, capfd) -> None:  # noqa:
     name, sizes, changes = STEPS[case]
     expected = one_device(name)
     capfd.readouterr()
-    found = evaluate(make_program(MODELS[name], make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(MODELS[name], make_layout(**sizes), **changes), BATCH)
     # The compiler says this where it gathers a whole array that nobody asked it to gather.
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
@@ -103,7 +103,7 @@ def test_loss_and_gradients_equal_one_device(case: str, capfd) -> None:  # noqa:
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_a_step_gathers_no_activations_over_context(method: str) -> None:
     execution = Execution(kernel="reference", context_parallel=method)
-    program = make_program(MODELS["gpt"], make_layout(context=4), execution=execution)
+    program = make_step(MODELS["gpt"], make_layout(context=4), execution=execution)
     found = collectives(lower_step(program, BATCH).compile().as_text())
     kinds = {kind for kind, _ in found}
     gathered = [shape for kind, shape in found if kind == "all-gather"]
@@ -117,7 +117,7 @@ def test_generation_does_not_split_its_tokens() -> None:
     sampling, prompts = Sampling(temperature=0), [[1, 2, 3]]
     drawn = []
     for layout in (make_layout(), make_layout(context=2, tensor=2)):
-        program = make_program(MODELS["llama"], layout)
+        program = make_step(MODELS["llama"], layout)
         state = program.create(seed=0)
         sizes = MODELS["llama"]
         drawn.append(
@@ -135,7 +135,7 @@ def test_the_setting_reaches_the_program() -> None:
         config = load_config("gpt_quickstart", [*bindings, "Mesh.fsdp = -1"])
         check(config, device_count=8, platform="cpu")
         program = program_of(config, abstract_layout(config, 8))
-        assert program.execution.context_parallel == method
+        assert program.setup.execution.context_parallel == method
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
@@ -46,9 +46,9 @@ def trained():
         if name not in found:
             layout = make_layout(**LAYOUTS[name])
             pipeline = Pipeline(microbatches=2) if name == "pipe" else Pipeline()
-            program = make_program(MODEL, layout, pipeline=pipeline)
+            program = make_step(MODEL, layout, pipeline=pipeline)
             step, state = CompiledStep(program), program.create(seed=0)
-            batches = [jax.device_put(b, program.batch_shardings(b)) for b in BATCHES]
+            batches = [jax.device_put(b, program.setup.batch_shardings(b)) for b in BATCHES]
             with layout.active():
                 for batch in batches[:2]:
                     state, _ = step(state, batch)
@@ -96,7 +96,7 @@ def test_trained_replicas_are_equal_and_a_replayed_step_too(name, trained):
     program, step, state, batch = trained(name)
     before = step.on_arrays._cache_size()
     # What the loop's guard forbids there, it forbids here.
-    with program.layout.active(), jax.transfer_guard("disallow"):
+    with program.setup.layout.active(), jax.transfer_guard("disallow"):
         assert differing_replicas(state) == []
         compare_replicas(state, 2)
         expected, expected_metrics = step(placed_copy(state), batch)
@@ -146,7 +146,7 @@ def test_two_replicas_of_a_shard_accuse_each_other_and_other_shards_nobody(train
     assert len(twins) == 2
     assert (found.devices, found.majority) == (twins, False)
     assert "one of them or more" in str(found)
-    assert program.layout.mesh.shape["data"] == 2
+    assert program.setup.layout.mesh.shape["data"] == 2
 
 
 def test_what_one_device_holds_alone_cannot_be_compared(trained):
@@ -157,7 +157,7 @@ def test_what_one_device_holds_alone_cannot_be_compared(trained):
     assert differing_replicas(altered) == []
     assert 0 < replicated_fraction(state) < 0.5
     assert replicated_fraction(trained("data8")[2]) == 1
-    one = make_program(MODEL, make_layout()).abstract_state()
+    one = make_step(MODEL, make_layout()).abstract_state()
     assert replicated_fraction(one) == 0
 
 
@@ -191,7 +191,7 @@ def test_a_step_whose_replay_differs_is_named(trained):
             after = with_parameter(after, "position_embedding", lambda x: flip_bit(x, 2))
         return after, metrics
 
-    with program.layout.active(), pytest.raises(CorruptionError) as error:
+    with program.setup.layout.active(), pytest.raises(CorruptionError) as error:
         replay_step(faulty, placed_copy(state), batch, 3)
     assert str(error.value).startswith(
         "step 3 taken twice from the same state and batch had two results: "

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import UNREADABLE, BadRecordError, BadRecords, weightless
@@ -168,12 +168,12 @@ def test_a_stand_in_has_no_part_in_losses_but_in_a_batchs_statistics():
     """What `read_example` says of batch norms: the image counts there, its label nowhere."""
     rng = np.random.default_rng(0)
     images = rng.normal(size=(4, 8, 8, 1)).astype(np.float32)
-    program = make_program(ResNet(depth=20, num_classes=4, channels=1, width=4), make_layout())
+    program = make_step(ResNet(depth=20, num_classes=4, channels=1, width=4), make_layout())
     state = program.create(seed=0)
 
     @jax.jit
     def gradients(batch):
-        return program.gradients(state, batch)
+        return program.setup.gradients(state, batch)
 
     def with_last(label, image):
         rows = [
@@ -183,7 +183,7 @@ def test_a_stand_in_has_no_part_in_losses_but_in_a_batchs_statistics():
         rows.append(weightless(Batch(image, np.asarray(label, np.int32), np.ones((), np.float32))))
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
-    with program.layout.active():
+    with program.setup.layout.active():
         one, label, image = (
             gradients(with_last(*last))
             for last in ((0, images[3]), (3, images[3]), (0, 2 * images[3]))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
@@ -238,7 +238,7 @@ def test_flops_are_those_of_what_a_token_goes_through():
 
 def program_of(sizes, layout, **changes):
     tuning = tuning_of(Finetune(), sizes.build, biases(sizes))
-    return make_program(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+    return make_step(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
 
 
 AXES = ("layers", "classes")
@@ -288,7 +288,7 @@ def test_biases_move_against_the_load_error_and_nothing_else_does():
     alone = nnx.Param(jnp.zeros(4), axes=AXES[1:], role="balance")
     teacher = {"b": own.replace(own.get_value() + 1)}
     frozen = nnx.State({"b": own, "last": alone, "n": other, "teacher": teacher})
-    with program.layout.active():
+    with program.setup.layout.active():
         found = update_biases(frozen, jnp.asarray(load, jnp.float32), 0.5, None)
     np.testing.assert_array_equal(found["n"].get_value(), other.get_value())
     np.testing.assert_array_equal(found["teacher"]["b"].get_value(), bias + 1)
@@ -318,8 +318,8 @@ def test_sizes_that_do_not_fit_are_refused(changes, said):
 def test_queries_taken_to_the_latents_attend_as_heads_with_keys_and_values_of_their_own(layout):
     """Token by token with a cache, where they are taken, and all at once, where they are not."""
     T = 4
-    program = make_program(SMALL, make_layout(**layout))
-    execution, latent = program.execution, dataclasses.replace(SMALL.latent, query_scale=1.3)
+    program = make_step(SMALL, make_layout(**layout))
+    execution, latent = program.setup.execution, dataclasses.replace(SMALL.latent, query_scale=1.3)
     own = latent.weights(jax.random.split(jax.random.key(0), latent.num_keys))
     own = jax.tree.map(lambda x: 10 * x, own)
     h_BTD = jax.random.normal(jax.random.key(1), (2, T, SMALL.embed_dim))
@@ -338,7 +338,7 @@ def test_queries_taken_to_the_latents_attend_as_heads_with_keys_and_values_of_th
             found.append(y_BTD)
         return jnp.concatenate(found, axis=1)
 
-    with program.layout.active():
+    with program.setup.layout.active():
         expected = jax.jit(lambda: attend(h_BTD, places_BT)[0])()
         found = jax.jit(token_by_token)()
     assert np.abs(expected).max() > 0.5

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from test_lora import MODELS, Begun
 
@@ -17,6 +17,7 @@ from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import train_all
 
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
@@ -138,7 +139,7 @@ def test_peft_s_files_go_in_and_out_and_ten_steps_are_peft_s(kind, tmp_path):
 
 def program_on(layout, **changes):
     made = tuning_of(Finetune(lora_rank=4, lora_magnitudes=True), MODELS["gpt"].build)
-    return make_program(MODELS["gpt"], layout, tuning=Begun(**vars(made)), **changes)
+    return make_step(MODELS["gpt"], layout, tuning=Begun(**vars(made)), **changes)
 
 
 BATCH = text_batch(rows=8, length=16, vocab_size=48)
@@ -176,15 +177,15 @@ def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
 
 
 def test_a_run_begins_as_the_model_was_and_merges_into_what_it_says():
-    program = make_program(
+    program = make_step(
         MODELS["llama"],
         make_layout(),
         tuning=tuning_of(Finetune(lora_rank=4, lora_magnitudes=True), MODELS["llama"].build),
     )
     state = program.create(0)
-    whole = program.whole.create(0)
-    with program.layout.active():
-        before = jax.tree.leaves(merge_adapters(program, state))
+    whole = train_all(program.setup).create(0)
+    with program.setup.layout.active():
+        before = jax.tree.leaves(merge_adapters(program.setup, state))
     for value, expected in zip(before, jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from against_torch import trained
 from chat_model import NAMES, save_model, save_tokenizer, write_lines
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 
 from jaxtrain.cli import main
@@ -212,7 +212,7 @@ def some_pairs():
 
 @pytest.fixture(scope="module")
 def one_device():
-    return evaluate(make_program(GPT2, make_layout(), objective=DPO(beta=0.2)), some_pairs())
+    return evaluate(make_step(GPT2, make_layout(), objective=DPO(beta=0.2)), some_pairs())
 
 
 @pytest.mark.slow_cases("context", "pipe")
@@ -226,7 +226,7 @@ def one_device():
     ids=["fsdp_tensor_accumulation", "context", "pipe"],
 )
 def test_a_step_on_a_mesh_equals_one_device(one_device, layout, changes):
-    program = make_program(GPT2, make_layout(**layout), objective=DPO(beta=0.2), **changes)
+    program = make_step(GPT2, make_layout(**layout), objective=DPO(beta=0.2), **changes)
     assert_equal(evaluate(program, some_pairs()), one_device)
 
 

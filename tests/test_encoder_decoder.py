@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from against_transformers import draw, torch
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from pairs import Given, SequencePair, pairs
 from parity import assert_equal, evaluate
 
@@ -207,9 +207,7 @@ ON_MESH["tied"] = dataclasses.replace(
 @pytest.fixture(scope="module")
 def one_device():
     batch = pairs(rows=16, source=12, target=8, vocab_size=64)
-    found = functools.cache(
-        lambda name: evaluate(make_program(ON_MESH[name], make_layout()), batch)
-    )
+    found = functools.cache(lambda name: evaluate(make_step(ON_MESH[name], make_layout()), batch))
     return batch, found
 
 
@@ -248,21 +246,23 @@ def one_device():
 )  # fmt: skip
 def test_every_mesh_computes_and_drops_the_same(name, layout, changes, one_device):
     batch, expected = one_device
-    program = make_program(ON_MESH[name], make_layout(**layout), **changes)
+    program = make_step(ON_MESH[name], make_layout(**layout), **changes)
     assert_equal(evaluate(program, batch), expected(name))
 
 
 def test_padding_and_what_follows_change_no_logit():
     """Of a pair whose rows are longer, and of targets whose later tokens are others."""
     sizes, rng = ON_MESH["t5"], np.random.default_rng(0)
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     source, target = rng.integers(1, 64, 7), rng.integers(1, 64, 5)
     state = program.create(0)
 
     def logits(batch):
-        with program.layout.active():
-            model, rows = program.model(state), jax.tree.map(lambda x: x[None], batch)
-            return np.asarray(program.objective.logits(model, {}, rows, program.execution))[0]
+        with program.setup.layout.active():
+            model, rows = program.setup.model(state), jax.tree.map(lambda x: x[None], batch)
+            return np.asarray(
+                program.setup.objective.logits(model, {}, rows, program.setup.execution)
+            )[0]
 
     short = logits(pair(source, target, (7, 5), 0))
     np.testing.assert_allclose(logits(pair(source, target, (12, 9), 0))[:5], short, atol=1e-5)
@@ -275,12 +275,14 @@ def test_padding_and_what_follows_change_no_logit():
 def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
     """Against NumPy on the logits; the mean is over rows, in evaluation too."""
     sizes = ON_MESH["transformer"]
-    program, batch = make_program(sizes, make_layout()), pairs(
+    program, batch = make_step(sizes, make_layout()), pairs(
         rows=6, source=6, target=4, vocab_size=64
     )  # fmt: skip
     state = program.create(0)
-    with program.layout.active():
-        logits = program.objective.logits(program.model(state), {}, batch, program.execution)
+    with program.setup.layout.active():
+        logits = program.setup.objective.logits(
+            program.setup.model(state), {}, batch, program.setup.execution
+        )
         told = np.asarray(logits).argmax(-1)
         # Half of the rows are told as they are; of the others the last token alone is not.
         wrong = (told + 1) % 64
@@ -288,8 +290,8 @@ def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
         targets = np.where(last & (np.arange(6) % 2 == 1)[:, None], wrong, told).astype(np.int32)
         batch = type(batch)(**{**vars(batch), "targets": targets})
         names = ("loss", "accuracy", "exact_match", "weight", "rows")
-        sums = program.eval_step(state, batch, dict.fromkeys(names, jax.numpy.zeros(())))
-    found = program.objective.evaluation({name: float(value) for name, value in sums.items()})
+        sums = program.setup.eval_step(state, batch, dict.fromkeys(names, jax.numpy.zeros(())))
+    found = program.setup.objective.evaluation({name: float(value) for name, value in sums.items()})
     assert found["eval_exact_match"] == 0.5
     count = batch.loss_mask.sum()
     assert found["eval_accuracy"] == pytest.approx((count - 3) / count)
@@ -302,7 +304,7 @@ def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
     """Token for token: each row's answers are compared with what the model writes by itself. A row
     of which nothing counts matches nothing, and the loss is the first answer's."""
     sizes = {**ON_MESH, "seq2seq": Seq2Seq(vocab_size=64, embed_dim=32, context_length=16)}[name]
-    program, rows = make_program(sizes, make_layout()), pairs(
+    program, rows = make_step(sizes, make_layout()), pairs(
         rows=6, source=6, target=4, vocab_size=64
     )  # fmt: skip
     state = program.create(0)
@@ -333,8 +335,8 @@ def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
     both = tuple(dataclasses.replace(one, **bare) for one in (second, third))
 
     def found(batch):
-        with program.layout.active():
-            sums = program.eval_step(state, batch, program.no_sums(state, batch))
+        with program.setup.layout.active():
+            sums = program.setup.eval_step(state, batch, program.setup.no_sums(state, batch))
         return {name: float(value) for name, value in sums.items()}
 
     alone, several = found(first), found(dataclasses.replace(first, answers=both))

@@ -109,7 +109,7 @@ def parts(name):
     """The module of the trainer's parameters and its running statistics, on no mesh."""
     trainer = trainer_of(name)
     with trainer.layout.active():
-        structure, state = nnx.split(trainer.program.model(trainer.state))
+        structure, state = nnx.split(trainer.program.setup.model(trainer.state))
     state, statistics = jax.device_get((state, trainer.state.statistics))
     state, statistics = jax.tree.map(jnp.asarray, (state, statistics))
     return nnx.merge(structure, state), statistics
@@ -161,7 +161,7 @@ def test_logits_of_tokens_are_those_of_the_layers(name):
 @pytest.mark.parametrize("name", by_cost(of_kind("images", "vectors")))
 def test_predictions_are_the_model_s_answers(name):
     trainer, batch = trainer_of(name), heldout(name)
-    if trainer.program.objective.name == "reconstruction":
+    if trainer.program.setup.objective.name == "reconstruction":
         with pytest.raises(UserError, match=r"Trainer.logits: .*'reconstruction' gives none"):
             trainer.logits(batch.inputs)
         data = trainer.config.train.data

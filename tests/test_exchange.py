@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch, with_exchange
 from rich.console import Console
 
 from jaxtrain import Trainer, load_config
@@ -22,9 +22,8 @@ from jaxtrain.run.metrics.files import read_lines
 from jaxtrain.run.metrics.log import MetricsLog
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
+from jaxtrain.training.exchange.per_replica import means
 from jaxtrain.training.exchange.rules import mix_with_neighbours
-from jaxtrain.training.exchange.shares import means
 from jaxtrain.training.guard import BadStepError
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
@@ -49,7 +48,7 @@ def sgd(momentum: float = 0.9) -> optax.GradientTransformation:
 def program_on(sizes: dict[str, int], settings: Exchange, **changes):
     layout = make_layout(**sizes)
     changes = {"optimizer": sgd(), **changes}
-    return with_exchange(settings, make_program(MODEL, layout, **changes))
+    return with_exchange(settings, make_step(MODEL, layout, **changes))
 
 
 @functools.cache
@@ -61,10 +60,10 @@ def run(program, batches, state=None):
     """The state after these batches, and each step's metrics as numbers."""
     state = program.create(seed=0) if state is None else state
     metrics = []
-    with program.layout.active():
+    with program.setup.layout.active():
         step = compiled(program)
         for batch in batches:
-            placed = jax.device_put(batch, program.batch_shardings(batch))
+            placed = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, found = step(state, placed)
             found = means(found) if "weight" in found else found
             metrics.append({name: float(value) for name, value in found.items()})
@@ -101,7 +100,7 @@ def alone(state, batches, replica: int, replicas: int):
     state = fresh if state is None else state
     rows = 8 // replicas
     seen = 0.0
-    with program.layout.active():
+    with program.setup.layout.active():
         for batch in batches:
             mine = jax.tree.map(lambda x: x[replica * rows : (replica + 1) * rows], batch)
             state, _ = step(state, mine)
@@ -144,7 +143,7 @@ def test_replicas_send_their_own_tokens_to_experts():
     )  # fmt: skip
     found = []
     for sizes, settings in (({"fsdp": 1}, Exchange()), ({"data": 2}, Exchange(method="local_sgd"))):
-        plain = make_program(model, make_layout(**sizes), optimizer=sgd())
+        plain = make_step(model, make_layout(**sizes), optimizer=sgd())
         state, _ = run(with_exchange(settings, plain), BATCHES[:1])
         found.append(values(state.params))
     assert_close([x[0] for x in found[1]], found[0])
@@ -172,7 +171,7 @@ def test_each_replica_is_a_run_of_its_own_until_the_average():
     for r, expected in enumerate(trained):
         assert_close([x[r] for x in values(state.params)], values(expected.params))
     assert [m["replica_spread"] for m in metrics] == [0.0] * 3
-    consensus = program.consensus(state)
+    consensus = program.eval_state(state)
     assert_close(values(consensus.params), [x.mean(0) for x in values(state.params)], 1e-7)
 
     state, (last,) = run(program, BATCHES[3:], state)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch, with_exchange
 from test_exchange import (
     BATCHES,
     MODEL,
@@ -26,7 +26,6 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.exchange.compression import BLOCK, Int8, TopK, dequantize, quantize
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
 
 P = jax.P
 REPLICAS = 4
@@ -192,7 +191,7 @@ def test_int8_is_the_synchronous_step_to_its_rounding(sizes):
 
 def train(settings: Exchange, steps: int = 60) -> tuple[float, float]:
     """First and last loss of a run that learns a few rows by heart, with AdamW and clipping."""
-    program = with_exchange(settings, make_program(MODEL, make_layout(data=4)))
+    program = with_exchange(settings, make_step(MODEL, make_layout(data=4)))
     rows = text_batch(rows=8, length=8, vocab_size=32)
     _, metrics = run(program, [rows] * steps)
     return metrics[0]["loss"], metrics[-1]["loss"]
@@ -221,7 +220,7 @@ def test_a_run_resumed_with_a_rest_is_the_run_never_stopped(method, tiny_config,
 def test_a_gradient_that_overflows_is_skipped_and_not_kept():
     program = with_exchange(
         Exchange(method="int8"),
-        make_program(
+        make_step(
             MODEL, make_layout(data=2), precision=Precision(compute="float16", loss_scale="dynamic")
         ),
     )

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import lower_step, make_layout, make_program
+from conftest import lower_step, make_layout, make_step, with_exchange
 from test_exchange import BATCHES, MODEL, assert_close, program_on, run, synchronous, values
 from test_exchange_compression import exchange
 from test_exchange_traffic import BATCH, by_kind, shard_sizes
@@ -23,11 +23,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.training.exchange import exchange as settings
+from jaxtrain.training.exchange.compression import Signs
 from jaxtrain.training.exchange.exchange import Exchange, neighbours
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.exchange.power_sgd import narrow
 from jaxtrain.training.exchange.rules import mix_with_neighbours
-from jaxtrain.training.exchange.signs import Signs
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
@@ -128,7 +127,7 @@ def test_what_no_replica_reads_does_not_move(model, name, read):
     plain = Optimizer(rule=SGD(momentum=0.9), weight_decay=0.0, clip_norm=None)
     optimizer = make_optimizer(plain, optax.constant_schedule(RATE))
     settings = Exchange(method="sign_sgd")
-    program = with_exchange(settings, make_program(model, make_layout(data=4), optimizer=optimizer))
+    program = with_exchange(settings, make_step(model, make_layout(data=4), optimizer=optimizer))
     before = np.asarray(by_name(program.create(seed=0).params)[name].get_value())
     state, _ = run(program, BATCHES)
     moved = np.abs(np.asarray(by_name(state.params)[name].get_value()) - before).max(-1)
@@ -203,7 +202,7 @@ def told_of(rank: int, steps: list) -> list:
     """What arrives and is kept of gradients [k, ...] by name, step by step."""
     program, state, tell = power(rank)
     found = []
-    with program.layout.active():
+    with program.setup.layout.active():
         for values_of in steps:
             left = by_name(state.exchange["left"])
             grads = {n: v.replace(place(values_of[n], v)) for n, v in left.items()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout
+from conftest import lower_step, make_layout, transformed
 from flax import nnx
 from test_exchange import (
     BATCHES,
@@ -31,9 +31,10 @@ from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange import exchange as settings
+from jaxtrain.training.exchange import rules
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.fragments import Fragments
-from jaxtrain.training.exchange.streaming import Streaming
+from jaxtrain.training.exchange.streaming import stream_fragments
 
 DiLoCo = functools.partial(Exchange, method="diloco")
 
@@ -177,14 +178,16 @@ def test_one_fragment_that_comes_at_once_is_diloco_bit_for_bit():
         "xla_llvm_disable_expensive_passes": "False",
         "xla_cpu_use_fusion_emitters": "True",
     }
-    whole = program_on({"data": 2, "fsdp": 2}, DiLoCo(period=2))
+    sizes, whole = {"data": 2, "fsdp": 2}, DiLoCo(period=2)
+    rule = rules.DiLoCo(whole.period, whole.outer_learning_rate, whole.outer_momentum)
+    streamed = transformed(program_on(sizes, Exchange()), stream_fragments(rule, 1, 0, 0.0))
     found = []
-    for program in (whole, Streaming(whole.plain, whole.rule, 1, 0, 0.0)):
+    for program in (program_on(sizes, whole), streamed):
         state = program.create(seed=0)
-        with program.layout.active():
+        with program.setup.layout.active():
             step = CompiledStep(program, options)
             for batch in BATCHES:
-                state, _ = step(state, jax.device_put(batch, program.batch_shardings(batch)))
+                state, _ = step(state, jax.device_put(batch, program.setup.batch_shardings(batch)))
         found.append(
             (state.params, state.opt_state, *map(state.exchange.get, ("outer", "momentum")))
         )

@@ -9,7 +9,7 @@ import jax
 import optax
 import pytest
 import test_traffic
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch, with_exchange
 from test_planning_traffic import config_of, of, total
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
@@ -17,7 +17,6 @@ from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.muon import Muon
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
@@ -33,7 +32,7 @@ SCALARS = 64
 
 
 def program_on(sizes: dict[str, int], **settings):
-    return with_exchange(Exchange(**settings), make_program(MODEL, make_layout(**sizes)))
+    return with_exchange(Exchange(**settings), make_step(MODEL, make_layout(**sizes)))
 
 
 @functools.cache
@@ -166,7 +165,7 @@ def test_the_plan_of_local_sgd_has_all_that_is_averaged(optimizer):
     layout = make_layout(**sizes)
     planned = sum(one.total_bytes for one in exchange_traffic(Facts(config, layout)))
     made = make_optimizer(optimizer, optax.constant_schedule(1.0))
-    state = make_program(MODEL, layout, optimizer=made).abstract_state()
+    state = make_step(MODEL, layout, optimizer=made).abstract_state()
     numbers = [
         math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves((state.params, state.opt_state))

@@ -12,7 +12,7 @@ from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layo
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.scheduled import simulate_schedule
 from jaxtrain.nn.moe import experts
-from jaxtrain.training.program.program import make_program
+from jaxtrain.training.compose import compose
 
 pytestmark = needs_libtpu
 
@@ -34,7 +34,7 @@ def share_waited(*, asked: bool) -> float:
     options = options_of(config, layout)
     assert options.pop(ASKED) == "true"
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    done = lower_step(make_program(config, layout), batch)
+    done = lower_step(compose(config, layout), batch)
     text = done.compile(options | ({ASKED: "true"} if asked else {})).as_text()
     found = simulate_schedule(config, layout, target, text, attention=0, thorough=True)
     waited, sent = found.waits["all-to-all", "expert"]

@@ -9,7 +9,7 @@ import functools
 import itertools
 
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from test_encoder_decoder import pairs
 from test_googlenet import images
@@ -86,7 +86,7 @@ def program_of(name, layout, **changes):
     sizes = MODELS[name]
     settings = Finetune(lora_rank=4, lora_dropout=0.3) if name == "adapter_dropout" else Finetune()
     tuning = tuning_of(settings, sizes.build, biases(sizes))
-    return make_program(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+    return make_step(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
 
 
 @functools.cache

@@ -27,9 +27,9 @@ from jaxtrain.analysis import feature_matrix
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.compatibility import FEATURES, check_compatibility
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.compose import compose
 from jaxtrain.training.feature import conflicts
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.program.uneven import with_filling_rows
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
@@ -185,7 +185,7 @@ def on_one_device(bindings: Bindings) -> tuple[dict[str, str], int]:
 def losses(config: Config, devices: int) -> np.ndarray:
     """The losses of three steps."""
     layout = layouts.layout(config, jax.devices()[:devices])
-    program = make_program(config, layout)
+    program = compose(config, layout)
     step, found = CompiledStep(program), []
     with layout.active():
         state = program.create(0)
@@ -193,7 +193,7 @@ def losses(config: Config, devices: int) -> np.ndarray:
             rows = config.train.global_batch_size
             batch = text_batch(rows=rows, length=64, vocab_size=256, seed=seed)
             batch = with_filling_rows(batch, config, layout)
-            batch = jax.device_put(batch, program.batch_shardings(batch))
+            batch = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, metrics = step(state, batch)
             found.append(np.mean(metrics["loss"]))  # of each replica, where they differ
     return np.array(found)

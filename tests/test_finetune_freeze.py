@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from parity import TOLERANCE, evaluate
 
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
@@ -17,12 +17,12 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.show.report import parameter_table, shard_bytes
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import flops_per_step
-from jaxtrain.training.program.program import make_program as program_of
+from jaxtrain.training.program.flops import flops_per_step
 from jaxtrain.training.settings import load_config
 
 BATCH = text_batch(rows=16, length=16, vocab_size=48)
@@ -40,7 +40,7 @@ FROZEN = {
 @functools.cache
 def of_all_trained() -> dict[str, Any]:
     """The first step of the model on one device, all its parameters trained."""
-    return evaluate(make_program(MODEL, make_layout()), BATCH)
+    return evaluate(make_step(MODEL, make_layout()), BATCH)
 
 
 MESHES = {
@@ -70,7 +70,7 @@ QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 def test_gradients_of_the_rest_are_those_of_a_model_that_trains_whole(name):
     sizes, changes = MESHES[name]
     tuning = tuning_of(Finetune(freeze=FREEZE), MODEL.build)
-    program = make_program(MODEL, make_layout(**sizes), tuning=tuning, **changes)
+    program = make_step(MODEL, make_layout(**sizes), tuning=tuning, **changes)
     found, expected = evaluate(program, BATCH), of_all_trained()
     assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     wanted = by_name(expected["gradients"])
@@ -91,8 +91,8 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(sizes, tiny_config)
     config = load_config(tiny_config, [*mesh, f"Sharding.zero={zero}", freeze])
     program = program_of(config, layouts.layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    stats: Any = lower_step(program.plain, batch).compile().memory_analysis()
-    planned = argument_bytes(config, program.layout)
+    stats: Any = lower_step(program.setup, batch).compile().memory_analysis()
+    planned = argument_bytes(config, program.setup.layout)
     assert planned.total == stats.argument_size_in_bytes
     weights = [v.get_value() for part in program.abstract_state().weights
                for v in by_name(part).values()]  # fmt: skip
@@ -102,7 +102,7 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(sizes, tiny_config)
     assert not any(name.startswith("layers/") for name in trained)
     by_hand = 0
     for value in trained.values():
-        spec = program.layout.named(value.sharding.spec).shard_shape(value.shape)
+        spec = program.setup.layout.named(value.sharding.spec).shard_shape(value.shape)
         share = np.prod(spec) if zero == 3 else value.size // (1 if value.ndim == 1 else 4)
         by_hand += 2 * 4 * int(share)
     assert by_hand <= planned.optimizer <= by_hand + 64

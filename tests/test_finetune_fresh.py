@@ -12,9 +12,9 @@ from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import write
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.compose import compose
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 
@@ -68,7 +68,7 @@ def test_a_hugging_face_folder_may_lack_them_or_hold_others(tiny_config, tmp_pat
     family, said = family_for(model, None)
     content = {**said, "architectures": [family.architecture], "model_type": family.model_type}
     (tmp_path / "config.json").write_text(json.dumps(content))
-    program = make_program(config, layouts.layout(config)).plain
+    program = compose(config, layouts.layout(config)).setup
     lines = [line for line in family.names(model) if line.ours != "layers/down"]
     shapes = their_shapes(lines, shapes_of(program))
     rng = np.random.default_rng(0)

@@ -4,7 +4,7 @@ import re
 
 import jax
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
@@ -28,7 +28,7 @@ def precisions(text: str) -> set[str]:
 
 def program_of(products, **changes):
     precision = Precision(compute="float32", float32_products=products)
-    return make_program(MODEL, make_layout(fsdp=2, tensor=2), precision=precision, **changes)
+    return make_step(MODEL, make_layout(fsdp=2, tensor=2), precision=precision, **changes)
 
 
 @pytest.mark.slow_cases("tf32-HIGH")
@@ -40,7 +40,12 @@ def test_every_product_of_a_step_and_of_evaluation(products, asked):
     optimizer = make_optimizer(Optimizer(rule=Muon()), lambda count: 1e-3)
     program = program_of(products, optimizer=optimizer)
     assert precisions(lower_step(program, BATCH).as_text()) == {asked}
-    state, batch = program.abstract_state(), jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
-        evaluation = jax.jit(program.eval_step).lower(state, batch, program.no_sums(state, batch))
+    state, batch = (
+        program.abstract_state(),
+        jax.device_put(BATCH, program.setup.batch_shardings(BATCH)),
+    )
+    with program.setup.layout.active():
+        evaluation = jax.jit(program.setup.eval_step).lower(
+            state, batch, program.setup.no_sums(state, batch)
+        )
     assert precisions(evaluation.as_text()) == {asked}

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import test_experts
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -250,7 +250,7 @@ def dtypes_of_products(jaxpr):
 def test_the_products_of_the_layers_are_float8_and_no_others():
     layout = make_layout(fsdp=2)
     settings = Precision(compute="bfloat16", matmul="float8")
-    program = make_program(MODEL, layout, precision=settings, execution=FLOAT8)
+    program = make_step(MODEL, layout, precision=settings, execution=FLOAT8)
     with layout.active():
         step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
     found = collections.Counter(dtypes_of_products(step.jaxpr))
@@ -288,7 +288,7 @@ def lower_for(target, matmul):
         vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
     )  # fmt: skip
-    program = make_program(
+    program = make_step(
         model,
         layout,
         precision=Precision(compute="bfloat16", matmul=matmul),

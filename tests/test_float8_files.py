@@ -93,7 +93,7 @@ def test_a_deepseek_in_float8_comes_in_as_the_floats_that_it_stands_for(tmp_path
     there = transformers.DeepseekV3ForCausalLM.from_pretrained(floats, dtype="float32").eval()
     with torch.no_grad():
         expected = there(torch.tensor(tokens)).logits.numpy()
-    program = trainer.program.plain
+    program = trainer.program.setup
     params = with_frozen(program, trainer.state)
     ours = receipt.logits_of(program, trainer.config.train.model, params, tokens)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)

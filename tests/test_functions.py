@@ -48,7 +48,7 @@ def test_a_loop_of_functions_takes_the_steps_of_a_trainer(tiny_config):
 def test_the_pure_functions_run_where_the_layout_is_active(tiny_config):
     trainer = make(tiny_config)
     program = trainer.program
-    batch = jax.device_put(OWN, program.batch_shardings(OWN))
+    batch = jax.device_put(OWN, program.setup.batch_shardings(OWN))
     for function in (program.train_step, jax.jit(program.train_step)):
         with pytest.raises(UserError, match=r"use trainer\.functions\.train_step\(state, batch\)"):
             function(trainer.state, batch)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import filled
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.models.recurrent.seq2seq import Seq2Seq
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import targets
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 FOUND = importlib.util.find_spec("g2p_en")  # without importing it
 pytestmark = pytest.mark.skipif(
@@ -74,7 +74,7 @@ def ours(variables) -> dict[str, np.ndarray]:
 def test_words_are_told_as_by_its_own_code(theirs):
     assert sum(value.size for value in theirs.variables.values()) == 834_890
     sizes = Seq2Seq(vocab_size=74, embed_dim=256, context_length=32, attends=False)
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     shapes = nnx.eval_shape(lambda: sizes.build(jax.random.key(0)))
     values = ours(theirs.variables)
     params = filled(nnx.state(shapes, nnx.Param), values)

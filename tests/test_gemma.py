@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
@@ -136,7 +136,7 @@ def test_flops_are_a_sum_over_the_keys_that_queries_see(window):
 def one_device(request):
     sizes = SHAPES[request.param]
     batch = text_batch(rows=16, length=16, vocab_size=sizes.vocab_size)
-    return sizes, batch, evaluate(make_program(sizes, make_layout()), batch)
+    return sizes, batch, evaluate(make_step(sizes, make_layout()), batch)
 
 
 CHUNKS = {"context": 2, "fsdp": 2, "tensor": 2}, {"loss": Loss(chunk_size=4)}
@@ -174,7 +174,7 @@ ZERO_BUBBLE = {"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microba
 def test_every_mesh_computes_the_same(mesh, one_device):
     sizes, batch, expected = one_device
     layout, changes = mesh
-    assert_equal(evaluate(make_program(sizes, make_layout(**layout), **changes), batch), expected)
+    assert_equal(evaluate(make_step(sizes, make_layout(**layout), **changes), batch), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
@@ -73,19 +73,19 @@ def sharper(state):
 @pytest.mark.parametrize("name", SIZES)
 def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     state = sharper(program.create(seed=0))
     [answer] = generate(program, sizes, state, [PROMPT], max_new_tokens=10, sampling=GREEDY, seed=0)
-    model, text = program.model(state), list(PROMPT)
+    model, text = program.setup.model(state), list(PROMPT)
 
     # One padded shape for every length: causality keeps the padding out.
     def last_logits(tokens, length):
         positions = jnp.arange(24)[None]
-        h, _, _ = hidden_states(model, tokens[None], positions, Mask(), program.execution)
+        h, _, _ = hidden_states(model, tokens[None], positions, Mask(), program.setup.execution)
         return logits(model, h)[0, length - 1]
 
     run = jax.jit(last_logits)
-    with program.layout.active():
+    with program.setup.layout.active():
         for _ in range(10):
             padded = np.zeros(24, np.int32)
             padded[: len(text)] = text
@@ -99,13 +99,13 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
 def test_a_padded_row_has_the_logits_of_the_row_alone(name):
     """Whatever stands in the padding, whose last token here would be seen first."""
     sizes = SIZES[name]
-    program = for_texts(make_program(sizes, make_layout()))
+    program = for_texts(make_step(sizes, make_layout()))
     state = sharper(program.create(seed=0))
     tokens_BT, padding_B = decoding.pad_prompts(program, sizes, PROMPTS)
     assert tokens_BT.shape == (4, 16)
     assert padding_B.tolist() == [11, 15, 7, 15]
     tokens_BT = np.where(np.arange(16) < padding_B[:, None], 31, tokens_BT)
-    with program.layout.active():
+    with program.setup.layout.active():
         together, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=24)
         for row, prompt in enumerate(PROMPTS):
             tokens, nothing = np.array([prompt], np.int32), np.zeros(1, np.int32)
@@ -117,7 +117,7 @@ def test_a_padded_row_has_the_logits_of_the_row_alone(name):
 
 def test_an_answer_does_not_depend_on_the_prompts_beside_it():
     sizes = SIZES["llama"]
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     state = sharper(program.create(seed=0))
     settings = {"sampling": Sampling(temperature=1.0), "seed": 1, "max_new_tokens": 8}
     together = generate(program, sizes, state, PROMPTS, **settings)
@@ -130,7 +130,7 @@ def test_an_answer_does_not_depend_on_the_prompts_beside_it():
 
 def test_other_lengths_numbers_and_settings_of_a_bucket_compile_nothing(caplog):
     sizes = SIZES["gpt"]
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     state = program.create(seed=0)
 
     def write(lengths, new, sampling):
@@ -152,7 +152,7 @@ def test_experts_with_a_capacity_see_no_padding():
         vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
         context_length=24, num_experts=4, capacity_factor=0.5,
     )  # fmt: skip
-    program = for_texts(make_program(sizes, make_layout()))
+    program = for_texts(make_step(sizes, make_layout()))
     tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
     assert tokens_BT.tolist() == [PROMPT]
     assert padding_B.tolist() == [0]
@@ -171,7 +171,7 @@ def test_generation_on_a_mesh_equals_one_device():
     sizes, texts, told = SIZES["llama"], [], []
     sampling = Sampling(temperature=0.9, top_k=10)
     for axes in MESHES:
-        program = make_program(sizes, make_layout(3, **axes))
+        program = make_step(sizes, make_layout(3, **axes))
         found = generate(
             program, sizes, program.create(seed=0), PROMPTS, max_new_tokens=12, sampling=sampling,
             seed=3,
@@ -187,13 +187,11 @@ def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
     """The default's: XLA's CPU compiler aborts the process over some bfloat16 sums on meshes."""
     sizes, found = SIZES["llama"], []
     for axes in MESHES:
-        program = make_program(
-            sizes, make_layout(3, **axes), precision=Precision(compute="bfloat16")
-        )
+        program = make_step(sizes, make_layout(3, **axes), precision=Precision(compute="bfloat16"))
         state = sharper(program.create(seed=0))
         program = for_texts(program)
         tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
-        with program.layout.active():
+        with program.setup.layout.active():
             logits_BV, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=16)
         found.append(np.asarray(logits_BV)[:1])
     limit = 8 * 2**-8 * np.abs(found[0]).max()  # roundings of some sums a layer

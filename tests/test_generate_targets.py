@@ -61,7 +61,7 @@ def theirs(model, sources, **settings):
 
 def ours(trainer, sources, sampling, **more):
     return targets(
-        trainer.program.plain, trainer.config.train.model, trainer.state, sources, begin=BEGIN,
+        trainer.program.setup, trainer.config.train.model, trainer.state, sources, begin=BEGIN,
         ends=[END], max_new_tokens=NEW, sampling=sampling, seed=0, batch_size=8, **more,
     )  # fmt: skip
 

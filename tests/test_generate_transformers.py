@@ -112,7 +112,7 @@ def theirs(model, prompts, *, with_scores=False, ends=(END,), **settings):
 
 def ours(trainer, prompts, sampling, ends=(END,)):
     return generate(
-        trainer.program.plain, trainer.config.train.model, trainer.state, prompts,
+        trainer.program.setup, trainer.config.train.model, trainer.state, prompts,
         max_new_tokens=NEW, sampling=sampling, seed=0, ends=ends,
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ def test_log_likelihoods_of_continuations(pair):
         tokens = [*given[0].tokens, *continuation[:-1]]
         given.append(Pair(tokens=tokens, continuation=continuation, truncated=False))
     found = scores(
-        trainer.program.plain, trainer.config.train.model, trainer.state, given, batch_size=4
+        trainer.program.setup, trainer.config.train.model, trainer.state, given, batch_size=4
     )
     for one, score in zip(given, found, strict=True):
         with torch.no_grad():

@@ -19,8 +19,8 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.gguf import GgufFile
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of
+from jaxtrain.training.compose import compose
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 SIZES = Llama(
@@ -189,7 +189,7 @@ def write_file(path: Path, said: dict, tensors: dict[str, np.ndarray]) -> Path:
 def test_a_file_gives_the_parameters_that_its_folder_would(file, tensors):
     config = load_config(f"hf:{file}", ["Mesh.fsdp=4", "Mesh.pipe=2"])
     assert config.train.model == SIZES
-    program = make_program(config, layouts.layout(config)).plain
+    program = compose(config, layouts.layout(config)).setup
     params = read_parameters(GgufFile(file), program, SIZES)
     family, _ = family_for(SIZES, "llama")
     assert shapes_of(program)["layers/query"] == (2, 32, 4, 8)

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
@@ -106,7 +106,7 @@ def one_device():
         sizes = dataclasses.replace(SMALL, balance_weight=0.02, **changes)
         key = tuple(changes.items())
         if key not in found:
-            found[key] = evaluate(make_program(sizes, make_layout()), batch)
+            found[key] = evaluate(make_step(sizes, make_layout()), batch)
         return sizes, batch, found[key]
 
     return of
@@ -125,7 +125,7 @@ def one_device():
 )
 def test_every_mesh_computes_the_same(changes, layout, more, one_device):
     sizes, batch, expected = one_device(**changes)
-    assert_equal(evaluate(make_program(sizes, make_layout(**layout), **more), batch), expected)
+    assert_equal(evaluate(make_step(sizes, make_layout(**layout), **more), batch), expected)
 
 
 def test_a_limit_of_nothing_is_refused():

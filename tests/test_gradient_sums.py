@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from test_accumulate_local import K, N, configured, moved
 from test_step import BATCH, MODELS
 
@@ -25,7 +25,7 @@ HALF = 2.0**-9  # bfloat16 rounds by half a unit in the last of 8 places
 
 def program_of(precision, *, accumulation=1, pipeline=None, **sizes):
     more = {} if pipeline is None else {"pipeline": pipeline}
-    return make_program(
+    return make_step(
         LLAMA, make_layout(**sizes), precision=precision, accumulation=accumulation, **more
     )
 
@@ -33,11 +33,11 @@ def program_of(precision, *, accumulation=1, pipeline=None, **sizes):
 def gradients(program, batch=BATCH, counts=None):
     """By name, layers in the model's order."""
     state = program.create(0)
-    batch = jax.device_put(batch, program.batch_shardings(batch))
-    with program.layout.active():
-        grads = jax.jit(lambda s, b: program.gradients(s, b, counts)[0])(state, batch)
-    if program.stages is not None:
-        grads = program.stages.to_layers(jax.device_get(grads))
+    batch = jax.device_put(batch, program.setup.batch_shardings(batch))
+    with program.setup.layout.active():
+        grads = jax.jit(lambda s, b: program.setup.gradients(s, b, counts)[0])(state, batch)
+    if program.setup.stages is not None:
+        grads = program.setup.stages.to_layers(jax.device_get(grads))
     return {name: np.asarray(v.get_value()) for name, v in by_name(grads).items()}
 
 

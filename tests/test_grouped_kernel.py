@@ -21,7 +21,8 @@ from jaxtrain.nn.matmul import grouped_kernel, grouped_tiles
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.devices import OLD_GPU
-from jaxtrain.training.program import layouts, program
+from jaxtrain.training import compose
+from jaxtrain.training.program import layouts
 
 # Rows, what is summed over, what comes of it, rows of each expert. In turn: rows that are nobody's
 # and an expert without; nothing divides; one has all; there are none; experts end with tiles.
@@ -186,12 +187,12 @@ def test_a_gpu_has_the_kernel_one_cpu_has_tiles_and_others_have_xlas(monkeypatch
     on_one = layouts.layout(config, jax.devices()[:1])
     made = {}
     for platform in ("cpu", "gpu", OLD_GPU, "tpu"):
-        monkeypatch.setattr(program, "platform_of", lambda mesh, platform=platform: platform)
-        made[platform] = program.make_program(config, on_one).execution.grouped.kernel
+        monkeypatch.setattr(compose, "platform_of", lambda mesh, platform=platform: platform)
+        made[platform] = compose.compose(config, on_one).setup.execution.grouped.kernel
     assert made == {"cpu": "tiles", "gpu": "triton", OLD_GPU: "xla", "tpu": "xla"}
     on_two = layouts.layout(load_config("mixtral_tiny", ["Mesh.expert=1"]), jax.devices()[:2])
-    monkeypatch.setattr(program, "platform_of", lambda mesh: "cpu")
-    assert program.make_program(config, on_two).execution.grouped.kernel == "xla"
+    monkeypatch.setattr(compose, "platform_of", lambda mesh: "cpu")
+    assert compose.compose(config, on_two).setup.execution.grouped.kernel == "xla"
 
 
 def test_experts_on_a_mesh_are_those_of_one_device(without_gpu):

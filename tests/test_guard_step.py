@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import compile_step, lower_step, make_layout, make_program, text_batch
+from conftest import compile_step, lower_step, make_layout, make_step, text_batch
 from rich.console import Console
 
 from jaxtrain.data.batch import Batch
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 def program_on(layout: str, guard: Guard):
     sizes, changes = LAYOUTS[layout]
-    return make_program(
+    return make_step(
         MODEL,
         make_layout(**sizes),
         optimizer=make_optimizer(Optimizer(learning_rate=1e-2), SCHEDULE),
@@ -72,7 +72,7 @@ def run(layout: str, batches, state=None):
     state = jax.device_put(state, shardings, may_alias=False)
     metrics = []
     for batch in batches:
-        state, found = step(state, jax.device_put(batch, program.batch_shardings(batch)))
+        state, found = step(state, jax.device_put(batch, program.setup.batch_shardings(batch)))
         metrics.append({name: float(value) for name, value in found.items()})
     return jax.tree.map(np.asarray, jax.device_get(state)), metrics
 
@@ -119,12 +119,12 @@ def test_running_statistics_too_stay_as_they_were():
         targets=np.arange(4, dtype=np.int32),
         loss_mask=np.ones(4, np.float32),
     )
-    program = make_program(model, make_layout(), guard=Guard(policy="rewind"))
+    program = make_step(model, make_layout(), guard=Guard(policy="rewind"))
     step = compile_step(program, images)
     images.inputs[0, 0, 0, 0] = np.inf
     state = program.create(seed=0)
     before = jax.tree.map(np.copy, jax.device_get(state))
-    after, metrics = step(state, jax.device_put(images, program.batch_shardings(images)))
+    after, metrics = step(state, jax.device_put(images, program.setup.batch_shardings(images)))
     assert metrics["bad"] == 1.0
     assert len(jax.tree.leaves(after.statistics)) > 10
     assert_same_but_for_the_step(jax.device_get(after), before)
@@ -185,7 +185,9 @@ def test_without_a_guard_the_state_and_the_step_have_nothing_of_it():
 
 def test_the_history_is_saved_and_comes_back_on_another_mesh(tmp_path):
     program, step = compiled("one")
-    state = step(program.create(seed=0), jax.device_put(FIRST, program.batch_shardings(FIRST)))[0]
+    state = step(
+        program.create(seed=0), jax.device_put(FIRST, program.setup.batch_shardings(FIRST))
+    )[0]
     checkpoints = Checkpoints(tmp_path, Checkpoint())
     checkpoints.save(1, state, {})
     checkpoints.wait()
@@ -206,7 +208,7 @@ def test_skipped_steps_have_their_lines_and_training_goes_on_without_being_waite
     )  # fmt: skip
     state = program.create(seed=0)
     batches = [FIRST, SECOND, BROKEN, FIRST, BROKEN, SECOND]
-    placed = [jax.device_put(b, program.batch_shardings(b)) for b in batches]
+    placed = [jax.device_put(b, program.setup.batch_shardings(b)) for b in batches]
     with jax.transfer_guard("disallow"):
         for number, batch in enumerate(placed, 1):
             state, metrics = step(state, batch)

@@ -19,8 +19,8 @@ from jaxtrain.run.huggingface import importing, parameters, receipt
 from jaxtrain.run.start import first_parameters
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters
+from jaxtrain.training.compose import compose
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.published import config_text
 from jaxtrain.training.settings import load_config
 
@@ -273,8 +273,8 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     # As a run: read back from its checkpoint.
     again = load_config(workdir / "config.gin")
     trainer = Trainer(again, workdir, read_only=True)
-    program, model = trainer.program.plain, again.train.model
-    params = merge_adapters(program, trainer.state)
+    program, model = trainer.program.setup, again.train.model
+    params = merge_adapters(program.setup, trainer.state)
     ours = receipt.logits_of(program, model, params, tokens)
     ours = ours[:, 0] if expected.ndim == 2 else ours  # a text's class
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
@@ -334,9 +334,9 @@ def test_modules_that_predict_lie_where_transformers_passes_over_them(tmp_path):
     assert np.abs(expected).max() > 1.0
     np.testing.assert_allclose(trainer.logits(tokens), expected, rtol=0, atol=1e-4)
     # What transformers left out comes in again, and without the setting neither do we read it.
-    program, model = trainer.program.plain, trainer.config.train.model
+    program, model = trainer.program.setup, trainer.config.train.model
     back = parameters.read_parameters(Folder(tmp_path / "out"), program, model)
-    ours = merge_adapters(program, trainer.state)
+    ours = merge_adapters(program.setup, trainer.state)
     assert all(
         jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), ours, back))
     )
@@ -406,7 +406,7 @@ def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_
     assert np.array_equal(told(from_pretrained(out)), expected)
     said = json.loads((out / "config.json").read_text())
     assert said["id2label"]["1"] == "a1"
-    program, model = trainer.program.plain, trainer.config.train.model
+    program, model = trainer.program.setup, trainer.config.train.model
     back = parameters.read_parameters(Folder(out), program, model)
     weights = nnx.merge_state(trainer.state.params, trainer.state.statistics)
     for taken in (back, first_parameters(str(workdir), trainer.config, program)):
@@ -438,7 +438,7 @@ def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, 
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(settings))
     config = load_config(f"hf:{tmp_path}", [mesh])
-    program = make_program(config, layouts.layout(config)).plain
+    program = compose(config, layouts.layout(config)).setup
     family, model = Folder(tmp_path).family_and_model
     shapes = their_shapes(family.names(model), parameters.shapes_of(program))
     rng = np.random.default_rng(0)

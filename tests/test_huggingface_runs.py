@@ -23,8 +23,8 @@ from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.commands import first_use
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.compose import compose
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 README = Path(__file__).parent.parent / "README.md"
@@ -79,7 +79,7 @@ def our_shapes() -> dict[str, tuple[int, ...]]:
         "Mesh.tensor=1", "Mesh.fsdp=8",
         *(f"GPT.{name}={value}" for name, value in vars(MODEL).items()),
     ])  # fmt: skip
-    return shapes_of(make_program(config, layouts.layout(config)).plain)
+    return shapes_of(compose(config, layouts.layout(config)).setup)
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +215,7 @@ def test_a_run_starts_with_another_runs_parameters_and_nothing_else(run, tmp_pat
     assert trainer.steps_done == 0
     assert same(jax.device_get(trainer.state.params), jax.device_get(there.state.params))
     # What the optimizer starts from is what the run starts from.
-    average = trainer.program.consensus(trainer.state).params
+    average = trainer.program.eval_state(trainer.state).params
     assert same(jax.device_get(average), jax.device_get(there.state.params))
     assert f"Train.start_from = '{run}'" in config.operative()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, needs_libtpu, text_batch
+from conftest import lower_step, make_layout, make_step, needs_libtpu, text_batch
 from parity import assert_equal, evaluate
 from test_planning_traffic import LLAMA, LLAMA8, audited, faults
 from test_planning_traffic import config_of as traffic_of
@@ -25,11 +25,11 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout, layout, notes
-from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
 
 PUBLISHED = Path(__file__).parents[1] / "benchmarks" / "published_runs.csv"
@@ -59,7 +59,7 @@ def compiled_for_tpus(config, **whole):
 
 @pytest.fixture(scope="module")
 def one_device():
-    return evaluate(make_program(MODEL, make_layout()), BATCH)
+    return evaluate(make_step(MODEL, make_layout()), BATCH)
 
 
 # -- fsdp, over a divisor of its devices; tables whole on every stage ------------------------------
@@ -70,7 +70,7 @@ def test_six_devices_of_fsdp_share_what_two_of_them_divide(devices, one_device):
     config = config_of(zero=1, fsdp=6)
     shared = layout(config, devices[:6])
     assert (shared.mesh.shape["data"], shared.mesh.shape["fsdp"]) == (3, 2)
-    assert_equal(evaluate(make_program(MODEL, shared), BATCH), one_device)
+    assert_equal(evaluate(make_step(MODEL, shared), BATCH), one_device)
     (note,) = notes(config, shared)
     assert "Mesh.fsdp=6" in note
     assert "2 parts, each on 3 devices" in note
@@ -81,7 +81,7 @@ def test_three_stages_of_a_table_that_three_do_not_divide(devices, one_device):
     config = config_of(zero=1, pipe=3, fsdp=2)
     whole = layout(config, devices[:6])
     assert whole.unstaged == {"vocab_embed"}
-    program = make_program(MODEL, whole, pipeline=Pipeline(microbatches=3))
+    program = make_step(MODEL, whole, pipeline=Pipeline(microbatches=3))
     state = program.create(seed=0)
     table = state.params["token_embedding"].get_value()
     assert table.sharding.shard_shape(table.shape) == (64, 32)
@@ -123,8 +123,8 @@ SMOOTH = Loss(z_weight=0.1, label_smoothing=0.1)
 def test_a_vocabulary_that_tensor_does_not_divide_equals_one_device(name, mesh, changes):
     model, plain = ODD[name], {"loss": changes.get("loss", Loss())}
     whole = dataclasses.replace(make_layout(**mesh), whole=frozenset({"vocab"}))
-    found = evaluate(make_program(model, whole, **changes), BATCH)
-    assert_equal(found, evaluate(make_program(model, make_layout(), **plain), BATCH))
+    found = evaluate(make_step(model, whole, **changes), BATCH)
+    assert_equal(found, evaluate(make_step(model, make_layout(), **plain), BATCH))
 
 
 def test_where_sizes_divide_nothing_is_whole_and_nothing_is_said():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, needs_libtpu, text_batch
+from conftest import lower_step, make_layout, make_step, needs_libtpu, text_batch
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from test_float8 import dtypes_of_products
@@ -235,7 +235,7 @@ def test_two_of_three_products_of_the_layers_are_int8_and_no_others(sizes):
     for matmul in ("compute", "int8"):
         settings = Precision(compute="bfloat16", matmul=matmul)
         execution = dataclasses.replace(INT8, einsum=einsum_of(matmul))
-        program = make_program(MODEL, layout, precision=settings, execution=execution)
+        program = make_step(MODEL, layout, precision=settings, execution=execution)
         with layout.active():
             step = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
         found[matmul] = collections.Counter(dtypes_of_products(step.jaxpr))
@@ -277,7 +277,7 @@ def test_loss_scaling_does_for_float16_what_it_does_otherwise():
     for matmul in ("compute", "int8"):
         settings = Precision(compute="float16", loss_scale=2.0**15, matmul=matmul)
         execution = dataclasses.replace(INT8, einsum=einsum_of(matmul))
-        program = make_program(MODEL, make_layout(fsdp=1), precision=settings, execution=execution)
+        program = make_step(MODEL, make_layout(fsdp=1), precision=settings, execution=execution)
         batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
         with program.layout.active():
             grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
@@ -301,7 +301,7 @@ def compiled_step() -> tuple[str, dict[str, int]]:
         vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
     )  # fmt: skip
-    program = make_program(
+    program = make_step(
         model,
         layout,
         precision=Precision(compute="bfloat16", matmul="int8"),

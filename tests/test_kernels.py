@@ -13,8 +13,9 @@ from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
 from jaxtrain.nn.attention.kernels import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
+from jaxtrain.training.compose import compose
+from jaxtrain.training.program.kernel import resolve_kernel, resolved
 from jaxtrain.training.program.layouts import layout as layout_of
-from jaxtrain.training.program.program import make_program, resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
 
 GOOD = Request(
@@ -231,11 +232,11 @@ def test_on_a_cpu_auto_gives_the_loss_and_gradients_of_the_reference(tiny_config
 
     def run(kernel: str) -> tuple[str, Any]:
         config = load_config(tiny_config, [f"Attention.kernel = '{kernel}'"])
-        program: Any = make_program(config, layout_of(config))
-        placed = jax.device_put(batch, program.batch_shardings(batch))
-        with program.layout.active():
+        program: Any = compose(config, layout_of(config))
+        placed = jax.device_put(batch, program.setup.batch_shardings(batch))
+        with program.setup.layout.active():
             state = program.create(0)
-            return program.execution.kernel, jax.jit(program.gradients)(state, placed)
+            return program.setup.execution.kernel, jax.jit(program.setup.gradients)(state, placed)
 
     chosen, found = run("auto")
     assert chosen == "blocked"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from parity import TOLERANCE, evaluate
 
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
@@ -22,13 +22,14 @@ from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.huggingface.adapters import read_adapter
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters
+from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import UP, LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import train_all
 
 BATCH = text_batch(rows=16, length=16, vocab_size=48)
 MODELS = {
@@ -67,11 +68,12 @@ def by_the_formula(model: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients of A and B out of those of the whole merged weights W + s A B: with dW
     the gradient of W, dA = s dW B^T and dB = s A^T dW."""
     lora, layout = tuning(model), make_layout()
-    program = make_program(MODELS[model], layout, tuning=lora)
+    program = make_step(MODELS[model], layout, tuning=lora)
     state = program.create(seed=0)
-    whole = program.whole.create(0, merge_adapters(program, state))
+    whole = train_all(program.setup)
+    before = whole.create(0, merge_adapters(program.setup, state))
     with layout.active():
-        gradients, metrics, _ = jax.jit(program.whole.gradients)(whole, BATCH)
+        gradients, metrics, _ = jax.jit(whole.setup.gradients)(before, BATCH)
     of_weights = {n: np.asarray(v.get_value()) for n, v in by_name(gradients).items()}
     parts = {n: np.asarray(v.get_value()) for n, v in by_name(state.params).items()}
     found = {}
@@ -116,7 +118,7 @@ QUICK = ("zero 2, microbatches", "zero bubble, residuals")
 def test_gradients_are_the_formulas_on_every_mesh(name):
     model, sizes, changes = MESHES[name]
     loss, expected = by_the_formula(model)
-    program = make_program(MODELS[model], make_layout(**sizes), tuning=tuning(model), **changes)
+    program = make_step(MODELS[model], make_layout(**sizes), tuning=tuning(model), **changes)
     found = evaluate(program, BATCH)
     assert found["loss"] == pytest.approx(loss, abs=5 * TOLERANCE)
     gradients = by_name(found["gradients"])
@@ -132,7 +134,7 @@ def test_gradients_are_the_formulas_on_every_mesh(name):
 def test_heads_that_do_not_divide_have_adapters_too():
     _, expected = by_the_formula("llama")
     layout = dataclasses.replace(make_layout(tensor=8), whole=frozenset({"kv_heads"}))
-    found = evaluate(make_program(MODELS["llama"], layout, tuning=tuning("llama")), BATCH)
+    found = evaluate(make_step(MODELS["llama"], layout, tuning=tuning("llama")), BATCH)
     for parameter, gradient in by_name(found["gradients"]).items():
         np.testing.assert_allclose(
             gradient.get_value(), expected[parameter], rtol=0, atol=TOLERANCE, err_msg=parameter
@@ -334,7 +336,7 @@ def test_another_run_starts_from_the_merged_weights_and_writes_the_same(run, tin
 
 def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
     config = config_of(tiny_config, 4, "Sharding.zero=2")
-    program = program_of(config, layouts.layout(config)).plain
+    program = program_of(config, layouts.layout(config)).setup
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     stats: Any = lower_step(program, batch).compile().memory_analysis()
     planned = argument_bytes(config, program.layout)
@@ -375,15 +377,15 @@ def test_an_adapter_of_another_kind_is_refused_with_all_reasons(theirs, tmp_path
     said |= {"r": 8, "use_dora": True}
     (tmp_path / "one" / "adapter_config.json").write_text(json.dumps(said))
     with pytest.raises(UserError, match=r"lora_rank=8\n.*use_dora is True"):
-        read_adapter(str(tmp_path / "one"), ours.config, ours.program.plain)
-    assert jnp.isfinite(ours.program.tuning.scale)
+        read_adapter(str(tmp_path / "one"), ours.config, ours.program.setup)
+    assert jnp.isfinite(ours.program.setup.tuning.scale)
 
 
 def test_an_adapter_of_other_weights_is_refused_with_the_targets_that_fit(tmp_path, theirs, ours):
     fewer = ["Finetune.lora_targets=('layers/query', 'layers/down')"]
     Trainer.from_huggingface(theirs, bindings=[*BINDINGS, *fewer]).export_adapter(tmp_path / "few")
     with pytest.raises(UserError) as refused:
-        read_adapter(str(tmp_path / "few"), ours.config, ours.program.plain)
+        read_adapter(str(tmp_path / "few"), ours.config, ours.program.setup)
     assert str(refused.value).endswith("use Finetune.lora_targets=('layers/down', 'layers/query')")
 
 
@@ -401,4 +403,4 @@ def test_a_damaged_adapter_config_is_refused(content, said, tmp_path, ours):
     ours.export_adapter(tmp_path / "one")
     (tmp_path / "one" / "adapter_config.json").write_text(content)
     with pytest.raises(UserError, match=said):
-        read_adapter(str(tmp_path / "one"), ours.config, ours.program.plain)
+        read_adapter(str(tmp_path / "one"), ours.config, ours.program.setup)

@@ -6,7 +6,7 @@ Evaluation drops nothing.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from test_dora import LENGTH, RATE, ROWS, TOKENS, peer, trainer_of
 from test_lora import MODELS, Begun
@@ -99,7 +99,7 @@ BATCH = text_batch(rows=8, length=16, vocab_size=48)
 
 def program_on(layout, **changes):
     made = tuning_of(Finetune(lora_rank=4, lora_alpha=6.0, lora_dropout=0.3), MODELS["llama"].build)
-    return make_program(MODELS["llama"], layout, tuning=Begun(**vars(made)), **changes)
+    return make_step(MODELS["llama"], layout, tuning=Begun(**vars(made)), **changes)
 
 
 @pytest.mark.slow_cases("False")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from jax.extend.core import jaxprs_in_params
 
 from jaxtrain.analysis.planning.textbook.flops import count_flops
@@ -134,11 +134,11 @@ def test_next_token_sums_losses_and_weights_over_unmasked_targets():
 
 
 def gradients_on(layout, settings: Loss, model=MODEL, **changes):
-    program = make_program(model, layout, loss=settings, **changes)
+    program = make_step(model, layout, loss=settings, **changes)
     state = program.create(0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     with layout.active():
-        gradients, metrics, _ = jax.jit(program.gradients)(state, batch)
+        gradients, metrics, _ = jax.jit(program.setup.gradients)(state, batch)
     return jax.tree.map(np.asarray, gradients), float(metrics["loss"])
 
 
@@ -185,7 +185,7 @@ def all_values(jaxpr):
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_a_chunk_size_keeps_whole_logits_from_existing(chunk_size):
     layout = make_layout()
-    program = make_program(MODEL, layout, loss=Loss(chunk_size=chunk_size))
+    program = make_step(MODEL, layout, loss=Loss(chunk_size=chunk_size))
     with layout.active():
         jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
     V = MODEL.vocab_size
@@ -197,9 +197,9 @@ def test_a_chunk_size_keeps_whole_logits_from_existing(chunk_size):
 @pytest.mark.parametrize(("chunk_size", "devices"), [(None, 1), (4, 1), (4, 2)])
 def test_logits_are_computed_once(chunk_size, devices):
     layout = make_layout(fsdp=devices)
-    program = make_program(MODEL, layout, loss=Loss(chunk_size=chunk_size))
+    program = make_step(MODEL, layout, loss=Loss(chunk_size=chunk_size))
     with layout.active():
-        jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state(), BATCH)
+        jaxpr = jax.make_jaxpr(program.setup.gradients)(program.abstract_state(), BATCH)
     found = count_flops(jaxpr, lambda scope: "loss" in scope).chosen
     assert found == 3 * 2 * ROWS * LENGTH * MODEL.embed_dim * MODEL.vocab_size
 
@@ -250,9 +250,9 @@ def test_small_probabilities_keep_their_precision_in_float16():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_no_constant_of_the_logits_size_is_read_by_every_chunk(devices):
     layout = make_layout(fsdp=devices)
-    program = make_program(MODEL, layout, loss=Loss(chunk_size=4))
+    program = make_step(MODEL, layout, loss=Loss(chunk_size=4))
     with layout.active():
-        jaxpr = jax.make_jaxpr(program.gradients)(program.abstract_state(), BATCH)
+        jaxpr = jax.make_jaxpr(program.setup.gradients)(program.abstract_state(), BATCH)
     # A loop is given the places of the vocabulary, and nothing else that ends in one.
     given = [
         v.aval.shape

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
@@ -22,12 +22,12 @@ def test_an_overflow_of_one_device_skips_the_step_on_all(zero):
     batch = text_batch(rows=8, length=8, vocab_size=32)
     mask = np.zeros_like(batch.loss_mask)
     mask[-2:] = 1.0  # of the last of four that split the batch
-    program = make_program(
+    program = make_step(
         MODEL,
         make_layout(zero, fsdp=4, tensor=2),
         precision=Precision(compute="float16", loss_scale="dynamic"),
     )
-    shardings = program.batch_shardings(batch)
+    shardings = program.setup.batch_shardings(batch)
     placed = jax.device_put(dataclasses.replace(batch, loss_mask=mask), shardings)
     step, state = CompiledStep(program), program.create(seed=0)
     first = 2.0**20
@@ -41,7 +41,7 @@ def test_an_overflow_of_one_device_skips_the_step_on_all(zero):
         return [[np.asarray(part.data) for part in x.addressable_shards] for x in arrays]
 
     scales, skipped, tried = [], [], 0
-    with program.layout.active():
+    with program.setup.layout.active():
         while tried < 20 and (not skipped or skipped[-1]):
             before = shards(state)
             state, metrics = step(state, placed)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import places, some_tokens
@@ -35,7 +35,7 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 V, D, L, T = 64, 32, 2, 16
 SIZES = LSTM(vocab_size=V, num_layers=L, embed_dim=D, context_length=24)
@@ -157,7 +157,7 @@ def test_a_state_carried_token_by_token_equals_the_whole_text() -> None:
 def test_generation_on_a_mesh_equals_one_device() -> None:
     texts = []
     for layout in (make_layout(), make_layout(3, data=2, fsdp=4)):
-        program = make_program(SIZES, layout)
+        program = make_step(SIZES, layout)
         texts.append(
             generate(
                 program, SIZES, program.create(seed=0), [[3, 1, 4]], max_new_tokens=8,
@@ -184,7 +184,7 @@ def test_it_trains_and_generates(tiny_config, tmp_path, capsys) -> None:
 
 # -- on a mesh as on one device -------------------------------------------------------------------
 
-# Mesh and other fields of Program.
+# Mesh and other fields of Setup.
 LAYOUTS = {
     "zero0": ({"fsdp": 8, "zero": 0}, {}),
     "zero1_full": ({"fsdp": 8, "zero": 1}, {"execution": Execution(remat=POLICIES["full"])}),
@@ -200,7 +200,7 @@ LAYOUTS = {
 
 @functools.cache
 def one_device() -> dict[str, Any]:
-    return evaluate(make_program(SIZES, make_layout()), BATCH)
+    return evaluate(make_step(SIZES, make_layout()), BATCH)
 
 
 @pytest.mark.slow_cases("zero0", "zero2_elementwise", "hsdp_dots")
@@ -209,7 +209,7 @@ def test_loss_and_gradients_equal_one_device(name, capfd) -> None:
     expected = one_device()
     sizes, changes = LAYOUTS[name]
     capfd.readouterr()
-    found = evaluate(make_program(SIZES, make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(SIZES, make_layout(**sizes), **changes), BATCH)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
 
@@ -241,8 +241,8 @@ def test_it_has_the_parameters_of_the_closed_form() -> None:
 
 
 def test_a_step_has_the_products_of_the_closed_form_exactly() -> None:
-    program = make_program(SIZES, make_layout(data=1))
-    with program.layout.active():
+    program = make_step(SIZES, make_layout(data=1))
+    with program.setup.layout.active():
         jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), BATCH)
     flops = count_flops(jaxpr)
     assert SIZES.matmul_parameters() == 8 * L * D**2 + V * D

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from parity import assert_equal, evaluate
 
@@ -143,7 +143,7 @@ TEXT = masked_batch(16)
 
 
 def program_on(layout, **changes):
-    return make_program(SIZES, layout, objective=objective_named("masked_token"), **changes)
+    return make_step(SIZES, layout, objective=objective_named("masked_token"), **changes)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_token_sees_both_sides_of_its_own_document():
         changed[0, place] = (changed[0, place] + 1) % V
         batch = dataclasses.replace(text, inputs=changed)
         state = program.create(0)
-        with program.layout.active():
+        with program.setup.layout.active():
             return float(jax.jit(program.train_step)(state, batch)[1]["loss"])
 
     program = program_on(make_layout())

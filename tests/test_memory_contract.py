@@ -9,7 +9,7 @@ import math
 import jax
 import optax
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 
 from jaxtrain.analysis.planning.textbook.formulas import zero_bytes
 from jaxtrain.models.transformers.gpt import GPT
@@ -42,7 +42,7 @@ SCALARS = 4 * (1 + 2 + 2)
 def memory_of(model: str, precision: str, zero: int, **sizes: int):
     """The compiler's account of the step."""
     settings, moments, *_ = PRECISIONS[precision]
-    program = make_program(
+    program = make_step(
         MODELS[model],
         make_layout(zero, **sizes),
         precision=settings,

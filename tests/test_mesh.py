@@ -9,7 +9,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from conftest import lower_step, make_program, needs_libtpu, text_batch
+from conftest import lower_step, make_step, needs_libtpu, text_batch
 from jax.sharding import AxisType
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
@@ -218,7 +218,7 @@ def test_only_shards_of_gradients_cross_between_slices():
         vocab_size=128, num_layers=3, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
     )  # fmt: skip
-    program = make_program(model, layout, precision=Precision(compute="bfloat16"))
+    program = make_step(model, layout, precision=Precision(compute="bfloat16"))
     lowered = lower_step(program, text_batch(rows=8, length=128, vocab_size=128))
     text = lowered.compile({"exec_time_optimization_effort": -1.0}).as_text()
     # Every collective of the links; the network is reached by sends of the host.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch, with_exchange
 from flax import nnx
 from parity import assert_equal, evaluate
 from tiny_models import C, D, F, K, N, V, name_of, parameters, places, some_tokens
@@ -29,7 +29,6 @@ from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 E = 4
@@ -154,7 +153,7 @@ def test_auxiliary_losses_are_means_over_tokens_as_in_transformers():
         z += partition.square().sum().item() / sum(lengths)
     one = np.zeros_like(batch.loss_mask)
     one[0, 3] = 1
-    program = make_program(sizes, make_layout())
+    program = make_step(sizes, make_layout())
     state = program.create(0)
     params = jax.tree_util.tree_map_with_path(
         lambda path, v: v.replace(jnp.asarray(values[name_of(path)])),
@@ -163,8 +162,8 @@ def test_auxiliary_losses_are_means_over_tokens_as_in_transformers():
     )
     state = dataclasses.replace(state, params=params)
     norms = []
-    with program.layout.active():
-        gradients = jax.jit(program.gradients)
+    with program.setup.layout.active():
+        gradients = jax.jit(program.setup.gradients)
         for mask in (real.astype(np.float32), one, np.zeros_like(one)):
             found, metrics, _ = gradients(state, dataclasses.replace(batch, loss_mask=mask))
             assert metrics["router_balance_loss"] == pytest.approx(balance, rel=1e-4)
@@ -207,7 +206,7 @@ CASES = [pytest.param(*c, marks=pytest.mark.slow if c in SLOW else ()) for c in 
 @functools.cache
 def one_device(name):
     """The same model on one device."""
-    return evaluate(make_program(MODELS[name], make_layout()), BATCH)
+    return evaluate(make_step(MODELS[name], make_layout()), BATCH)
 
 
 @pytest.mark.slow_cases(
@@ -221,7 +220,7 @@ def one_device(name):
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
     capfd.readouterr()
-    found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
+    found = evaluate(make_step(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
     metrics = found["metrics"]
@@ -247,8 +246,8 @@ def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch)
     monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
     factor = {"dropless": None, "capacity": 1.25}[name]
     sizes = dataclasses.replace(SIZES, capacity_factor=factor)
-    alone = evaluate(make_program(sizes, make_layout()), BATCH)
-    program = make_program(sizes, make_layout(**LAYOUTS[layout]))
+    alone = evaluate(make_step(sizes, make_layout()), BATCH)
+    program = make_step(sizes, make_layout(**LAYOUTS[layout]))
     found = exchanges(lower_step(program, BATCH).compile().as_text())["f32"]
     assert len(found) == 8  # each part there and back, forward and backward
     assert len(set(found)) == {"dropless": 1, "capacity": 2}[name]
@@ -257,18 +256,18 @@ def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch)
 
 def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     layout = make_layout(expert=4, fsdp=2)
-    program = make_program(MODELS["capacity"], layout, accumulation=2)
+    program = make_step(MODELS["capacity"], layout, accumulation=2)
     assert_equal(evaluate(program, BATCH), one_device("capacity"))
 
 
 def test_replicas_that_tell_each_other_everything_are_one_device_too():
     """Each has its own number of targets and of tokens, and the means are over all of them."""
     program = with_exchange(
-        Exchange(method="top_k", keep=1.0), make_program(MODELS["capacity"], make_layout(data=4))
+        Exchange(method="top_k", keep=1.0), make_step(MODELS["capacity"], make_layout(data=4))
     )
     state = program.create(0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
         step = CompiledStep(program)
         state, _ = step(state, batch)
         _, metrics = step(state, batch)
@@ -280,7 +279,7 @@ def test_replicas_that_tell_each_other_everything_are_one_device_too():
 def test_remat_and_unrolling_change_nothing():
     execution = Execution(kernel="xla", remat=POLICIES["full"], layers_per_iteration=2)
     layout = make_layout(2, sequence_parallel=True, fsdp=2, expert=2, tensor=2)
-    program = make_program(SIZES, layout, accumulation=2, execution=execution)
+    program = make_step(SIZES, layout, accumulation=2, execution=execution)
     assert_equal(evaluate(program, BATCH), one_device("dropless"))
 
 
@@ -289,7 +288,7 @@ def test_remat_and_unrolling_change_nothing():
 def test_experts_inside_the_stages_of_a_pipeline(name):
     layout = make_layout(sequence_parallel=True, pipe=2, expert=2, tensor=2)
     pipeline = Pipeline(schedule="1f1b", microbatches=4)
-    program = make_program(MODELS[name], layout, pipeline=pipeline)
+    program = make_step(MODELS[name], layout, pipeline=pipeline)
     assert_equal(evaluate(program, BATCH), one_device(name))
 
 
@@ -300,7 +299,7 @@ def test_experts_inside_the_stages_of_a_pipeline(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
     ranks, rows, T, k, D_ = 4, 16, 16, 2, 32
-    program = make_program(MODELS[name], make_layout(expert=ranks))
+    program = make_step(MODELS[name], make_layout(expert=ranks))
     found = exchanges(lower_step(program, BATCH).compile().as_text())
     own = rows // ranks
     if name == "capacity":
@@ -336,7 +335,7 @@ def exchanges(text: str) -> dict[str, list[int]]:
 def test_generation_on_an_expert_mesh_equals_one_device():
     texts = []
     for layout in (make_layout(), make_layout(3, fsdp=2, expert=2, tensor=2)):
-        program = make_program(SIZES, layout)
+        program = make_step(SIZES, layout)
         state = program.create(seed=0)
         sampling = Sampling(temperature=0.9, top_k=10)
         texts.append(

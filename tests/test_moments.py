@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch, with_exchange
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
@@ -19,7 +19,6 @@ from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.moments import Rounded, keep_moments
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
@@ -28,7 +27,7 @@ from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
 
 CONSTANT = optax.constant_schedule(1e-2)
 ULP = 2.0**-7  # between the bfloat16 numbers from 1 to 2
@@ -299,15 +298,15 @@ def test_every_rule_keeps_its_moments_in_the_dtype_asked_for(name):
 )
 def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(sizes, tmp_path):
     optimizer = make_optimizer(Optimizer(learning_rate=1e-2, moments="bfloat16"), CONSTANT)
-    program = make_program(MODEL, make_layout(**sizes), optimizer=optimizer)
+    program = make_step(MODEL, make_layout(**sizes), optimizer=optimizer)
     if "pipe" in sizes:
-        pipeline = dataclasses.replace(program.pipeline, microbatches=2)
-        program = dataclasses.replace(program, pipeline=pipeline)
+        pipeline = dataclasses.replace(program.setup.pipeline, microbatches=2)
+        program = program.rebuild(pipeline=pipeline)
     step = CompiledStep(program)
-    placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    placed = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
 
     def go_on(state):
-        with program.layout.active():
+        with program.setup.layout.active():
             for _ in range(2):
                 state, _ = step(state, placed)
         return state
@@ -331,15 +330,15 @@ def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(sizes, tmp_path):
 
 
 def test_replicas_with_their_own_moments_take_them():
-    program = make_program(
+    program = make_step(
         MODEL,
         make_layout(data=2, fsdp=4),
         optimizer=make_optimizer(Optimizer(moments="bfloat16"), CONSTANT),
     )
     program = with_exchange(Exchange(method="diloco", period=2), program)
-    batch = with_shardings(BATCH, program.batch_shardings(BATCH))
+    batch = with_shardings(BATCH, program.setup.batch_shardings(BATCH))
     before = program.abstract_state()
-    with program.layout.active():
+    with program.setup.layout.active():
         after, _ = jax.eval_shape(program.train_step, before, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), before

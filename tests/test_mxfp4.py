@@ -95,7 +95,7 @@ def test_a_folder_of_four_bits_comes_in_and_goes_out_as_floats(tmp_path):
     with torch.no_grad():
         expected = there.eval()(torch.tensor(tokens)).logits.numpy()
     ours = receipt.logits_of(
-        trainer.program.plain, trainer.config.train.model, trainer.state.params, tokens
+        trainer.program.setup, trainer.config.train.model, trainer.state.params, tokens
     )
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
     assert trainer.export_huggingface(tmp_path / "out").passed

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from test_float8 import lower_for, operands_of_products
 
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
@@ -31,10 +31,10 @@ OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 
 def first_loss(matmul, layout, **changes):
     execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
-    program = dataclasses.replace(make_program(MODEL, layout, execution=execution), **changes)
+    program = make_step(MODEL, layout, execution=execution, **changes)
     batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
     with layout.active():
-        grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
+        grads, metrics, _ = jax.jit(program.setup.gradients)(program.create(0), batch)
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))
     return float(metrics["loss"])
 
@@ -46,7 +46,7 @@ def test_a_pipeline_with_every_axis_gives_the_loss_of_one_device(matmul):
     rounding of few elements, all others are the same."""
     exact, one = (first_loss(kind, make_layout(fsdp=1)) for kind in ("compute", matmul))
     layout = make_layout(pipe=2, fsdp=2, tensor=2, sequence_parallel=True)
-    pipeline = dataclasses.replace(make_program(MODEL, layout).pipeline, microbatches=1)
+    pipeline = dataclasses.replace(make_step(MODEL, layout).setup.pipeline, microbatches=1)
     found = first_loss(matmul, layout, pipeline=pipeline)
     assert one != exact
     assert abs(found - one) < abs(one - exact)
@@ -57,9 +57,9 @@ def losses(matmul) -> np.ndarray:
     layout = make_layout(fsdp=1)
     settings = Precision(compute="bfloat16", matmul=matmul)
     execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
-    program = make_program(MODEL, layout, precision=settings, execution=execution)
+    program = make_step(MODEL, layout, precision=settings, execution=execution)
     step = CompiledStep(program)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     found = []
     with layout.active():
         for seed in range(3):

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step, transformed
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.microbatches import split_microbatches
-from jaxtrain.training.noise import signal_and_noise, with_noise
+from jaxtrain.training.noise import measure_noise, signal_and_noise
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.sophia import SophiaH
@@ -48,7 +48,7 @@ def program_on(accumulation: int, **sizes: int) -> Any:
         rule=SGD(momentum=0.0), learning_rate=0.1, weight_decay=0.0, clip_norm=None
     )
     optimizer = make_optimizer(settings, optax.constant_schedule(0.1))
-    return make_program(MODEL, make_layout(**sizes), optimizer=optimizer, accumulation=accumulation)
+    return make_step(MODEL, make_layout(**sizes), optimizer=optimizer, accumulation=accumulation)
 
 
 def expected() -> list[float]:
@@ -81,11 +81,11 @@ def expected() -> list[float]:
     "sizes", [pytest.param({"fsdp": 1}, marks=pytest.mark.slow), {"data": 2, "fsdp": 2}], ids=str
 )
 def test_a_runs_scale_is_that_of_a_loop_over_its_batches(sizes):
-    program = with_noise(EVERY, program_on(PARTS, **sizes))
+    program = transformed(program_on(PARTS, **sizes), measure_noise(EVERY))
     step, state, found = CompiledStep(program), program.create(0), []
-    with program.layout.active():
+    with program.setup.layout.active():
         for batch in batches():
-            placed = jax.device_put(batch, program.batch_shardings(batch))
+            placed = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, metrics = step(state, placed)
             found.append(float(metrics["noise_scale"]))
     np.testing.assert_allclose(found, expected(), rtol=1e-3)
@@ -94,14 +94,14 @@ def test_a_runs_scale_is_that_of_a_loop_over_its_batches(sizes):
 def test_a_rule_that_is_given_the_curvature_is_given_it_here_too():
     rule = SophiaH(every=1)
     optimizer = make_optimizer(Optimizer(rule=rule), optax.constant_schedule(0.1))
-    plain = make_program(
+    plain = make_step(
         MODEL, make_layout(data=2), optimizer=optimizer, accumulation=PARTS,
         curvature=estimate_of(rule),
     )  # fmt: skip
     (batch, *_), found = batches(), []
-    for program in (plain, with_noise(EVERY, plain)):
-        with program.layout.active():
-            placed = jax.device_put(batch, program.batch_shardings(batch))
+    for program in (plain, transformed(plain, measure_noise(EVERY))):
+        with program.setup.layout.active():
+            placed = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, _ = CompiledStep(program)(program.create(0), placed)
         found.append(jax.device_get(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import compile_step, make_layout, needs_libtpu, text_batch
-from conftest import make_program as make_plain
+from conftest import compile_step, make_layout, needs_libtpu, text_batch, transformed
+from conftest import make_step as make_plain
 from flax import nnx
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
@@ -31,14 +31,14 @@ from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.on_host import OnHost
+from jaxtrain.training.offload.on_host import offload_to_host
 from jaxtrain.training.offload.streaming import DEVICE, is_pinned, streamed
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
-from jaxtrain.training.step import Program
+from jaxtrain.training.step import Step
 
 MODEL = GPT(vocab_size=64, num_layers=3, embed_dim=32, num_heads=4, context_length=16)
 BATCH = text_batch(rows=8, length=16, vocab_size=64)
@@ -106,27 +106,26 @@ def test_a_layer_at_a_time_is_the_update_of_all(rule):
 # -- the whole step --------------------------------------------------------------------------------
 
 
-def make_program(offload: Offload | None, zero: int = 3, **changes: Any) -> Program:
+def make_step(offload: Offload | None, zero: int = 3, **changes: Any) -> Step:
     join = streamed if offload is not None and offload.optimizer_state == "host" else chain
     optimizer = make_optimizer(ADAMW, optax.constant_schedule(1e-2), join)
     layout = make_layout(zero, fsdp=2, tensor=2)
     program = make_plain(MODEL, layout, optimizer=optimizer, **changes)
     if offload is None:
         return program
-    fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
-    return OnHost(**fields, offload=offload)
+    return transformed(program, offload_to_host(offload))
 
 
 @functools.cache
 def with_both() -> tuple[Any, list[float]]:
-    return trained(make_program(BOTH))
+    return trained(make_step(BOTH))
 
 
-def trained(program: Program, steps: int = 3) -> tuple[Any, list[float]]:
+def trained(program: Step, steps: int = 3) -> tuple[Any, list[float]]:
     step, state = compile_step(program, BATCH), program.create(0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     losses = []
-    with program.layout.active():
+    with program.setup.layout.active():
         for _ in range(steps):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
@@ -135,7 +134,7 @@ def trained(program: Program, steps: int = 3) -> tuple[Any, list[float]]:
 
 @functools.cache
 def never_offloaded(zero: int) -> tuple[Any, list[float]]:
-    return trained(make_program(None, zero))
+    return trained(make_step(None, zero))
 
 
 @pytest.mark.slow_cases("offload0-3")
@@ -147,7 +146,7 @@ def never_offloaded(zero: int) -> tuple[Any, list[float]]:
 )  # fmt: skip
 def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
     of_both = (offload, zero) == (BOTH, 3)
-    state, losses = with_both() if of_both else trained(make_program(offload, zero))
+    state, losses = with_both() if of_both else trained(make_step(offload, zero))
     plain, expected = never_offloaded(zero)
     np.testing.assert_allclose(losses, expected, rtol=2e-6)
     for part, where in (("opt_state", offload.optimizer_state), ("params", offload.parameters)):
@@ -166,7 +165,7 @@ def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
 def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monkeypatch):
     state, losses = with_both()
     monkeypatch.setattr(on_host, "pinned", lambda sharding: sharding)
-    on_devices, expected = trained(make_program(BOTH))
+    on_devices, expected = trained(make_step(BOTH))
     assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(on_devices))
     assert losses == expected
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_devices), strict=True):
@@ -176,12 +175,12 @@ def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monk
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_that_go_there_as_they_are_made_are_the_same_bits(accumulation, monkeypatch):
-    state, losses = trained(make_program(GRADIENTS, accumulation=accumulation))
-    plain = trained(make_program(None, accumulation=accumulation))
+    state, losses = trained(make_step(GRADIENTS, accumulation=accumulation))
+    plain = trained(make_step(None, accumulation=accumulation))
     np.testing.assert_allclose(losses, plain[1], rtol=2e-6)
     for module in (on_host, gathering):
         monkeypatch.setattr(module, "HOST", DEVICE)
-    on_devices, expected = trained(make_program(GRADIENTS, accumulation=accumulation))
+    on_devices, expected = trained(make_step(GRADIENTS, accumulation=accumulation))
     assert losses == expected
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(on_devices), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -189,19 +188,19 @@ def test_gradients_that_go_there_as_they_are_made_are_the_same_bits(accumulation
 
 @pytest.mark.slow
 def test_a_bad_step_leaves_every_bit_of_it():
-    program = make_program(BOTH, guard=Guard(policy="skip"))
+    program = make_step(BOTH, guard=Guard(policy="skip"))
     step, state = compile_step(program, BATCH), program.create(0)
     before = jax.device_get(state)
     bad = dataclasses.replace(BATCH, loss_mask=np.full_like(BATCH.loss_mask, np.nan))
-    with program.layout.active():
-        state, metrics = step(state, jax.device_put(bad, program.batch_shardings(bad)))
+    with program.setup.layout.active():
+        state, metrics = step(state, jax.device_put(bad, program.setup.batch_shardings(bad)))
         assert metrics["bad"] == 1
         for a, b in zip(jax.tree.leaves(before.params), jax.tree.leaves(state.params), strict=True):
             np.testing.assert_array_equal(a, np.asarray(b))
         kept = jax.tree.leaves(before.opt_state), jax.tree.leaves(state.opt_state)
         for a, b in zip(*kept, strict=True):
             np.testing.assert_array_equal(a, np.asarray(b))
-        good = jax.device_put(BATCH, program.batch_shardings(BATCH))
+        good = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
         state, metrics = step(state, good)
     assert metrics["bad"] == 0
     assert np.any(np.asarray(jax.tree.leaves(state.params)[0]) != jax.tree.leaves(before.params)[0])
@@ -212,14 +211,14 @@ def test_a_bad_step_leaves_every_bit_of_it():
 def test_what_is_evaluated_is_on_the_devices(settings):
     """Averages come from the hosts; new weights go there, and keep what is not theirs."""
     optimizer = make_optimizer(Optimizer(**settings), optax.constant_schedule(1e-2), streamed)
-    program = dataclasses.replace(make_program(BOTH), optimizer=optimizer)
+    program = dataclasses.replace(make_step(BOTH), optimizer=optimizer)
     state = program.create(0)
-    evaluated = program.consensus(state)
+    evaluated = program.eval_state(state)
     assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(evaluated.params))
     same = zip(jax.tree.leaves(evaluated.params), jax.tree.leaves(state.params), strict=True)
     for a, b in same:  # no update was averaged yet
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
-    again = with_weights(program, state, weights(program, program.trained(state)))
+    again = with_weights(program, state, weights(program, program.current_state(state)))
     for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         assert a.sharding == b.sharding
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -408,8 +407,8 @@ def test_a_plan_shows_them():
 
 
 def test_precision_of_the_copy_is_that_of_the_products():
-    program = make_program(PARAMETERS, precision=Precision(compute="bfloat16"))
-    with program.layout.active():
+    program = make_step(PARAMETERS, precision=Precision(compute="bfloat16"))
+    with program.setup.layout.active():
         held = jax.eval_shape(program._fetch, program.abstract_state())
     assert held.params["layers"]["up"].get_value().dtype == jnp.bfloat16
     assert held.params["layers"]["mlp_norm_scale"].get_value().dtype == jnp.float32

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
@@ -259,11 +259,11 @@ def trained():
     def after_three(**sizes):
         optimizer = make_optimizer(AVERAGED, optax.constant_schedule(1e-2))
         model = GPT(context_length=8, **GPT_SIZES)
-        program = make_program(model, make_layout(**sizes), optimizer=optimizer)
+        program = make_step(model, make_layout(**sizes), optimizer=optimizer)
         state = program.create(seed=0)
-        placed = jax.device_put(batch, program.batch_shardings(batch))
+        placed = jax.device_put(batch, program.setup.batch_shardings(batch))
         step = CompiledStep(program)
-        with program.layout.active():
+        with program.setup.layout.active():
             for _ in range(3):
                 state, _ = step(state, placed)
         return program, state, placed
@@ -292,7 +292,7 @@ def test_the_average_on_eight_devices_equals_one(trained):
 
 def test_evaluation_uses_the_average(trained):
     for program, state, batch in trained:
-        consensus = program.consensus(state)
+        consensus = program.eval_state(state)
         jax.tree.map(
             np.testing.assert_array_equal,
             consensus.params,
@@ -301,13 +301,13 @@ def test_evaluation_uses_the_average(trained):
         assert jax.tree.map(lambda x: x.sharding, consensus.params) == jax.tree.map(
             lambda x: x.sharding, state.params
         )
-        evaluate = jax.jit(program.eval_step)
-        with program.layout.active():
-            zeros = program.no_sums(state, batch)
+        evaluate = jax.jit(program.setup.eval_step)
+        with program.setup.layout.active():
+            zeros = program.setup.no_sums(state, batch)
             plain, smooth = (evaluate(s, batch, zeros)["loss"] for s in (state, consensus))
         assert float(plain) != float(smooth)
         without = dataclasses.replace(state, opt_state=())
-        assert program.consensus(without) is without
+        assert program.eval_state(without) is without
 
 
 # -- schedules -------------------------------------------------------------------------------------

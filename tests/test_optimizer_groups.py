@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import group_table
+from jaxtrain.training.compose import compose
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.groups import scale_groups
 from jaxtrain.training.optimizers.lamb import LAMB
@@ -25,7 +26,6 @@ from jaxtrain.training.optimizers.schedule_free import ScheduleFree
 from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 RATE, DECAY = 1e-2, 0.3
@@ -243,7 +243,7 @@ def test_a_table_says_which_parameter_gets_what():
         ],
     )  # fmt: skip
     preflight.check(config, device_count=1, platform="cpu", reads_data=False)
-    shapes = make_program(config, abstract_layout(config, 1)).shapes()
+    shapes = compose(config, abstract_layout(config, 1)).shapes()
     console = Console(width=120)
     with console.capture() as capture:
         console.print(group_table(shapes, config.optimizer))

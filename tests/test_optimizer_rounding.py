@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.models.transformers.gpt import GPT
@@ -73,19 +73,19 @@ def test_roundings_on_a_mesh_are_those_of_one_device(sizes):
 def test_a_step_rounds_by_its_number_and_nothing_else():
     settings = Optimizer(rule=SGD(momentum=0.0), learning_rate=1e-4, weight_decay=0.0)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-4))
-    program = make_program(
+    program = make_step(
         MODEL,
         make_layout(fsdp=2, tensor=2),
         optimizer=optimizer,
         precision=Precision(params="bfloat16", compute="float32"),
     )
-    step, batch = CompiledStep(program), jax.device_put(BATCH, program.batch_shardings(BATCH))
+    step, batch = CompiledStep(program), jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
 
     def after(number):
         state = program.create(seed=0)
         before = jax.device_get(state.params)
         state = dataclasses.replace(state, step=jnp.asarray(number, jnp.int32))
-        with program.layout.active():
+        with program.setup.layout.active():
             return before, jax.device_get(step(state, batch)[0].params)
 
     before, found = after(7)

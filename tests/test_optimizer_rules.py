@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import compile_step, make_layout, make_program, text_batch
+from conftest import compile_step, make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
@@ -488,9 +488,9 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     layout = make_layout(fsdp=4, tensor=2)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-3))
     estimate = estimate_of(settings.rule)
-    program = make_program(MODEL, layout, optimizer=optimizer, curvature=estimate)
+    program = make_step(MODEL, layout, optimizer=optimizer, curvature=estimate)
     compiled = compile_step(program, BATCH)
-    placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    placed = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
 
     def go_on(state):
         with layout.active():
@@ -544,18 +544,18 @@ STAGES = [("adafactor", 3), ("muon", 2), ("schedule_free", 1)]
 def test_losses_and_evaluation_on_a_mesh_are_those_of_one_device(name, zero):
     def losses(**sizes):
         optimizer = make_optimizer(Optimizer(rule=RULES[name]), optax.constant_schedule(1e-3))
-        program = make_program(MODEL, make_layout(**sizes), optimizer=optimizer)
-        placed = jax.device_put(BATCH, program.batch_shardings(BATCH))
+        program = make_step(MODEL, make_layout(**sizes), optimizer=optimizer)
+        placed = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
         state, found = program.create(seed=0), []
         step = CompiledStep(program)
-        with program.layout.active():
+        with program.setup.layout.active():
             for _ in range(3):
                 state, metrics = step(state, placed)
                 found.append(float(metrics["loss"]))
-        consensus = program.consensus(state)
-        evaluate = jax.jit(program.eval_step)
-        with program.layout.active():
-            sums = evaluate(consensus, placed, program.no_sums(state, placed))
+        consensus = program.eval_state(state)
+        evaluate = jax.jit(program.setup.eval_step)
+        with program.setup.layout.active():
+            sums = evaluate(consensus, placed, program.setup.no_sums(state, placed))
         return [*found, float(sums["loss"] / sums["weight"])]
 
     np.testing.assert_allclose(losses(fsdp=2, tensor=2, zero=zero), losses(), rtol=2e-6)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
@@ -37,7 +37,7 @@ def program_on(rule=None, **sizes):
         settings = Optimizer(rule=rule, learning_rate=1e-2)
         optimizer = make_optimizer(settings, optax.constant_schedule(1e-2))
         changes = {"optimizer": optimizer, "curvature": estimate_of(rule)}
-    return make_program(MODEL, make_layout(**sizes), **changes)
+    return make_step(MODEL, make_layout(**sizes), **changes)
 
 
 def test_the_update_is_its_reference():
@@ -77,8 +77,8 @@ def one_device():
     """The program, its state after three steps, and both estimates there."""
     program = program_on()
     state = program.create(seed=0)
-    step, batch = CompiledStep(program), jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
+    step, batch = CompiledStep(program), jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
         for _ in range(3):
             state, _ = step(state, batch)
         found = {
@@ -91,9 +91,11 @@ def one_device():
 def test_hutchinson_is_the_hessian_between_signs(one_device):
     """By central differences of the gradient along the signs, that it took."""
     program, state, found = one_device
-    with program.layout.active():
+    with program.setup.layout.active():
         gradients = jax.jit(
-            lambda params: program.gradients(dataclasses.replace(state, params=params), BATCH)[0]
+            lambda params: program.setup.gradients(
+                dataclasses.replace(state, params=params), BATCH
+            )[0]
         )
         u = signs(state)
 
@@ -115,10 +117,10 @@ def test_hutchinson_is_the_hessian_between_signs(one_device):
 
 def test_gauss_newton_bartlett_is_n_squares_of_drawn_targets(one_device):
     program, state, found = one_device
-    with program.layout.active():
+    with program.setup.layout.active():
         drawn = np.asarray(jax.jit(draw_targets, static_argnums=0)(program, state, BATCH))
         batch = dataclasses.replace(BATCH, targets=drawn)
-        gradients = jax.jit(lambda: program.gradients(state, batch)[0])()
+        gradients = jax.jit(lambda: program.setup.gradients(state, batch)[0])()
     n = float(BATCH.loss_mask.sum())
     jax.tree.map(
         lambda h, g: np.testing.assert_allclose(h, n * g * g, rtol=1e-4, atol=1e-9),
@@ -130,9 +132,11 @@ def test_gauss_newton_bartlett_is_n_squares_of_drawn_targets(one_device):
 def test_drawn_targets_are_as_likely_as_the_model_says(one_device):
     """2,000 steps' draws of 64 places against the softmax, within five standard deviations."""
     program, state, _ = one_device
-    model = program.model(state)
-    with program.layout.active():
-        logits = program.objective.logits(model, state.statistics, BATCH, program.execution)
+    model = program.setup.model(state)
+    with program.setup.layout.active():
+        logits = program.setup.objective.logits(
+            model, state.statistics, BATCH, program.setup.execution
+        )
 
         def draw(step):
             return draw_targets(program, dataclasses.replace(state, step=step), BATCH)
@@ -151,10 +155,10 @@ def test_drawn_targets_are_as_likely_as_the_model_says(one_device):
 )
 def test_estimates_and_steps_on_a_mesh_are_those_of_one_device(sizes, one_device):
     program = program_on(**sizes)
-    place = program.state_shardings(program.shapes())
+    place = program.shardings(program.shapes())
     state = jax.device_put(jax.device_get(one_device[1]), place)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
         for name, estimate in ESTIMATES.items():
             found = jax.jit(estimate, static_argnums=0)(program, state, batch)
             jax.tree.map(
@@ -170,15 +174,15 @@ def test_estimates_and_steps_on_a_mesh_are_those_of_one_device(sizes, one_device
     ids=("sophia_h", "sophia_g"),
 )
 def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
-    program = dataclasses.replace(program_on(rule, fsdp=2), accumulation=2)
+    program = program_on(rule, fsdp=2).rebuild(accumulation=2)
     step, state = CompiledStep(program), program.create(seed=0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     first = jax.tree.map(lambda x: x[::2], BATCH)
-    first = jax.device_put(first, program.batch_shardings(first))
+    first = jax.device_put(first, program.setup.batch_shardings(first))
     changed = []
-    with program.layout.active():
+    with program.setup.layout.active():
         expected = jax.jit(ESTIMATES[rule.curvature], static_argnums=0)(
-            dataclasses.replace(program, accumulation=1), state, first
+            program.rebuild(accumulation=1), state, first
         )
         expected = jax.device_get(expected)
         for _ in range(4):
@@ -204,11 +208,11 @@ def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
 def test_only_what_is_trained_has_a_curvature(rule):
     """Of the others nothing is kept, and the estimate is the model's in which they stand still."""
     tuning = Tuning(frozen=frozenset({"token_embedding", "layers/up"}))
-    program = dataclasses.replace(program_on(rule, fsdp=2), tuning=tuning)
+    program = program_on(rule, fsdp=2).rebuild(tuning=tuning)
     step, state = CompiledStep(program), program.create(seed=0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     frozen = jax.device_get(state.frozen)
-    with program.layout.active():
+    with program.setup.layout.active():
         state, _ = step(state, batch)
     kept = state.opt_state[1].nu
     assert jax.tree.structure(kept) == jax.tree.structure(state.params)

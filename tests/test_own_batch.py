@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain import Trainer, load_config
@@ -33,9 +33,9 @@ IMAGES = Batch(
 def step_on(program, *batches: Batch):
     """Gradients, metrics and statistics of a first step on each of the batches."""
     state = program.create(0)
-    placed = [jax.device_put(batch, program.batch_shardings(batch)) for batch in batches]
-    with program.layout.active():
-        gradients = jax.jit(program.gradients)
+    placed = [jax.device_put(batch, program.setup.batch_shardings(batch)) for batch in batches]
+    with program.setup.layout.active():
+        gradients = jax.jit(program.setup.gradients)
         return [jax.tree.map(np.asarray, gradients(state, batch)) for batch in placed]
 
 
@@ -49,7 +49,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"tensor": 2}], ids=str)
 def test_targets_that_do_not_count_may_be_anything(layout, chunk_size):
     settings = Loss(chunk_size=chunk_size, z_weight=1e-3, label_smoothing=0.1)
-    program = make_program(MODEL, make_layout(**layout), loss=settings)
+    program = make_step(MODEL, make_layout(**layout), loss=settings)
     masked = TEXT.loss_mask == 0
     assert 0.2 < masked.mean() < 0.8
     spoiled = [
@@ -94,7 +94,7 @@ def test_hidden_states_that_do_not_count_may_be_no_numbers(chunk_size):
 
 def test_labels_and_pixels_that_do_not_count_may_be_anything():
     sizes = ResNet(depth=20, num_classes=10, channels=1, width=8)
-    program = make_program(sizes, make_layout(fsdp=8), loss=Loss(label_smoothing=0.1))
+    program = make_step(sizes, make_layout(fsdp=8), loss=Loss(label_smoothing=0.1))
     masked = IMAGES.loss_mask == 0
     of_zeros = np.where(masked[:, None, None, None], 0, IMAGES.inputs)
     clean = dataclasses.replace(IMAGES, inputs=of_zeros)
@@ -228,9 +228,9 @@ def test_refusals(trainer, what):
 def test_arrays_on_devices_are_asked_for_their_shapes_alone(trainer):
     def refused(batch: Batch) -> str:
         with trainer.layout.active():
-            placed = jax.device_put(batch, trainer.program.batch_shardings(batch))
+            placed = jax.device_put(batch, trainer.program.setup.batch_shardings(batch))
         try:
-            trainer.program.validate(placed, trainer.config.train.model)
+            trainer.program.setup.validate(placed, trainer.config.train.model)
         except UserError as error:
             return str(error)
         return ""
@@ -241,8 +241,8 @@ def test_arrays_on_devices_are_asked_for_their_shapes_alone(trainer):
 
 def test_images_are_refused_by_their_own_objective():
     sizes = ResNet(depth=20, num_classes=10, channels=1, width=8)
-    program = make_program(sizes, make_layout())
-    program.validate(IMAGES, sizes)
+    program = make_step(sizes, make_layout())
+    program.setup.validate(IMAGES, sizes)
     refused = {
         "targets[7] is 10; use 0 to 9 (ResNet.num_classes=10)": {"targets": IMAGES.targets + 3},
         "inputs has the shape [8, 8, 8, 2]; use float32 [B, H, W, 1]": {
@@ -252,7 +252,9 @@ def test_images_are_refused_by_their_own_objective():
     }
     for sentence, changes in refused.items():
         with pytest.raises(UserError) as refusal:
-            program.validate(dataclasses.replace(IMAGES, **changes), sizes)
+            program.setup.validate(dataclasses.replace(IMAGES, **changes), sizes)
         assert str(refusal.value) == f"Batch.{sentence}"
     # The image with the label that is out of bounds does not count.
-    program.validate(dataclasses.replace(IMAGES, targets=np.where(IMAGES.loss_mask, 0, 99)), sizes)
+    program.setup.validate(
+        dataclasses.replace(IMAGES, targets=np.where(IMAGES.loss_mask, 0, 99)), sizes
+    )

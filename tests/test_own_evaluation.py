@@ -9,7 +9,7 @@ from conftest import text_batch
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
 
 V, T = 256, 32
 
@@ -48,13 +48,13 @@ def test_each_target_of_ones_own_batches_counts_once(trainer):
 def test_an_evaluation_traces_the_model_once(trainer, monkeypatch):
     """What is traced again at every evaluation costs its time, and memory that nobody frees."""
     traced = []
-    of_heldout = Program._heldout_sums
+    of_heldout = Setup._heldout_sums
 
     def counted(self, *arguments):
         traced.append(self)
         return of_heldout(self, *arguments)
 
-    monkeypatch.setattr(Program, "_heldout_sums", counted)
+    monkeypatch.setattr(Setup, "_heldout_sums", counted)
     batch = text_batch(rows=4, length=T, vocab_size=V)
     first = Trainer(trainer.config)
     values = first.evaluate([batch])

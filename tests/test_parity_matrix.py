@@ -11,7 +11,7 @@ import pytest
 import test_mixtral
 import test_pipeline
 import test_step
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 
 from jaxtrain.models.transformers.mixtral import Mixtral
@@ -32,7 +32,7 @@ MODELS = {
 # A stage's attention exchanges heads: a ring's permutes would need every stage to take part.
 ULYSSES = Execution(kernel="reference", context_parallel="ulysses")
 
-# What the tests of the single modes do not have: model, mesh, other fields of Program.
+# What the tests of the single modes do not have: model, mesh, other fields of Setup.
 CASES = {
     "context": ("gpt", {"context": 8}, {}),
     "data_context": ("llama", {"data": 4, "context": 2}, {}),
@@ -51,7 +51,7 @@ CASES = {
 
 @functools.cache
 def one_device(model):
-    return evaluate(make_program(MODELS[model], make_layout()), BATCH)
+    return evaluate(make_step(MODELS[model], make_layout()), BATCH)
 
 
 @pytest.mark.slow_cases(
@@ -60,7 +60,7 @@ def one_device(model):
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_one_device(case):
     model, sizes, changes = CASES[case]
-    program = make_program(MODELS[model], make_layout(**sizes), **changes)
+    program = make_step(MODELS[model], make_layout(**sizes), **changes)
     assert_equal(evaluate(program, BATCH), one_device(model))
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parity import TOLERANCE, assert_equal, evaluate
@@ -51,7 +51,7 @@ def mixtral(num_layers: int) -> Mixtral:
 
 @functools.cache
 def one_device(make, num_layers):
-    return evaluate(make_program(make(num_layers), make_layout()), BATCH)
+    return evaluate(make_step(make(num_layers), make_layout()), BATCH)
 
 
 CASES = {
@@ -116,7 +116,7 @@ def test_loss_and_gradients_equal_one_device(case, capfd):
     make, num_layers, sizes, pipeline = CASES[case]
     expected = one_device(make, num_layers)
     capfd.readouterr()
-    program = make_program(make(num_layers), make_layout(**sizes), pipeline=Pipeline(**pipeline))
+    program = make_step(make(num_layers), make_layout(**sizes), pipeline=Pipeline(**pipeline))
     assert_equal(evaluate(program, BATCH), expected)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
@@ -141,7 +141,7 @@ RINGS = {
 def test_a_ring_of_attention_inside_stages_equals_one_device(case):
     make, num_layers, sizes, pipeline = RINGS[case]
     execution = Execution(kernel="reference", context_parallel="ring")
-    program = make_program(
+    program = make_step(
         make(num_layers), make_layout(**sizes), pipeline=Pipeline(**pipeline), execution=execution
     )
     assert_equal(evaluate(program, BATCH), one_device(make, num_layers))
@@ -167,7 +167,7 @@ def test_random_meshes_and_schedules_equal_one_device(data):
     layout = make_layout(
         zero, pipe=pipe, data=8 // pipe // fsdp // tensor, fsdp=fsdp, tensor=tensor
     )
-    program = make_program(
+    program = make_step(
         gpt(num_layers),
         layout,
         pipeline=Pipeline(
@@ -182,9 +182,9 @@ def test_random_meshes_and_schedules_equal_one_device(data):
 
 def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
     expected = one_device(gpt, 4)
-    base = make_program(gpt(4), make_layout())
+    base = make_step(gpt(4), make_layout())
     named = Remat(policy="full", save=("attention",), offload=("mlp_up",))
-    program = make_program(
+    program = make_step(
         gpt(4),
         make_layout(pipe=2, fsdp=2),
         pipeline=Pipeline(microbatches=2),
@@ -197,15 +197,15 @@ def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
 
 def test_evaluation_and_generation_equal_one_device():
     model = gpt(5)
-    pipelined = make_program(
+    pipelined = make_step(
         model, make_layout(pipe=2, fsdp=2, tensor=2), pipeline=Pipeline(microbatches=2)
     )
     sums, tokens = [], []
-    for program in (make_program(model, make_layout()), pipelined):
+    for program in (make_step(model, make_layout()), pipelined):
         state = program.create(seed=0)
-        zeros = program.no_sums(state, BATCH)
-        with program.layout.active():
-            found = jax.jit(program.eval_step)(state, BATCH, zeros)
+        zeros = program.setup.no_sums(state, BATCH)
+        with program.setup.layout.active():
+            found = jax.jit(program.setup.eval_step)(state, BATCH, zeros)
         sums.append({name: float(value) for name, value in found.items()})
         greedy = Sampling(temperature=0.0)
         [answer] = generate(
@@ -221,7 +221,7 @@ def temporary_bytes(schedule: str, microbatches: int) -> int:
     model = GPT(
         vocab_size=VOCABULARY, num_layers=4, embed_dim=128, num_heads=4, context_length=LENGTH
     )
-    program = make_program(
+    program = make_step(
         model,
         make_layout(0, pipe=4),
         pipeline=Pipeline(schedule=schedule, microbatches=microbatches),
@@ -241,9 +241,9 @@ def test_1f1b_keeps_few_microbatches_alive_and_gpipe_keeps_all():
 def test_only_the_last_stage_computes_logits_and_only_the_first_looks_tokens_up():
     # No other dimension is as large as this vocabulary.
     model = dataclasses.replace(gpt(4), vocab_size=72)
-    program = make_program(model, make_layout(pipe=4), pipeline=Pipeline(microbatches=4))
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
+    program = make_step(model, make_layout(pipe=4), pipeline=Pipeline(microbatches=4))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
         jaxpr = jax.make_jaxpr(program.train_step)(program.abstract_state(), batch)
     found = list(_conditions_around(jaxpr.jaxpr, "dot_general", 72, 0))
     # In the tick's switch over actions and in a condition on being the last stage.
@@ -271,25 +271,25 @@ def _conditions_around(jaxpr, primitive, size, depth, operand=None):
 
 def test_layers_are_dealt_out_by_cost_and_all_are_there():
     model = GPT(vocab_size=640, num_layers=6, embed_dim=32, num_heads=8, context_length=16)
-    program = make_program(model, make_layout(pipe=4))
+    program = make_step(model, make_layout(pipe=4))
     # The output matrix (640 x 32) costs 1.6 layers: the last stage gets one layer only.
-    assert program.stages.cut[-1] == 1
-    assert sum(program.stages.cut) == 6
-    assert sorted(n for n in program.layer_order if n >= 0) == list(range(6))
-    assert len(program.layer_order) == 8
+    assert program.setup.stages.cut[-1] == 1
+    assert sum(program.setup.stages.cut) == 6
+    assert sorted(n for n in program.setup.layer_order if n >= 0) == list(range(6))
+    assert len(program.setup.layer_order) == 8
 
 
 def test_gradients_of_padding_stay_zero():
-    program = make_program(gpt(5), make_layout(pipe=2), pipeline=Pipeline(microbatches=2))
+    program = make_step(gpt(5), make_layout(pipe=2), pipeline=Pipeline(microbatches=2))
     state = program.create(seed=0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
         state, _ = CompiledStep(program)(state, batch)
-    padding = np.flatnonzero(~program.stages.valid)
+    padding = np.flatnonzero(~program.setup.stages.valid)
     assert len(padding) == 1
     for value in jax.tree.leaves(state.params["layers"]):
         assert not np.asarray(value)[padding].any()
-        assert np.asarray(value)[np.flatnonzero(program.stages.valid)].any()
+        assert np.asarray(value)[np.flatnonzero(program.setup.stages.valid)].any()
 
 
 def test_tolerance_is_small_beside_the_gradients():

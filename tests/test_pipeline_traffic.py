@@ -3,7 +3,7 @@
 import collections
 
 import pytest
-from conftest import lower_step, make_program, needs_libtpu, text_batch
+from conftest import lower_step, make_step, needs_libtpu, text_batch
 from test_planning_traffic import LLAMA, LLAMA8, audited, compiled_step, config_of, deep, faults
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
@@ -47,7 +47,7 @@ def test_each_boundary_carries_each_microbatch_once_each_way(schedule):
         assert crossed == MICROBATCHES * (RANKS - 1)
 
     mesh = make_mesh(Mesh(pipe=RANKS, fsdp=1), tpu_devices("v5e:2x2"))
-    program = make_program(
+    program = make_step(
         MODEL,
         Layout(mesh),
         precision=Precision(compute="bfloat16"),
@@ -91,7 +91,7 @@ def test_what_was_read_crosses_all_boundaries_and_the_target_the_decoders(schedu
             assert sum(map(len, way)) == MICROBATCHES * boundaries
 
     mesh = make_mesh(Mesh(pipe=RANKS, fsdp=1), tpu_devices("v5e:2x2"))
-    program = make_program(
+    program = make_step(
         T5(vocab_size=VOCAB, num_layers=RANKS, embed_dim=EMBED, num_heads=2, head_dim=128,
            mlp_dim=512, context_length=S),
         Layout(mesh),

@@ -18,11 +18,11 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.parallel.sharding import Sharding, shard
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.compose import compose
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.program.layouts import abstract_layout, layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
 
 SIZES = {"data": 2, "fsdp": 4}
 KIB = 1024
@@ -385,12 +385,12 @@ def tiny(out: bool):
     """A program, and its train step compiled with or without the intended results' shardings."""
     config = config_of(dataclasses.replace(LLAMA, num_layers=1), {"fsdp": 4}, length=16)
     over = layout(config, jax.devices()[:4])
-    program = make_program(config, over)
+    program = compose(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     with over.active():
         if out:
             return program, CompiledStep(program).lower(batch).compile()
-        batch = with_shardings(batch, program.batch_shardings(batch))
+        batch = with_shardings(batch, program.setup.batch_shardings(batch))
         return program, jax.jit(_gathered(program)).lower(program.abstract_state(), batch).compile()
 
 

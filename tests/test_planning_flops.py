@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import PartitionSpec as P
 
@@ -228,8 +228,8 @@ def test_a_resnets_step_is_three_forward_passes_less_the_gradient_of_the_images(
         loss_mask=ones(rows),
     )
     # One CPU alone would multiply padding too: it takes kernels' gradients from patches of images.
-    program = make_program(sizes, make_layout(data=2))
-    with program.layout.active():
+    program = make_step(sizes, make_layout(data=2))
+    with program.setup.layout.active():
         flops = count(program.train_step, program.abstract_state(), batch)
     first, total = multiply_adds_by_hand(sizes, image)
     assert flops.matmul == rows * 2 * (3 * total - first)
@@ -273,11 +273,11 @@ def program_of(model: Any, *, layers_per_iteration: int = 1, remat: str = "none"
         kernel="reference", layers_per_iteration=layers_per_iteration, remat=POLICIES[remat]
     )
     layout = changes.pop("layout", None) or make_layout(data=1)
-    return make_program(model, layout, execution=execution, **changes)
+    return make_step(model, layout, execution=execution, **changes)
 
 
 def count_step(program: Any, **options: Any) -> Flops:
-    with program.layout.active():
+    with program.setup.layout.active():
         return count(program.train_step, program.abstract_state(), BATCH, **options)
 
 
@@ -356,10 +356,10 @@ def test_a_pipeline_lies_between_its_cheapest_and_dearest_ticks():
 def test_a_step_equals_xlas_count_of_the_unrolled_program(model, remat):
     """The compiled program's arithmetic, wide enough that products are most of it. Not run."""
     program = program_of(model(D=1024), layers_per_iteration=0, remat=remat)
-    with program.layout.active():
+    with program.setup.layout.active():
         arguments = (program.abstract_state(), BATCH)
-        flops = count(program.gradients, *arguments)
-        analysis: Any = jax.jit(program.gradients).lower(*arguments).compile().cost_analysis()
+        flops = count(program.setup.gradients, *arguments)
+        analysis: Any = jax.jit(program.setup.gradients).lower(*arguments).compile().cost_analysis()
     assert flops.matmul == pytest.approx(analysis["flops"], rel=0.01)
     assert flops.total == pytest.approx(analysis["flops"], rel=0.005)
     # A loop's body would have been counted once.

@@ -1,7 +1,7 @@
 """What a compiled program's schedule says of a step: prices of operations, what waits for what."""
 
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.compiled.schedule import PEAK, by_launch, seconds_of, waits, walk
@@ -160,7 +160,7 @@ def test_cycles_of_a_tpu_bound_products_from_below_and_other_work_from_above():
 def test_products_of_a_compiled_step_are_the_closed_form_to_the_flop(sizes, accumulation):
     """6 N of every token, and 12 T D a layer of attention that computes every pair."""
     rows, length = 4, 16
-    program = make_program(sizes, make_layout(), accumulation=accumulation)
+    program = make_step(sizes, make_layout(), accumulation=accumulation)
     batch = text_batch(rows=rows, length=length, vocab_size=96)
     price = seconds_of(parse_target("h100:1x1"), products=0.5, memory=0.8, thorough=False)
     found = walk(lower_step(program, batch).compile().as_text(), price, {})

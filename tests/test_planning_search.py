@@ -20,7 +20,7 @@ from jaxtrain.analysis.planning.variants import apply_changes, refusal
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 KERNEL = ["Attention.kernel = 'tpu'"]
 TARGET = "v5e:2x4"

@@ -12,7 +12,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.settings import load_config
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import types
 
 import jax
 import pytest
-from conftest import make_program, text_batch
+from conftest import make_step, text_batch
 from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
@@ -30,7 +30,7 @@ from jaxtrain.parallel.chips import CHIPS
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
 
 
 def libtpu():
@@ -333,9 +333,9 @@ def test_the_cuda_compiler_compiles_a_train_step_where_no_gpu_is(target, capfd):
         vocab_size=128, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=512,
         context_length=128,
     )  # fmt: skip
-    program = make_program(model, layout, precision=Precision(compute="bfloat16"))
+    program = make_step(model, layout, precision=Precision(compute="bfloat16"))
     state, batch = program.abstract_state(), text_batch(rows=16, length=128, vocab_size=128)
-    batch = with_shardings(batch, program.batch_shardings(batch))
+    batch = with_shardings(batch, program.setup.batch_shardings(batch))
     with layout.active():
         compiled = CompiledStep(program).lower(batch).compile(compiler_options(found))
     arguments = sum(

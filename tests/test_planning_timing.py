@@ -37,8 +37,8 @@ from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.timetables import make_schedule
+from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import resolved
 from jaxtrain.training.settings import load_config
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")

@@ -26,11 +26,11 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout, layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config, load_config
 
 MIXTRAL = Mixtral(
@@ -403,7 +403,7 @@ def compiled(name: str) -> tuple[str, dict[str, int]]:
 
 def compiled_step(config: Config) -> tuple[str, dict[str, int]]:
     over = layout(config, tpu_devices("v5e:2x4"))
-    program = make_program(config, over)
+    program = compose(config, over)
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     done = lower_step(program, batch).compile({"exec_time_optimization_effort": -1.0})
     return done.as_text(), dict(over.mesh.shape)
@@ -450,7 +450,7 @@ def test_everything_that_moves_is_explained_and_the_textbooks(name):
 def test_the_cpu_s_compiler_sends_float32_for_bfloat16_and_does_not_join_sums():
     """A layer's q, k and v (2 more), gate and up (1 more) each sum their gradient of the stream."""
     config, _ = SLOW["pipe x fsdp x tensor, full"]
-    program = make_program(config, layout(config))
+    program = compose(config, layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     over = abstract_layout(config, 8)
     text = lower_step(program, batch).compile().as_text()

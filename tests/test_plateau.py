@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
@@ -64,12 +64,12 @@ def test_it_survives_a_restart(tmp_path):
     schedule = optax.constant_schedule(1e-9)  # the loss stays
     optimizer = make_optimizer(PLAIN, schedule, scaled=on_plateau(settings))
     model = GPT(vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, context_length=8)
-    program = make_program(model, make_layout(fsdp=2), optimizer=optimizer, schedule=schedule)
+    program = make_step(model, make_layout(fsdp=2), optimizer=optimizer, schedule=schedule)
     batch = text_batch(rows=8, length=8, vocab_size=32)
-    placed = jax.device_put(batch, program.batch_shardings(batch))
+    placed = jax.device_put(batch, program.setup.batch_shardings(batch))
     step, state, rates = CompiledStep(program), program.create(0), []
     checkpoints = Checkpoints(tmp_path, Checkpoint(asynchronous=False))
-    with program.layout.active():
+    with program.setup.layout.active():
         for number in range(6):
             if number == 4:  # one of two windows has passed since the last fall
                 checkpoints.save(4, state, {})

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -57,13 +57,13 @@ def test_a_bfloat16_step_computes_products_in_bfloat16_and_the_rest_in_float32(m
     settings, batch = MODELS[model]
     layout = make_layout()
     # The reference attention computes in float32 on purpose.
-    program = make_program(
+    program = make_step(
         settings, layout, precision=Precision(compute="bfloat16"), execution=Execution(kernel="xla")
     )
 
     def loss(state, batch):
         weights = to_compute(state.params, "bfloat16")
-        return program.sums(weights, state.statistics, batch, train=True)
+        return program.setup.sums(weights, state.statistics, batch, train=True)
 
     with layout.active():
         step = jax.make_jaxpr(program.train_step)(program.abstract_state(), batch)
@@ -94,13 +94,13 @@ def test_float32_islands_are_those_that_the_policy_leaves():
     """Softmax and rotations, norms and the loss; the products of the mlp in float32 alone."""
 
     def islands(compute: str) -> dict[str, list[str]]:
-        program = make_program(
+        program = make_step(
             LLAMA_MODEL, make_layout(), precision=Precision(compute=compute),
             execution=Execution(kernel="xla"),
         )  # fmt: skip
-        with program.layout.active():
+        with program.setup.layout.active():
             return float32_islands(
-                jax.make_jaxpr(program.gradients)(program.abstract_state(), TEXT)
+                jax.make_jaxpr(program.setup.gradients)(program.abstract_state(), TEXT)
             )
 
     found = islands("bfloat16")
@@ -115,7 +115,7 @@ def test_float32_islands_are_those_that_the_policy_leaves():
 def test_parameters_moments_statistics_and_metrics_stay_float32(model):
     settings, batch = MODELS[model]
     layout = make_layout()
-    program = make_program(settings, layout, precision=Precision(compute="bfloat16"))
+    program = make_step(settings, layout, precision=Precision(compute="bfloat16"))
     with layout.active():
         state, metrics = jax.eval_shape(program.train_step, program.abstract_state(), batch)
     leaves = jax.tree.leaves((state.params, state.opt_state, state.statistics, metrics))
@@ -136,7 +136,7 @@ def test_only_the_weights_of_products_are_cast(model):
 
 
 def test_bfloat16_masters_when_asked_for():
-    program = make_program(GPT_MODEL, make_layout(), precision=Precision(params="bfloat16"))
+    program = make_step(GPT_MODEL, make_layout(), precision=Precision(params="bfloat16"))
     state = program.abstract_state()
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"bfloat16"}
 
@@ -149,7 +149,7 @@ def half():
     """A float16 step with a dynamic loss scale: (program, compiled step)."""
     layout = make_layout()
     precision = Precision(compute="float16", loss_scale="dynamic")
-    program = make_program(GPT_MODEL, layout, precision=precision)
+    program = make_step(GPT_MODEL, layout, precision=precision)
     return program, jax.jit(program.train_step)
 
 
@@ -161,8 +161,8 @@ def take_step(half, scale: float, good_steps: int = 0):
         step=jnp.asarray(7, jnp.int32),
         loss_scale=jnp.array([scale, good_steps], jnp.float32),
     )
-    with program.layout.active():
-        return state, *step(state, jax.device_put(TEXT, program.batch_shardings(TEXT)))
+    with program.setup.layout.active():
+        return state, *step(state, jax.device_put(TEXT, program.setup.batch_shardings(TEXT)))
 
 
 def test_an_overflow_changes_nothing_but_halves_the_scale(half):
@@ -194,9 +194,9 @@ def test_a_good_step_counts_and_a_full_window_doubles_the_scale(half):
 
 def gradients(precision: Precision):
     layout = make_layout()
-    program = make_program(GPT_MODEL, layout, precision=precision)
+    program = make_step(GPT_MODEL, layout, precision=precision)
     with layout.active():
-        return jax.jit(program.gradients)(program.create(0), TEXT)[:2]
+        return jax.jit(program.setup.gradients)(program.create(0), TEXT)[:2]
 
 
 def test_a_fixed_scale_gives_the_gradients_and_loss_of_none():

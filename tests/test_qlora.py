@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from parity import TOLERANCE, evaluate
 
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
@@ -16,13 +16,14 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.matmul.quantized import NF4, dequantize, quantize
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.weights import merge_adapters
+from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program as program_of
 from jaxtrain.training.settings import load_config
+from jaxtrain.training.step import train_all
 
 BATCH = text_batch(rows=8, length=8, vocab_size=48)
 MODEL = Llama(
@@ -106,14 +107,12 @@ def tuning(kind: str) -> LoRA:
 def of_the_floats(kind: str) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients of adapters beside the floats that the codes stand for."""
     layout = make_layout()
-    program = make_program(MODEL, layout, tuning=tuning(kind))
+    program = make_step(MODEL, layout, tuning=tuning(kind))
     state = program.create(seed=0)
-    floats = dataclasses.replace(
-        program, tuning=dataclasses.replace(program.tuning, few_bits=frozenset())
-    )
-    beside = floats.create(0, merge_adapters(program, state))
+    floats = program.rebuild(tuning=dataclasses.replace(program.setup.tuning, few_bits=frozenset()))
+    beside = floats.create(0, merge_adapters(program.setup, state))
     with layout.active():
-        gradients, metrics, _ = jax.jit(floats.gradients)(beside, BATCH)
+        gradients, metrics, _ = jax.jit(floats.setup.gradients)(beside, BATCH)
     return float(metrics["loss"]), {
         n: np.asarray(v.get_value()) for n, v in by_name(gradients).items()
     }
@@ -139,9 +138,7 @@ QUICK = ("zero 3", "1f1b, int8")
 def test_losses_and_gradients_are_those_of_the_floats_on_every_mesh(name):
     kind, sizes, changes = MESHES[name]
     loss, expected = of_the_floats(kind)
-    found = evaluate(
-        make_program(MODEL, make_layout(**sizes), tuning=tuning(kind), **changes), BATCH
-    )
+    found = evaluate(make_step(MODEL, make_layout(**sizes), tuning=tuning(kind), **changes), BATCH)
     assert found["loss"] == pytest.approx(loss, abs=TOLERANCE)
     gradients = by_name(found["gradients"])
     assert set(gradients) == set(expected)
@@ -152,19 +149,22 @@ def test_losses_and_gradients_are_those_of_the_floats_on_every_mesh(name):
 
 
 def test_the_backward_pass_makes_the_floats_again_instead_of_keeping_them():
-    program = make_program(MODEL, make_layout(), tuning=tuning("nf4"))
+    program = make_step(MODEL, make_layout(), tuning=tuning("nf4"))
     state = program.abstract_state()
 
     def kept(params, frozen, batch):  # noqa: ANN001, ANN202
         def loss(params):  # noqa: ANN001, ANN202
-            whole = program.tuning.join((params, frozen))
-            return program.sums(whole, state.statistics, batch, train=True)[0]["loss"]
+            whole = program.setup.tuning.join((params, frozen))
+            return program.setup.sums(whole, state.statistics, batch, train=True)[0]["loss"]
 
         return jax.tree.leaves(jax.vjp(loss, params)[1])
 
-    with program.layout.active():
+    with program.setup.layout.active():
         found = jax.eval_shape(kept, state.params, state.frozen, BATCH)
-    weights = {v.get_value().shape for v in by_name(program.whole.abstract_state().params).values()}
+    weights = {
+        v.get_value().shape
+        for v in by_name(train_all(program.setup).abstract_state().params).values()
+    }
     stacked = {shape for shape in weights if len(shape) > 2}
     assert len(stacked) == 3
     assert not [x for x in found if x.shape in stacked]
@@ -177,7 +177,7 @@ WIDE = ["GPT.embed_dim=128", "GPT.num_heads=2", "Mesh.fsdp=2", "Mesh.tensor=2", 
 def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
     adapters = ["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"]
     config = load_config(tiny_config, [*WIDE, *adapters])
-    program = program_of(config, layouts.layout(config)).plain
+    program = program_of(config, layouts.layout(config)).setup
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     stats: Any = lower_step(program, batch).compile().memory_analysis()
     planned = argument_bytes(config, program.layout)

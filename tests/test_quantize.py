@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from chat_model import save_model, save_tokenizer
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -148,7 +148,7 @@ def test_what_weights_read_is_what_their_hooks_see(peer, trainer):
     for handle in handles:
         handle.remove()
     names = ["query", "out", "gate", "down"]
-    found = read_by(trainer.program.plain, trainer.state, tokens, names)
+    found = read_by(trainer.program.setup, trainer.state, tokens, names)
     for name, theirs in zip(names, seen.values(), strict=True):
         wanted = np.stack(theirs)[:, :, ::EVERY]
         ours = found[name].reshape(wanted.shape)
@@ -163,7 +163,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
     )  # fmt: skip
     of = scaling_groups(sizes)
     assert len(of) == (4 if kv_heads == 4 else 3)
-    program = make_program(sizes, make_layout(fsdp=1))
+    program = make_step(sizes, make_layout(fsdp=1))
     weights = on_host(program.create(0).params, None)
     rng = np.random.default_rng(0)
     weights = {name: x + 0.1 * rng.standard_normal(x.shape, np.float32)

@@ -1,7 +1,7 @@
 """Qwen's mixtures of experts, 3 and 2, by settings of Mixtral, equal transformers'."""
 
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
@@ -85,7 +85,7 @@ def test_parameters_with_a_shared_expert_are_the_published_ones():
 @pytest.fixture(scope="module")
 def one_device():
     batch = text_batch(rows=16, length=16, vocab_size=SHARED.vocab_size)
-    return batch, evaluate(make_program(SHARED, make_layout()), batch)
+    return batch, evaluate(make_step(SHARED, make_layout()), batch)
 
 
 @pytest.mark.slow
@@ -100,5 +100,5 @@ def one_device():
 )  # fmt: skip
 def test_a_gated_shared_expert_is_one_devices_on_every_mesh(layout, changes, one_device):
     batch, expected = one_device
-    found = evaluate(make_program(SHARED, make_layout(**layout), **changes), batch)
+    found = evaluate(make_step(SHARED, make_layout(**layout), **changes), batch)
     assert_equal(found, expected)

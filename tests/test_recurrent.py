@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import GRADIENTS, OUTPUTS, assert_same_step, filled, name_of, step_on
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
 from jaxtrain.models.recurrent.gru import GRU
@@ -14,7 +14,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 SHAPES = {
     "rnn": RNN(vocab_size=64, num_layers=2, embed_dim=32, context_length=24),
@@ -67,9 +67,9 @@ def test_loss_and_every_gradient_equal_torch(name):
     (table, layers, output), numpy = torch_twin(torch, sizes)
     batch = text_batch(rows=4, length=13, vocab_size=sizes.vocab_size)
     state = state_of(sizes, numpy(lambda v: np.array(v.detach())))
-    program = make_program(sizes, make_layout(fsdp=1))
-    with program.layout.active():
-        found, metrics, _ = jax.jit(program.gradients)(state, batch)
+    program = make_step(sizes, make_layout(fsdp=1))
+    with program.setup.layout.active():
+        found, metrics, _ = jax.jit(program.setup.gradients)(state, batch)
     total, tokens = 0.0, torch.tensor(batch.inputs).long()
     for row, ids in enumerate(batch.segment_ids):  # each document from a state of zeros
         for document in np.unique(ids):

@@ -9,7 +9,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from parity import assert_equal, evaluate
 from test_resnet import assert_same, step_on
 from test_step import BATCH, MODELS
@@ -109,7 +109,7 @@ QUICK = [
 
 @functools.cache
 def one_device(model):
-    return evaluate(make_program(MODEL[model], make_layout()), BATCH)
+    return evaluate(make_step(MODEL[model], make_layout()), BATCH)
 
 
 @pytest.mark.slow_cases(
@@ -123,7 +123,7 @@ def test_gradients_of_many_microbatches_are_one_devices(name, capfd):
     model, sizes, changes = CASES[name]
     expected = one_device(model)
     capfd.readouterr()
-    found = evaluate(make_program(MODEL[model], make_layout(**sizes), **changes), BATCH)
+    found = evaluate(make_step(MODEL[model], make_layout(**sizes), **changes), BATCH)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
 
@@ -153,10 +153,10 @@ def test_a_mean_over_the_batch_is_over_the_rows_of_all_its_devices():
 
 def test_half_precision_gradients_are_summed_between_devices():
     """In the dtype of the computation where there is one microbatch: near float32's."""
-    program = make_program(
+    program = make_step(
         LLAMA, make_layout(2, data=2, fsdp=4), precision=Precision(compute="bfloat16")
     )
-    found, exact = evaluate(program, BATCH), evaluate(make_program(LLAMA, make_layout()), BATCH)
+    found, exact = evaluate(program, BATCH), evaluate(make_step(LLAMA, make_layout()), BATCH)
 
     def norm(tree):
         return np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(tree)))

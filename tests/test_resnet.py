@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
@@ -195,12 +195,12 @@ def image_batch(rows: int) -> Batch:
 
 def step_on(layout, accumulation: int = 1, sizes: ResNet = SMALL):
     """Gradients, metrics and new statistics of a first step."""
-    program = make_program(sizes, layout, accumulation=accumulation)
+    program = make_step(sizes, layout, accumulation=accumulation)
     batch = image_batch(16)
     state = program.create(0)
-    placed = jax.device_put(batch, program.batch_shardings(batch))
+    placed = jax.device_put(batch, program.setup.batch_shardings(batch))
     with layout.active():
-        gradients, metrics, statistics = jax.jit(program.gradients)(state, placed)
+        gradients, metrics, statistics = jax.jit(program.setup.gradients)(state, placed)
     return jax.tree.map(np.asarray, (gradients, metrics, statistics))
 
 
@@ -248,10 +248,10 @@ def assert_same(found, expected):
 def test_accumulation_carries_the_statistics_through_every_microbatch():
     _, _, statistics = step_on(make_layout(), accumulation=2)
     layout = make_layout()
-    program = make_program(SMALL, layout)
+    program = make_step(SMALL, layout)
     state, batch = program.create(0), image_batch(16)
     with layout.active():
-        model, expected = program.model(state), state.statistics
+        model, expected = program.setup.model(state), state.statistics
         run = jax.jit(
             lambda model, images, statistics: model(images, statistics, Execution(), train=True)[1]
         )

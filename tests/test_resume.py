@@ -22,11 +22,12 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.compose import compose
 from jaxtrain.training.optimizers.average import averaged_params
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Checkpoint, Config, load_config
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 BY_ROWS = frozenset(
     {
@@ -86,7 +87,7 @@ class Run:
 
     config: Config
     dataset: Dataset
-    program: Program
+    program: Step
     step: Any
     folder: Path
     losses: list[float]
@@ -105,9 +106,9 @@ def go_on(config, dataset, program, step, state: TrainState, first: int, last: i
         threads=0,
     )
     losses = []
-    with program.layout.active():
+    with program.setup.layout.active():
         for batch in islice(stream, last - first):
-            batch = to_device(batch, program.batch_shardings(batch), train.global_batch_size)
+            batch = to_device(batch, program.setup.batch_shardings(batch), train.global_batch_size)
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     return state, losses
@@ -116,8 +117,8 @@ def go_on(config, dataset, program, step, state: TrainState, first: int, last: i
 def in_model_order(program, state):
     """Everything that a run goes on with, layers in the model's order, on the host."""
     stacked = (state.params, state.opt_state)
-    if program.stages is not None:
-        stacked = program.stages.to_layers(jax.device_get(stacked))
+    if program.setup.stages is not None:
+        stacked = program.setup.stages.to_layers(jax.device_get(stacked))
     return jax.device_get((stacked, state.step, state.statistics, state.loss_scale))
 
 
@@ -138,7 +139,7 @@ def run(tiny_config, tmp_path_factory):
             sizes, bindings = LAYOUTS[name]
             config = load_config(llama, [*BINDINGS, *bindings])
             dataset = config.train.data.open(seed=config.train.seed)
-            program = make_program(config, make_layout(**sizes))
+            program = compose(config, make_layout(**sizes))
             step = CompiledStep(program)
             parts = (config, dataset, program, step)
             state, losses = go_on(*parts, program.create(config.train.seed), 0, SAVED)
@@ -229,7 +230,7 @@ def test_a_pipelines_layers_are_put_in_order_for_a_program_around_another(change
     config: Any = written.config
     section_now = dataclasses.replace(getattr(config, section), **settings)
     config = dataclasses.replace(config, pipeline=Pipeline(), **{section: section_now})
-    program = make_program(config, make_layout(data=2))
+    program = compose(config, make_layout(data=2))
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     state = restore.restore(checkpoints, SAVED, program)
     assert_equal(in_model_order(program.plain, state), written.saved)
@@ -243,7 +244,7 @@ def test_a_pipelines_checkpoint_of_fewer_layers_is_refused(run):
     config = dataclasses.replace(written.config, train=train, pipeline=Pipeline())
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     with pytest.raises(UserError, match="has 6 layers, this configuration's model 8; use .*gin"):
-        restore.restore(checkpoints, SAVED, make_program(config, make_layout(fsdp=2)))
+        restore.restore(checkpoints, SAVED, compose(config, make_layout(fsdp=2)))
 
 
 def opened(letter: str) -> Dataset:
@@ -255,7 +256,7 @@ def opened(letter: str) -> Dataset:
 def test_embedded_text_of_another_python_is_named_as_the_cause():
     config = load_config("gpt_quickstart")
     versions = {**metadata.versions(), "python": "3.9.1"}
-    program = make_program(config, make_layout(fsdp=4, tensor=2))
+    program = compose(config, make_layout(fsdp=4, tensor=2))
     position = metadata.describe(config, program, "a" * 64, 0)["data"]
     extra = {"config": config.operative(), "data": position, "versions": versions}
     dataset = opened("b")

@@ -13,8 +13,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.family import model_of
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.run.huggingface import parameters, receipt
+from jaxtrain.training.compose import compose
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is the peer")
@@ -170,7 +171,7 @@ def test_logits_of_an_edited_file_are_those_of_transformers(case, tmp_path):
     expected = logits(from_pretrained(tmp_path / "source"), tokens)
 
     config = load_config(f"hf:{tmp_path / 'source'}")
-    program = make_program(config, layouts.layout(config)).plain.whole
+    program = compose(config, layouts.layout(config)).setup.replace(tuning=Tuning())
     model = config.train.model
     params = parameters.read_parameters(Folder(tmp_path / "source"), program, model)
     ours = jax.device_get(receipt.logits_of(program, model, params, tokens))

@@ -83,7 +83,7 @@ def test_averaged_parameters_lie_as_the_parameters_do(tiny_config, zero):
     bindings = ["Optimizer.average_decay = 0.9", f"Sharding.zero = {zero}", "Train.eval_batches=1"]
     trainer = Trainer(load_config(tiny_config, bindings))
     trainer.train(steps=2)
-    params = trainer.program.consensus(trainer.state).params
+    params = trainer.program.eval_state(trainer.state).params
     wanted = trainer.program.abstract_state().params
     assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, wanted)
     differ = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), params, trainer.state.params)

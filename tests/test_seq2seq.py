@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from against_transformers import draw, torch
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from pairs import SequencePair, pairs
 from parity import assert_equal, evaluate
 
@@ -133,7 +133,7 @@ def test_flops_are_six_a_parameter_and_token_and_the_scores():
 @pytest.fixture(scope="module")
 def one_device():
     batch = pairs(rows=16, source=12, target=8, vocab_size=64)
-    return batch, evaluate(make_program(SHAPES["attends"], make_layout()), batch)
+    return batch, evaluate(make_step(SHAPES["attends"], make_layout()), batch)
 
 
 @pytest.mark.slow
@@ -149,23 +149,25 @@ def one_device():
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     batch, expected = one_device
-    program = make_program(SHAPES["attends"], make_layout(**layout), **changes)
+    program = make_step(SHAPES["attends"], make_layout(**layout), **changes)
     assert_equal(evaluate(program, batch), expected)
 
 
 def test_padding_and_what_follows_change_no_logit():
     """Of a pair whose rows are longer, and of targets whose later tokens are others."""
-    program = make_program(SHAPES["attends"], make_layout())
+    program = make_step(SHAPES["attends"], make_layout())
     rng = np.random.default_rng(0)
     source, target = rng.integers(1, 64, 7), rng.integers(1, 64, 5)
     later = np.concatenate([target[:3], [1, 2]])
     other = np.concatenate([[(source[0] + 1) % 64], source[1:]])
-    state, objective = program.create(0), program.objective
-    told = jax.jit(lambda s, b: objective.logits(program.model(s), {}, b, program.execution))
+    state, objective = program.create(0), program.setup.objective
+    told = jax.jit(
+        lambda s, b: objective.logits(program.setup.model(s), {}, b, program.setup.execution)
+    )
 
     def logits(lengths, *some):
         rows = [pair(*one, lengths, 0) for one in some]
-        with program.layout.active():
+        with program.setup.layout.active():
             return np.asarray(told(state, jax.tree.map(lambda *x: np.stack(x), *rows)))
 
     short, of_later, of_other = logits((7, 5), (source, target), (source, later), (other, target))
@@ -181,7 +183,7 @@ def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
     """Beams of several sources, each with its own states; all 6^3 targets are told whole."""
     V, new, begin, end = 6, 3, 1, 2
     sizes = dataclasses.replace(SHAPES[name], vocab_size=V)
-    program = make_program(sizes, make_layout(data=2))
+    program = make_step(sizes, make_layout(data=2))
     state = program.create(3)
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: 2 * x, state.params))
     sources = [[5, 3, 4, 4], [1], [4, 5]]
@@ -191,14 +193,16 @@ def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
     )  # fmt: skip
     every = np.array(list(itertools.product(range(V), repeat=new)))
     told = jax.jit(
-        lambda s, b: program.objective.logits(program.model(s), {}, b, program.execution)
+        lambda s, b: program.setup.objective.logits(
+            program.setup.model(s), {}, b, program.setup.execution
+        )
     )
     answers = []
     for source, answer in zip(sources, found, strict=True):
         rows = [pair(np.array(source), target, (4, new + 1), begin) for target in every]
         batch = jax.tree.map(lambda *x: np.stack(x), *rows)
-        with program.layout.active():
-            logits = told(state, jax.device_put(batch, program.batch_shardings(batch)))
+        with program.setup.layout.active():
+            logits = told(state, jax.device_put(batch, program.setup.batch_shardings(batch)))
         each = jax.nn.log_softmax(np.asarray(logits[:, :new], np.float32))
         each = np.take_along_axis(np.asarray(each), every[:, :, None], 2)[..., 0]
         lengths = np.where((every == end).any(1), (every == end).argmax(1) + 1, new)
@@ -211,12 +215,16 @@ def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
 
 def test_rows_of_several_pairs_are_refused():
     """The decoder would resume from the last source's states in all of them."""
-    program = make_program(SHAPES["attends"], make_layout())
+    program = make_step(SHAPES["attends"], make_layout())
     batch = pairs(rows=4, source=6, target=4, vocab_size=64)
     twice = dataclasses.replace(batch, source_segment_ids=2 * batch.source_segment_ids)
-    refusals = program.objective.validate(twice, SHAPES["attends"], Loss(), program.layout)
+    refusals = program.setup.objective.validate(
+        twice, SHAPES["attends"], Loss(), program.setup.layout
+    )
     assert any("Seq2Seq reads one pair a row" in sentence for sentence in refusals)
-    assert not list(program.objective.validate(batch, SHAPES["attends"], Loss(), program.layout))
+    assert not list(
+        program.setup.objective.validate(batch, SHAPES["attends"], Loss(), program.setup.layout)
+    )
 
 
 def test_sizes_that_cannot_be_are_refused():

@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 from parity import assert_equal, evaluate
 from test_text_classification import TOLD, WAYS, texts
 
@@ -130,12 +130,12 @@ def test_a_vector_of_one_one_is_a_token():
     of_vectors = dataclasses.replace(of_tokens, vocab_size=GRU.vocab_size, features=6)
     tokens = texts(4, classes=2, vocab_size=6)
     vectors = dataclasses.replace(tokens, inputs=np.eye(6, dtype=np.float32)[tokens.inputs])
-    programs = [make_program(sizes, make_layout()) for sizes in (of_tokens, of_vectors)]
+    programs = [make_step(sizes, make_layout()) for sizes in (of_tokens, of_vectors)]
     state = programs[0].create(0)
     found = []
     for program, batch in zip(programs, (tokens, vectors), strict=True):
         run = jax.jit(lambda s, b, p=program: p.objective.logits(p.model(s), {}, b, p.execution))
-        with program.layout.active():
+        with program.setup.layout.active():
             found.append(np.asarray(run(state, batch)))
     told = tokens.segment_ids > 0
     np.testing.assert_allclose(found[1][told], found[0][told], atol=1e-5)
@@ -158,8 +158,8 @@ MESHES = [
 )
 def test_every_mesh_computes_the_same(sizes, layout):
     batch = sequences(sizes, rows=16)
-    expected = evaluate(make_program(sizes, make_layout()), batch)
-    assert_equal(evaluate(make_program(sizes, make_layout(**layout)), batch), expected)
+    expected = evaluate(make_step(sizes, make_layout()), batch)
+    assert_equal(evaluate(make_step(sizes, make_layout(**layout)), batch), expected)
 
 
 # -- data, runs, predictions -----------------------------------------------------------------------

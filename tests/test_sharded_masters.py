@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, needs_libtpu
+from conftest import make_layout, make_step, needs_libtpu
 from test_accumulate_local import K, N, configured, moved
 from test_planning_traffic import WHOLE, audited, compiled_step, config_of, deep, faults
 from test_step import BATCH, MODELS
@@ -47,9 +47,9 @@ def trained(model: str, mesh: str, compute: str, **stage: Any):
     """Losses, masters and moments after STEPS steps, and the shapes of the masters' shards."""
     sizes, changes = MESHES[mesh]
     layout = make_layout(**sizes, **stage)
-    program = make_program(MODELS[model], layout, precision=Precision(compute=compute), **changes)
+    program = make_step(MODELS[model], layout, precision=Precision(compute=compute), **changes)
     state, step, losses = program.create(0), CompiledStep(program), []
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     with layout.active():
         for _ in range(STEPS):
             state, metrics = step(state, batch)

@@ -1,22 +1,21 @@
 """Sharpness-aware minimization: PyTorch's steps, on every mesh, and what it is rejected with."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step, transformed
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.on_host import OnHost
+from jaxtrain.training.offload.on_host import offload_to_host
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.sgd import SGD
-from jaxtrain.training.sharpness import with_sharpness
+from jaxtrain.training.sharpness import minimize_sharpness
 
 WIDTHS, RADIUS, RATE, STEPS = (8, 16, 4), 0.2, 0.1, 10
 MODEL = MLP(widths=WIDTHS, activation="tanh")
@@ -37,11 +36,10 @@ def program_on(radius: float, offload: bool = False, **sizes: int) -> Any:
         rule=SGD(momentum=0.9), learning_rate=RATE, weight_decay=0.01, clip_norm=None
     )
     optimizer = make_optimizer(settings, optax.constant_schedule(RATE))
-    program = make_program(MODEL, make_layout(**sizes), optimizer=optimizer)
+    program = make_step(MODEL, make_layout(**sizes), optimizer=optimizer)
     if offload:
-        fields = {f.name: getattr(program, f.name) for f in dataclasses.fields(program)}
-        program = OnHost(**fields, offload=Offload(parameters="host"))
-    return with_sharpness(radius, program)
+        program = transformed(program, offload_to_host(Offload(parameters="host")))
+    return transformed(program, minimize_sharpness(radius))
 
 
 def path(program: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], list[dict]]:
@@ -53,9 +51,9 @@ def path(program: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], li
 
     step, state, metrics = CompiledStep(program), program.create(0), []
     first = values(state)
-    with program.layout.active():
+    with program.setup.layout.active():
         for batch in batches():
-            placed = jax.device_put(batch, program.batch_shardings(batch))
+            placed = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, found = step(state, placed)
             metrics.append({name: float(x) for name, x in found.items()})
     return first, values(state), metrics
@@ -119,8 +117,3 @@ def test_it_is_pytorchs_on_every_mesh(sizes, offload):
     assert found.keys() == expected.keys()
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
-
-
-def test_without_a_radius_there_is_one_pass():
-    program = program_on(0.0, fsdp=1)
-    assert program is program.plain

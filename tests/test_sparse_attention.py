@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import parity
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from test_attention import assert_equal, documents, inputs, value_and_grads
 from tiny_models import places, some_tokens
@@ -36,7 +36,7 @@ from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import language_model
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.program import resolve_kernel, resolved
+from jaxtrain.training.program.kernel import resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
 
 B, N, K, H = 2, 4, 2, 16
@@ -306,10 +306,10 @@ def test_llama_on_a_mesh_equals_its_dense_mask_on_one_device(
     model = dataclasses.replace(WITH_PATTERNS["llama"], attention_pattern=PATTERNS[name])
     batch = text_batch(rows=4, length=24, vocab_size=61)
     expected = parity.evaluate(
-        make_program(model, make_layout(), execution=Execution(kernel="reference")), batch
+        make_step(model, make_layout(), execution=Execution(kernel="reference")), batch
     )
     execution = Execution(kernel="sparse", context_parallel="ulysses")
-    found = parity.evaluate(make_program(model, make_layout(**sizes), execution=execution), batch)
+    found = parity.evaluate(make_step(model, make_layout(**sizes), execution=execution), batch)
     parity.assert_equal(found, expected)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program
+from conftest import make_layout, make_step
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.lstm import LSTM
@@ -26,7 +26,7 @@ GREEDY = Sampling(temperature=0.0)
 
 def made(layout, seed, spread=0.0):
     """A program and a state with wide weights, those of seed 0 and `spread` of another's."""
-    program = make_program(SIZES, layout)
+    program = make_step(SIZES, layout)
     other = program.create(seed=seed).params
     params = jax.tree.map(lambda x, y: 8 * (x + spread * y), program.create(seed=0).params, other)
     return program, dataclasses.replace(program.create(seed=0), params=params)

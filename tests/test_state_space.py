@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch
 from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
@@ -80,11 +80,15 @@ def test_parameters_are_the_published_ones():
 def test_cached_logits_are_those_of_the_whole_text(name):
     """Of rows that are padded on the left too, the second so far that it has one token at first."""
     sizes, padding = SHAPES[name], np.array([0, 3])
-    program = make_program(sizes, make_layout(fsdp=1))
-    state, objective, execution = program.create(0), program.objective, program.execution
+    program = make_step(sizes, make_layout(fsdp=1))
+    state, objective, execution = (
+        program.create(0),
+        program.setup.objective,
+        program.setup.execution,
+    )
     tokens = np.random.default_rng(0).integers(0, sizes.vocab_size, (2, 9)).astype(np.int32)
-    with program.layout.active():
-        model = program.model(state)
+    with program.setup.layout.active():
+        model = program.setup.model(state)
         texts = [row[None, before:] for row, before in zip(tokens, padding, strict=True)]
         read = jax.jit(lambda x: objective.logits(model, {}, objective.reading(x), execution)[0])
         whole = [read(x) for x in texts]
@@ -106,7 +110,7 @@ def test_cached_logits_are_those_of_the_whole_text(name):
 def one_device(request):
     sizes = SHAPES[request.param]
     batch = text_batch(rows=16, length=8, vocab_size=64)
-    return sizes, batch, evaluate(make_program(sizes, make_layout()), batch)
+    return sizes, batch, evaluate(make_step(sizes, make_layout()), batch)
 
 
 @pytest.mark.slow_cases(
@@ -127,4 +131,4 @@ def one_device(request):
 )
 def test_every_mesh_computes_the_same(layout, changes, one_device):
     sizes, batch, expected = one_device
-    assert_equal(evaluate(make_program(sizes, make_layout(**layout), **changes), batch), expected)
+    assert_equal(evaluate(make_step(sizes, make_layout(**layout), **changes), batch), expected)

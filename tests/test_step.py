@@ -7,7 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, text_batch
+from conftest import lower_step, make_layout, make_step, text_batch
 from parity import TOLERANCE, assert_equal, evaluate
 
 from jaxtrain.models.transformers.gpt import GPT
@@ -70,7 +70,7 @@ LAYOUTS = {
 @functools.cache
 def one_device(name):
     """The same model on one device."""
-    return evaluate(make_program(MODELS[name], make_layout()), BATCH)
+    return evaluate(make_step(MODELS[name], make_layout()), BATCH)
 
 
 HEADS = [layout for layout in LAYOUTS if layout.startswith("heads")]
@@ -101,7 +101,7 @@ CASES = [
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):
     expected = one_device(name)
     capfd.readouterr()
-    found = evaluate(make_program(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
+    found = evaluate(make_step(MODELS[name], make_layout(**LAYOUTS[layout])), BATCH)
     # The compiler says this where it gathers a whole array that nobody asked it to gather.
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
@@ -112,11 +112,11 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
 def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
     """A partitioned scatter-add once leaked gradient into rows of other tokens (xla#42481)."""
     untied = dataclasses.replace(MODELS["llama"], num_kv_heads=8, tie_embeddings=False)
-    program = make_program(untied, make_layout(**LAYOUTS[layout]))
+    program = make_step(untied, make_layout(**LAYOUTS[layout]))
     state = program.create(seed=0)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-    with program.layout.active():
-        gradients = jax.jit(program.gradients)(state, batch)[0]
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+    with program.setup.layout.active():
+        gradients = jax.jit(program.setup.gradients)(state, batch)[0]
     table = np.asarray(gradients["token_embedding"].get_value())
     unseen = np.setdiff1d(np.arange(64), BATCH.inputs)
     assert len(unseen) >= 16
@@ -132,7 +132,7 @@ def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes):
     counts = [m.sum() for m in split_microbatches(BATCH, 4).loss_mask]
     assert len(set(map(float, counts))) == 4
     expected = one_device("gpt")
-    program = make_program(MODELS["gpt"], make_layout(**sizes), accumulation=4)
+    program = make_step(MODELS["gpt"], make_layout(**sizes), accumulation=4)
     found = evaluate(program, BATCH)
     assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
     jax.tree.map(
@@ -144,7 +144,7 @@ def test_accumulation_equals_the_big_batch_although_token_counts_differ(sizes):
 
 def test_everything_at_once_equals_one_device():
     expected = one_device("gpt")
-    program = make_program(
+    program = make_step(
         MODELS["gpt"],
         make_layout(2, sequence_parallel=True, data=2, fsdp=2, tensor=2),
         accumulation=2,
@@ -163,7 +163,7 @@ def test_everything_at_once_equals_one_device():
 
 
 def test_zero3_moves_no_activations_between_devices():
-    program = make_program(MODELS["gpt"], make_layout(3, fsdp=8))
+    program = make_step(MODELS["gpt"], make_layout(3, fsdp=8))
     text = lower_step(program, BATCH).compile().as_text()
     assert re.search(r"= \S+ all-gather\(", text)
     assert "all-to-all" not in text
@@ -178,7 +178,7 @@ def test_zero3_holds_one_gathered_layer_at_a_time(remat):
     def temporary(num_layers: int, zero: int) -> int:
         sizes = dataclasses.replace(MODELS["gpt"], num_layers=num_layers, embed_dim=embed_dim)
         execution = Execution(kernel="reference", remat=POLICIES[remat])
-        program = make_program(sizes, make_layout(zero, fsdp=8), execution=execution)
+        program = make_step(sizes, make_layout(zero, fsdp=8), execution=execution)
         compiled = lower_step(program, BATCH).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 

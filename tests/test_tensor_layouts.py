@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lower_step, make_layout, make_program, needs_libtpu
+from conftest import lower_step, make_layout, make_step, needs_libtpu
 from flax import nnx
 from parity import assert_equal, evaluate
 from test_step import BATCH, MODELS, one_device
@@ -62,7 +62,7 @@ CASES = [
 def test_loss_and_gradients_equal_one_device(model, name, capfd):
     expected = one_device(model)
     capfd.readouterr()
-    found = evaluate(make_program(MODELS[model], grid(name, model)), BATCH)
+    found = evaluate(make_step(MODELS[model], grid(name, model)), BATCH)
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
     assert_equal(found, expected)
 
@@ -80,7 +80,7 @@ def parts(axes: tuple[str, ...], name: str) -> int:
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("name", ["2d", "2.5d", "3d"])
 def test_parameters_and_moments_take_what_the_papers_say(model, name):
-    state = make_program(MODELS[model], grid(name, model)).abstract_state()
+    state = make_step(MODELS[model], grid(name, model)).abstract_state()
     matrices = 0
     for tree, copies in ((state.params, 1), (state.opt_state, 2)):
         variables = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(v)]
@@ -95,7 +95,7 @@ def test_parameters_and_moments_take_what_the_papers_say(model, name):
 
 @pytest.mark.slow
 def test_arguments_of_the_compiled_step_are_those_bytes():
-    program = make_program(MODELS["gpt"], grid("3d"))
+    program = make_step(MODELS["gpt"], grid("3d"))
     state = program.abstract_state()
     held = sum(
         v.get_value().size // parts(logical_axes(v), "3d")
@@ -132,8 +132,8 @@ def test_activations_take_what_the_papers_say(model, name, monkeypatch):
     spy(Decoder, "finish", "last", 1)
     spy(Execution, "attention", "queries", 1)
     spy(Execution, "contract", "mlp", 2, "BTF,FD->BTD")
-    program = make_program(MODELS[model], grid(name, model))
-    program.no_sums(program.abstract_state(), BATCH)
+    program = make_step(MODELS[model], grid(name, model))
+    program.setup.no_sums(program.abstract_state(), BATCH)
     replicas = 2 if name == "2d" else 1
     devices = Q**3 if name == "3d" else DEPTH[name] * Q**2
     assert held == dict.fromkeys(("residual", "last", "queries", "mlp"), replicas * devices)
@@ -233,7 +233,7 @@ def gqa(sequence_parallel: bool = False, **sizes: int) -> Layout:
 @pytest.mark.parametrize("sizes", GQA.values(), ids=GQA)
 def test_fewer_key_value_heads_than_devices(sizes):
     layout = gqa(**sizes)
-    found = evaluate(make_program(MODELS["llama"], layout), BATCH)
+    found = evaluate(make_step(MODELS["llama"], layout), BATCH)
     assert_equal(found, one_device("llama"))
 
 
@@ -246,7 +246,7 @@ def test_weights_of_key_value_heads_are_whole_only_where_they_must_be():
     assert layout.weight(axes) == jax.P(None, None, None)
     # Keys and values themselves, of as many heads as devices, are split.
     assert layout.activation(("kv_heads",)) == jax.P("tensor")
-    state = make_program(MODELS["llama"], layout).abstract_state()
+    state = make_step(MODELS["llama"], layout).abstract_state()
     key = state.params["layers"]["key"].get_value()
     assert key.sharding.shard_shape(key.shape) == (2, 16, 2, 4)
     cube = Layout.of(grid("3d").mesh, GRIDS["3d"][0], num_kv_heads=1)
@@ -265,15 +265,15 @@ def test_each_device_computes_the_one_key_value_head_that_it_needs():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Execution, "attention", noted)
-        program = make_program(MODELS["llama"], layout)
-        program.no_sums(program.abstract_state(), BATCH)
+        program = make_step(MODELS["llama"], layout)
+        program.setup.no_sums(program.abstract_state(), BATCH)
     assert set(heads) == {(8, 1)}
 
 
 @pytest.mark.parametrize("name", ["gqa", pytest.param("3d", marks=pytest.mark.slow)])
 def test_generation_equals_one_device(name):
     def drawn(layout):
-        program = make_program(MODELS["llama"], layout)
+        program = make_step(MODELS["llama"], layout)
         state = program.create(seed=3)
         return generate(
             program, MODELS["llama"], state, [[5, 9, 2]], max_new_tokens=8,

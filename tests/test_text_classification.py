@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from against_torch import GRADIENTS, OUTPUTS, filled, name_of
-from conftest import make_layout, make_program, predicted
+from conftest import make_layout, make_step, predicted
 from flax import nnx
 from parity import assert_equal, evaluate
 
@@ -25,7 +25,7 @@ from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights.family import family_of
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 TOLD = {"objective": "token_classification"}
 
@@ -100,9 +100,9 @@ def test_bert_tells_sentences_as_transformers_does(name):
 def test_every_mesh_tells_the_same():
     sizes = BERTS["small"]
     batch = texts(16, classes=3, vocab_size=64)
-    one = evaluate(make_program(sizes, make_layout()), batch)
+    one = evaluate(make_step(sizes, make_layout()), batch)
     for layout in ({"data": 2, "fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2, "zero": 1}):
-        assert_equal(evaluate(make_program(sizes, make_layout(**layout)), batch), one)
+        assert_equal(evaluate(make_step(sizes, make_layout(**layout)), batch), one)
 
 
 # -- recurrent nets of both ways -------------------------------------------------------------------
@@ -166,9 +166,9 @@ def test_recurrent_nets_label_tokens_as_pytorch_does(name):
     shapes = nnx.eval_shape(lambda: sizes.build(jax.random.key(0)))
     params = filled(nnx.state(shapes, nnx.Param), values)
     state = TrainState(jnp.int32(0), params, (), nnx.State({}), jnp.array([1.0, 0.0]))
-    program = make_program(sizes, make_layout(fsdp=1))
-    with program.layout.active():
-        found, metrics, _ = jax.jit(program.gradients)(state, batch)
+    program = make_step(sizes, make_layout(fsdp=1))
+    with program.setup.layout.active():
+        found, metrics, _ = jax.jit(program.setup.gradients)(state, batch)
     total, right = 0.0, 0
     for row, length in enumerate(batch.segment_ids.sum(1)):
         logits = head(layers(table(torch.tensor(batch.inputs[row : row + 1, :length]).long()))[0])

@@ -13,8 +13,8 @@ from jaxtrain.run.metrics.files import METRICS_FILE, drop_lines_past, lines_of, 
 from jaxtrain.run.tracking.services import open_service
 from jaxtrain.run.tracking.tracking import Tracking
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.compiled_step import Stepper
 from jaxtrain.training.settings import Tracker, load_config
-from jaxtrain.training.stepper import Stepper
 
 
 class Service:

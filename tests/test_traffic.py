@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import lower_step, make_program, needs_libtpu, text_batch
+from conftest import lower_step, make_step, needs_libtpu, text_batch
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
 from jaxtrain.analysis.planning.machines.targets import tpu_devices
@@ -294,7 +294,7 @@ def step_of(model: str, num_layers: int = LAYERS, remat: str = "none", **layout:
     zero, sequence_parallel = layout.pop("zero", 3), layout.pop("sequence_parallel", False)
     accumulation, masters = layout.pop("accumulation", 1), layout.pop("masters", "whole")
     mesh = make_mesh(Mesh(**{"fsdp": 1, **layout}), tpu_devices("v5e:2x4"))
-    program = make_program(
+    program = make_step(
         dataclasses.replace(MODELS[model], num_layers=num_layers),
         Layout(mesh, zero, bool(sequence_parallel), masters=masters),
         precision=Precision(compute="bfloat16"),

@@ -216,9 +216,9 @@ def test_evaluation_counts_every_heldout_target_once(tiny_config):
     stacked = jax.tree.map(lambda *x: np.stack([*x, *[x[-1]] * pad]), *rows)
     stacked.loss_mask[len(rows) :] = 0
     with trainer.layout.active():
-        placed = jax.device_put(stacked, trainer.program.batch_shardings(stacked))
-        zeros = trainer.program.no_sums(trainer.state, placed)
-        sums = jax.jit(trainer.program.eval_step)(trainer.state, placed, zeros)
+        placed = jax.device_put(stacked, trainer.program.setup.batch_shardings(stacked))
+        zeros = trainer.program.setup.no_sums(trainer.state, placed)
+        sums = jax.jit(trainer.program.setup.eval_step)(trainer.state, placed, zeros)
     values = trainer.evaluate()
     assert values["eval_loss"] == pytest.approx(float(sums["loss"] / sums["weight"]), rel=1e-6)
     assert values["eval_perplexity"] == pytest.approx(np.exp(values["eval_loss"]))

@@ -17,6 +17,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import parameter_table
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training.compose import compose
 from jaxtrain.training.offload.streaming import streamed
 from jaxtrain.training.optimizers.adamw import AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
@@ -25,7 +26,6 @@ from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import load_config
 
 # The head and the last layer learn first, then the layer before it, then the embedding.
@@ -230,7 +230,7 @@ def waited(tiny_config) -> dict[str, np.ndarray]:
 
 
 def test_a_table_says_from_which_step_on():
-    program = make_program(
+    program = compose(
         config := load_config(
             "gpt_quickstart",
             ["Mesh.fsdp=1", "Mesh.tensor=1", "TextData.source='synthetic'", "Train.steps=600",
@@ -239,7 +239,7 @@ def test_a_table_says_from_which_step_on():
         ),
         abstract_layout(config, 1),
     )  # fmt: skip
-    table = parameter_table(program.abstract_state(), program.plain.unfreezing)
+    table = parameter_table(program.abstract_state(), program.setup.unfreezing)
     said = dict(zip(table.columns[0].cells, table.columns[-1].cells, strict=True))
     assert said["layers/up"] == "from step 500 (layers 0 to 1), from step 100"
     assert said["layers/up_bias"] == "from step 100"

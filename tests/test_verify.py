@@ -23,7 +23,7 @@ from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.training.objectives.next_token import NextToken
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
 
 SMALL = ["-b", "Mesh.fsdp = 2", "-b", "Mesh.tensor = 1", "-b", "Mesh.data = 1"]
 SHIPPED = sorted(path.stem for path in configs_folder().glob("*.gin"))
@@ -158,14 +158,14 @@ def test_a_pipeline_of_patches_is_proved(prove):
 
 
 def test_a_gradient_that_is_reduced_twice_fails_the_mesh(prove, tiny_config, monkeypatch):
-    right = Program.gradients
+    right = Setup.gradients
 
-    def twice(program, state, batch):
-        grads, metrics, statistics = right(program, state, batch)
-        factor = 2.0 if program.layout.mesh.size > 1 else 1.0
+    def twice(setup, state, batch, counts=None):
+        grads, metrics, statistics = right(setup, state, batch, counts)
+        factor = 2.0 if setup.layout.mesh.size > 1 else 1.0
         return jax.tree.map(lambda g: g * factor, grads), metrics, statistics
 
-    monkeypatch.setattr(Program, "gradients", twice)
+    monkeypatch.setattr(Setup, "gradients", twice)
     status, verdicts, written = prove(tiny_config, *SMALL, only=["initial", "mesh"])
     assert status == 1
     assert verdicts == {"initial": "proved", "mesh": "FAILED"}

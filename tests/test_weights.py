@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import make_layout, make_program, text_batch
+from conftest import make_layout, make_step, text_batch, with_exchange
 from flax import nnx
 
 from jaxtrain import Trainer, load_config
@@ -16,7 +16,6 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.methods import with_exchange
 from jaxtrain.training.optimizers.average import averaged_params, restart_averages
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule_free import ScheduleFree
@@ -175,26 +174,28 @@ def test_its_own_weights_change_nothing_but_averages(trainer):
 def test_interleaved_stages_have_the_layers_of_one_device():
     model = GPT(vocab_size=V, num_layers=5, embed_dim=16, num_heads=2, context_length=T)
     pipeline = Pipeline(schedule="interleaved", virtual_stages=2, microbatches=2)
-    program = make_program(model, make_layout(pipe=2), pipeline=pipeline)
-    placed = [layer for layer in program.layer_order if layer >= 0]
+    program = make_step(model, make_layout(pipe=2), pipeline=pipeline)
+    placed = [layer for layer in program.setup.layer_order if layer >= 0]
     assert sorted(placed) == [0, 1, 2, 3, 4] != placed
-    assert -1 in program.layer_order
-    state, alone = program.create(0), make_program(model, make_layout())
+    assert -1 in program.setup.layer_order
+    state, alone = program.create(0), make_step(model, make_layout())
     found, expected = weights(program, state), weights(alone, alone.create(0))
     assert_close(found, expected, 0.0)  # a key gives the same parameters on every mesh
     given = {name: value + 1 for name, value in found.items()}
     after = with_weights(program, state, given)
     assert_close(weights(program, after), given, 0.0)
-    padding = np.array(program.layer_order) == -1
+    padding = np.array(program.setup.layer_order) == -1
     assert not np.asarray(after.params["layers"]["up"].get_value())[padding].any()
 
 
 def test_replicas_and_what_they_agree_on_begin_with_the_weights(tiny_config):
     model = GPT(vocab_size=V, num_layers=2, embed_dim=16, num_heads=2, context_length=T)
     settings = Exchange(method="diloco", period=4)
-    program = with_exchange(settings, make_program(model, make_layout(1, data=2, fsdp=2)))
+    program = with_exchange(settings, make_step(model, make_layout(1, data=2, fsdp=2)))
     state = program.create(0)
-    given = {name: value + 1 for name, value in weights(program, program.trained(state)).items()}
+    given = {
+        name: value + 1 for name, value in weights(program, program.current_state(state)).items()
+    }
     after = with_weights(program, state, given)
     for name, value in given.items():
         part, leaf = name.split("/") if "/" in name else (None, name)

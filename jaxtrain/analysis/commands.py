@@ -38,7 +38,7 @@ from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE, FAILED, USER_ERROR
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import load_config
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -2,17 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.source import Dataset
+from jaxtrain.training.compiled_step import Stepper
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState
-from jaxtrain.training.stepper import Stepper
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 
 class RunData:
@@ -21,7 +18,7 @@ class RunData:
     def __init__(
         self,
         config: Config,
-        program: "Program | ExchangeProgram",
+        program: Step,
         workdir: Place | None,
         *,
         writes: bool,
@@ -49,7 +46,7 @@ class RunData:
         """
         train = self._config.train
         opened = with_stores(train.data, self._say).open(seed=train.seed)
-        return self._program.plain.objective.dataset(opened, train.model)
+        return self._program.setup.objective.dataset(opened, train.model)
 
     def dataset(self, stepper: Stepper, steps_done: int) -> Dataset:
         """The data; the first call of a new run's computes what its first model says of them.
@@ -59,7 +56,7 @@ class RunData:
           steps_done: optimizer steps that it has taken.
         """
         if self._dataset is None:
-            refers = self._program.plain.objective.refers
+            refers = self._program.setup.objective.refers
             self._dataset = self._compare(stepper.state, steps_done) if refers else self.opened
         return self._dataset
 
@@ -69,5 +66,5 @@ class RunData:
         if steps_done:
             return stored_reference(self.opened, self._workdir)
         keep = self._workdir if self._writes else None
-        state = self._program.consensus(state)
-        return first_reference(self.opened, self._program.plain, state, keep, say=self._say)
+        state = self._program.eval_state(state)
+        return first_reference(self.opened, self._program.setup, state, keep, say=self._say)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +12,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 
 class Evaluation:
@@ -23,7 +21,7 @@ class Evaluation:
 
     def __init__(
         self,
-        program: "Program | ExchangeProgram",
+        program: Step,
         compiler_options: dict[str, str],
         phases: Phases,
     ) -> None:
@@ -35,7 +33,7 @@ class Evaluation:
           phases: what this process is doing.
         """
         self._program, self._phases = program, phases
-        self._eval_step = jax.jit(program.plain.eval_step, compiler_options=compiler_options)
+        self._eval_step = jax.jit(program.setup.eval_step, compiler_options=compiler_options)
         # Made once: they are asked of the model, which JAX then traces, and never quite forgets.
         self._zeros: Sums | None = None
 
@@ -89,15 +87,15 @@ class Evaluation:
     def names(self, state: TrainState, like: Batch) -> list[str]:
         """Return the names of the metrics of `of`, before there is a batch: `like` is the shapes of
         one."""
-        with self._program.layout.active():
-            zeros = self._no_sums(self._program.consensus(state), like)
+        with self._program.setup.layout.active():
+            zeros = self._no_sums(self._program.eval_state(state), like)
         ones = {name: np.ones(x.shape) if x.ndim else 1.0 for name, x in zeros.items()}
-        told = self._program.plain.objective.evaluation(ones)
+        told = self._program.setup.objective.evaluation(ones)
         return [name for name, value in told.items() if not isinstance(value, list)]
 
     def _no_sums(self, state: TrainState, batch: Batch) -> Sums:
         if self._zeros is None:
-            self._zeros = self._program.plain.no_sums(state, batch)
+            self._zeros = self._program.setup.no_sums(state, batch)
         return self._zeros
 
     def _sums(
@@ -109,8 +107,8 @@ class Evaluation:
     ) -> dict[str, Any]:
         ahead = RunAhead()
         sums: Sums | None = None
-        with self._program.layout.active(), self._phases.phase("evaluation", step):
-            state = self._program.consensus(state)
+        with self._program.setup.layout.active(), self._phases.phase("evaluation", step):
+            state = self._program.eval_state(state)
             for batch in batches:
                 before_each()
                 is_first = sums is None
@@ -135,4 +133,4 @@ class Evaluation:
                 "Trainer.evaluate: none of the targets counts; loss_mask is 0 everywhere, and a "
                 "mean needs a target whose mask is above 0"
             )
-        return self._program.plain.objective.evaluation(sums)
+        return self._program.setup.objective.evaluation(sums)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -16,10 +15,8 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.uneven import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, with_shardings
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import with_shardings
+from jaxtrain.training.step import Step
 
 
 class Feed:
@@ -29,7 +26,7 @@ class Feed:
         self,
         config: Config,
         layout: Layout,
-        program: "Program | ExchangeProgram",
+        program: Step,
         bad_records: BadRecords,
     ) -> None:
         """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
@@ -94,7 +91,7 @@ class Feed:
                 f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
             )
         batch = on_host(batch)
-        train, program = self._train, self._program.plain
+        train, program = self._train, self._program.setup
         if whole:
             train = dataclasses.replace(train, accumulation=1)
             program = dataclasses.replace(program, accumulation=1)
@@ -106,7 +103,7 @@ class Feed:
     def abstract_training(self) -> Batch:
         """The shapes, dtypes and shardings of a batch of `training`."""
         batch = self._train.data.abstract_batch(self._held)
-        return with_shardings(batch, self._program.batch_shardings(batch))
+        return with_shardings(batch, self._program.setup.batch_shardings(batch))
 
     def abstract_shapes(self) -> list[Batch]:
         """The same of each length that rows have."""
@@ -116,7 +113,7 @@ class Feed:
             if isinstance(data, TextData)
             else [data.abstract_batch(size)]
         )
-        return [with_shardings(one, self._program.batch_shardings(one)) for one in found]
+        return [with_shardings(one, self._program.setup.batch_shardings(one)) for one in found]
 
     def _validate(self, dataset: Dataset) -> None:
         if self._layout.mesh.shape["pipe"] == 1:
@@ -139,6 +136,6 @@ class Feed:
 
     def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
         def place(batch: Batch) -> Batch:
-            return to_device(batch, self._program.batch_shardings(batch), batch_size)
+            return to_device(batch, self._program.setup.batch_shardings(batch), batch_size)
 
         return place

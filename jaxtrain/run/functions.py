@@ -1,6 +1,6 @@
 """`init`, `train_step` and `eval_step` of a run, for a custom training loop."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
@@ -8,10 +8,8 @@ from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 
 class Functions:
@@ -21,7 +19,7 @@ class Functions:
     """
 
     def __init__(
-        self, program: "Program | ExchangeProgram", step: CompiledStep, evaluation: Evaluation,
+        self, program: Step, step: CompiledStep, evaluation: Evaluation,
         feed: Feed,
     ) -> None:  # fmt: skip
         """Compiles nothing yet."""
@@ -47,7 +45,7 @@ class Functions:
         Raises:
           UserError: the step cannot learn from the batch.
         """
-        with self._program.layout.active():
+        with self._program.setup.layout.active():
             state, metrics = self._step(state, self._feed.own("functions.train_step", batch))
         self._ahead.add(metrics["loss"])
         return state, metrics
@@ -62,6 +60,6 @@ class Functions:
         Raises:
           UserError: the batch cannot be evaluated, or has no target that counts.
         """
-        with self._program.layout.active():
+        with self._program.setup.layout.active():
             placed = self._feed.own("functions.eval_step", batch, whole=True)
         return self._evaluation.of(state, [placed], step=int(state.step), before_each=lambda: None)

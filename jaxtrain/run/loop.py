@@ -19,10 +19,10 @@ from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.metrics.log import MetricsLog, RunMetrics, lacks_evaluation
+from jaxtrain.training.compiled_step import Stepper
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Config
-from jaxtrain.training.stepper import Stepper
 
 if TYPE_CHECKING:
     from jaxtrain.run.metrics.best import Record

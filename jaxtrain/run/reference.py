@@ -26,7 +26,8 @@ from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.training.objectives.losses import cross_entropy
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 FILE = "reference.npz"
 _ROWS = 8  # of a device at once: evaluation's logits, without a gradient's
@@ -34,7 +35,7 @@ _ROWS = 8  # of a device at once: evaluation's logits, without a gradient's
 
 def first_reference(
     dataset: Dataset,
-    program: Program,
+    setup: Setup,
     state: TrainState,
     workdir: Place | None,
     *,
@@ -44,14 +45,14 @@ def first_reference(
 
     Args:
       dataset: the opened data, of pairs.
-      program: the synchronous program.
-      state: what the run starts with, from `consensus`.
+      setup: the synchronous program.
+      state: what the run starts with, from `Step.eval_state`.
       workdir: the run's folder, where it is kept; None keeps it in memory.
       say: takes a line for people.
     """
     train, heldout = _pairs(dataset)
     say(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
-    told = _log_probabilities(program, state, train), _log_probabilities(program, state, heldout)
+    told = _log_probabilities(setup, state, train), _log_probabilities(setup, state, heldout)
     if workdir is not None and jax.process_index() == 0:
         write_atomically(workdir / FILE, _content(dataset, *told))
     return _with(dataset, *told)
@@ -99,26 +100,26 @@ def _with(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> Dataset:
     )
 
 
-def _log_probabilities(program: Program, state: TrainState, pairs: Pairs) -> np.ndarray:
+def _log_probabilities(setup: Setup, state: TrainState, pairs: Pairs) -> np.ndarray:
     """The model's log-probability of each target, float32 [pairs, T]; 0 where it does not count."""
-    program = for_texts(program)
-    size, found = _ROWS * program.layout.batch_devices(), list[np.ndarray]()
-    with program.layout.active(), program.precision.products():
+    setup = for_texts(setup)
+    size, found = _ROWS * setup.layout.batch_devices(), list[np.ndarray]()
+    with setup.layout.active(), setup.precision.products():
         for begin in range(0, len(pairs), size):
             rows = np.minimum(np.arange(begin, begin + size), len(pairs) - 1)
             batch = pairs.examples(rows)
-            placed = jax.device_put(batch, program.batch_shardings(batch))
-            found.append(np.asarray(_of_batch(program, state, placed)))
+            placed = jax.device_put(batch, setup.batch_shardings(batch))
+            found.append(np.asarray(_of_batch(setup, state, placed)))
     return np.concatenate(found)[: len(pairs)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _of_batch(program: Program, state: TrainState, batch: Batch) -> jax.Array:
-    objective, model = program.objective, program.model(state)
+def _of_batch(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
+    objective, model = setup.objective, setup.model(state)
     assert isinstance(objective, TokenObjective), "pairs are of tokens"
     assert batch.positions is not None, "a batch of text has positions"
     mask = objective.mask(batch)
-    h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, program.execution)
+    h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, setup.execution)
     told_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
     # Whole on every device, so that each process can read them.
     return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, told_BT, 0.0), P())

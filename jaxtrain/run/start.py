@@ -20,13 +20,13 @@ from jaxtrain.training.finetune.finetune import Finetune, matching
 from jaxtrain.training.finetune.tuning import TEACHER, Tuning
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.settings import Checkpoint, Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
 
 
 def first_parameters(
     source: str,
     config: Config,
-    program: Program,
+    setup: Setup,
     *,
     named: str = "Train.start_from",
     step: int | None = None,
@@ -37,7 +37,7 @@ def first_parameters(
     Args:
       source: the folder or the file.
       config: the run that starts with them.
-      program: its program, in whose layout they come.
+      setup: its program, in whose layout they come.
       named: the setting that names the source, for messages.
       step: of the run's checkpoint; None: its newest.
 
@@ -45,10 +45,10 @@ def first_parameters(
       UserError: there is neither there, or another model.
       CheckpointError: the checkpoint is damaged.
     """
-    folder, program = place(source), _of_model(config, program)
+    folder, setup = place(source), _of_model(config, setup)
     if _is_published(folder):
         found = published(source, named=named)
-        return read_parameters(found, program, config.train.model, _fresh(config, program))
+        return read_parameters(found, setup, config.train.model, _fresh(config, setup))
     if not _steps(folder):
         raise UserError(
             f"{named}={source!r}: no run with a complete checkpoint there, and no Hugging "
@@ -57,7 +57,7 @@ def first_parameters(
     checkpoints = Checkpoints(folder, config.checkpoint, read_only=True)
     try:
         step = max(checkpoints.steps()) if step is None else step
-        return restore_parameters(checkpoints, step, config, program)
+        return restore_parameters(checkpoints, step, config, setup)
     finally:
         checkpoints.close()
 
@@ -99,24 +99,24 @@ def _is_published(folder: Place) -> bool:
 
 
 def restore_parameters(
-    checkpoints: Checkpoints, step: int, config: Config, program: Program
+    checkpoints: Checkpoints, step: int, config: Config, setup: Setup
 ) -> nnx.State:
     """The parameters of a checkpoint but for `Finetune.fresh`; UserError, with the settings that
     differ, if another's."""
-    program = _of_model(config, program)
+    setup = _of_model(config, setup)
     try:
-        return restore.restore_parameters(checkpoints, step, program, _fresh(config, program))
+        return restore.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
     except OtherLeavesError as error:
         raise metadata.with_settings(error, checkpoints.extra(step)["config"], config) from error
 
 
-def with_teacher(params: nnx.State | None, config: Config, program: Program) -> nnx.State | None:
+def with_teacher(params: nnx.State | None, config: Config, setup: Setup) -> nnx.State | None:
     """A run's first parameters and, where its objective has a teacher, that one's.
 
     Args:
       params: the model's; None draws them.
       config: the run.
-      program: its program.
+      setup: its program.
 
     Raises:
       UserError: as of `first_parameters`, of the teacher.
@@ -127,9 +127,9 @@ def with_teacher(params: nnx.State | None, config: Config, program: Program) -> 
     assert task.teacher is not None, "asked for its sizes before"
     train = dataclasses.replace(config.train, model=task.sizes, objective=None)
     theirs = dataclasses.replace(config, train=train, finetune=Finetune())
-    layout = program.tuning.teacher_layout(program.layout)
+    layout = setup.tuning.teacher_layout(setup.layout)
     found = first_parameters(
-        task.teacher, theirs, dataclasses.replace(program, layout=layout),
+        task.teacher, theirs, dataclasses.replace(setup, layout=layout),
         named="Distillation.teacher",
     )  # fmt: skip
     teacher = nnx.from_flat_state(
@@ -138,11 +138,11 @@ def with_teacher(params: nnx.State | None, config: Config, program: Program) -> 
     return teacher if params is None else nnx.merge_state(params, teacher)
 
 
-def _of_model(config: Config, program: Program) -> Program:
+def _of_model(config: Config, setup: Setup) -> Setup:
     """The program without what its objective puts around the model."""
-    return dataclasses.replace(program, build=config.train.model.build, tuning=Tuning())
+    return dataclasses.replace(setup, build=config.train.model.build, tuning=Tuning())
 
 
-def _fresh(config: Config, program: Program) -> list[str]:
+def _fresh(config: Config, setup: Setup) -> list[str]:
     """Names of the parameters that are drawn, and of statistics that restart."""
-    return matching(config.finetune.fresh, list(by_name(weight_shapes(program.build))))
+    return matching(config.finetune.fresh, list(by_name(weight_shapes(setup.build))))

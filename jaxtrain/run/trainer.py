@@ -1,6 +1,5 @@
 """`Trainer`: build, train, evaluate and inspect a run from Python."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,14 +37,15 @@ from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics.log import RunMetrics
 from jaxtrain.run.show.progress import on_first_process, quiet
-from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.compiled_step import CompiledStep, Stepper
+from jaxtrain.training.compose import compose
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program, resolve_kernel
+from jaxtrain.training.program.kernel import resolve_kernel
 from jaxtrain.training.settings import Config, load_config
-from jaxtrain.training.step import TrainState
-from jaxtrain.training.stepper import Stepper
+from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
     from jaxtrain.run.functions import Functions
@@ -131,12 +131,12 @@ class Trainer:
         for note in layouts.notes(config, self.layout):
             self.say(note)
         disk = self.workdir if not read_only and isinstance(self.workdir, Path) else None
-        self.program = make_program(config, self.layout, disk)
+        self.program = compose(config, self.layout, disk)
         keep_memory(platform)
         of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
         self._step = CompiledStep(self.program, of_steps)
         self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
-        self._gradients = jax.jit(self.program.plain.gradients, compiler_options=of_evaluation)
+        self._gradients = jax.jit(self.program.setup.gradients, compiler_options=of_evaluation)
         local = None if self._folder is None else self._folder.local
         metrics = RunMetrics(
             config, list(self.mesh.devices.flat), folder=local, workdir=self.workdir,
@@ -180,7 +180,7 @@ class Trainer:
             next_batch=next_batch, steps_done=int(state.step),
         )  # fmt: skip
         self._attempt.step = self.steps_done
-        if self.program.plain.objective.refers and not read_only:
+        if self.program.setup.objective.refers and not read_only:
             _ = self.dataset  # while the state is the one that it is compared with
         self._attempt.has_begun = True
         self._attempt.goodput.mark_replay(self.steps_done)
@@ -227,11 +227,11 @@ class Trainer:
         from jaxtrain.run.huggingface.exporting import export_run
         from jaxtrain.run.weights import merge_adapters
 
-        state = self.program.consensus(self.state)
+        state = self.program.eval_state(self.state)
         return export_run(
             str(path), self.config,
-            dataclasses.replace(self.program.plain.whole, build=self.config.train.model.build),
-            nnx.merge_state(merge_adapters(self.program.plain, state), state.statistics),
+            self.program.setup.replace(build=self.config.train.model.build, tuning=Tuning()),
+            nnx.merge_state(merge_adapters(self.program.setup, state), state.statistics),
             self.workdir, dtype=dtype, ancestors=self.ancestors, console=self.console,
         )  # fmt: skip
 
@@ -246,7 +246,7 @@ class Trainer:
         """
         from jaxtrain.run.huggingface.adapters import write_adapter
 
-        program, state = self.program.plain, self.program.consensus(self.state)
+        program, state = self.program.setup, self.program.eval_state(self.state)
         write_adapter(str(path), self.config, program, state, say=self.say)
 
     @property
@@ -314,7 +314,7 @@ class Trainer:
         from jaxtrain.run.weights import weights
 
         program = self.program
-        state = program.consensus(self.state) if evaluated else program.trained(self.state)
+        state = program.eval_state(self.state) if evaluated else program.current_state(self.state)
         return weights(program, state)
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
@@ -344,7 +344,7 @@ class Trainer:
         """
         from jaxtrain.run.inference.logits import logits
 
-        plain, state = self.program.plain, self.program.consensus(self.state)
+        plain, state = self.program.setup, self.program.eval_state(self.state)
         return logits(plain, self.config.train.model, state, inputs)
 
     def predict(
@@ -374,7 +374,7 @@ class Trainer:
         """
         from jaxtrain.run.weights import on_host
 
-        plain, state = self.program.plain, self.program.trained(self.state)
+        plain, state = self.program.setup, self.program.current_state(self.state)
         with self.layout.active():
             found, _, _ = self._gradients(state, self._feed.own("gradients", batch))
         return on_host(found, plain.stages)
@@ -517,7 +517,7 @@ class Trainer:
         from jaxtrain.run.generation.respond import respond
 
         return respond(
-            self.program.plain, self.config, self.program.consensus(self.state), prompts,
+            self.program.setup, self.config, self.program.eval_state(self.state), prompts,
             max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed,
             batch_size=batch_size, show=show, workdir=self.workdir,
         )  # fmt: skip
@@ -532,14 +532,14 @@ class Trainer:
     def _show_pieces(self, console: Console) -> None:
         from jaxtrain.run.show import report
 
-        program, attention = self.program.plain, resolve_kernel(self.config, self._platform)
+        program, attention = self.program.setup, resolve_kernel(self.config, self._platform)
         report.show_run(console, self.config, program, attention, self.dataset, self.state)
 
     def table(self) -> Table:
         """Every parameter: shape, logical axes, placement, bytes on each device."""
         from jaxtrain.run.show.report import parameter_table
 
-        return parameter_table(self.state, self.program.plain.unfreezing)
+        return parameter_table(self.state, self.program.setup.unfreezing)
 
     @property
     def history(self) -> list[dict[str, Any]]:

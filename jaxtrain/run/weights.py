@@ -12,10 +12,11 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.sharding import by_name, is_variable, name_of
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.finetune.tuning import TEACHER, partition
 from jaxtrain.training.pipeline.stages import Stages, is_layer
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step, base_step
 
 Weights = Mapping[str, Any]
 _MAX_SHOWN = 8
@@ -43,23 +44,21 @@ def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
     return found
 
 
-def weights(program: Program | ExchangeProgram, state: TrainState) -> dict[str, np.ndarray]:
+def weights(program: Step, state: TrainState) -> dict[str, np.ndarray]:
     """Parameters and running statistics of one model by name.
 
     Args:
       program: whose state it was.
-      state: from its `trained` or `consensus`.
+      state: from its `current_state` or `eval_state`.
     """
-    stages = program.plain.stages
+    stages = program.setup.stages
     found = {}
     for part in (*state.weights, state.statistics):
         found |= on_host(part, stages)
     return found
 
 
-def with_weights(
-    program: Program | ExchangeProgram, state: TrainState, given: Weights
-) -> TrainState:
+def with_weights(program: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with these weights in all its replicas and stages; moments stay.
 
     Args:
@@ -70,18 +69,15 @@ def with_weights(
     Raises:
       UserError: names are missing or unknown, or an array has another shape or dtype.
     """
-    plain = program.plain
-    shapes = plain.abstract_state()
+    stages, shapes = program.setup.stages, base_step(program.setup).abstract_state()
     parts = (*shapes.weights, shapes.statistics)
-    validate({n: v for part in parts for n, v in by_name(part).items()}, given, plain.stages)
-    params, frozen, statistics = (place_weights(part, given, plain.stages) for part in parts)
-    with program.layout.active():
+    validate({n: v for part in parts for n, v in by_name(part).items()}, given, stages)
+    params, frozen, statistics = (place_weights(part, given, stages) for part in parts)
+    with program.setup.layout.active():
         return _set(program, state, params, statistics, frozen)
 
 
-def with_trained(
-    program: Program | ExchangeProgram, state: TrainState, given: Weights
-) -> TrainState:
+def with_trained(program: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with other values of all that is trained; the rest of it stays.
 
     Args:
@@ -89,23 +85,23 @@ def with_trained(
       state: the state.
       given: arrays by name, of the right names, shapes and dtypes.
     """
-    plain = program.plain
-    params = place_weights(plain.abstract_state().params, given, plain.stages)
-    with program.layout.active():
+    shapes = base_step(program.setup).abstract_state().params
+    params = place_weights(shapes, given, program.setup.stages)
+    with program.setup.layout.active():
         return _set(program, state, params, state.statistics, state.frozen)
 
 
 def _set(
-    program: Program | ExchangeProgram,
+    program: Step,
     state: TrainState,
     params: nnx.State,
     statistics: nnx.State,
     frozen: nnx.State,
 ) -> TrainState:
-    after = _with_weights(program, program.plain.in_memory(state), params, statistics)
+    after = _with_weights(program, program.in_memory(state), params, statistics)
     after = dataclasses.replace(after, frozen=frozen)
-    after = jax.device_put(after, program.state_shardings(after))
-    return program.plain.filed(after, before=state)
+    after = jax.device_put(after, program.shardings(after))
+    return program.attach_files(after, before=state)
 
 
 def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
@@ -129,26 +125,26 @@ def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> n
     return jax.tree_util.tree_map_with_path(one, shapes, is_leaf=is_variable)
 
 
-def merge_adapters(program: Program, state: TrainState) -> nnx.State:
-    """The model's parameters, adapters added to their weights: in the form of `program.whole`'s,
+def merge_adapters(setup: Setup, state: TrainState) -> nnx.State:
+    """The model's parameters, adapters added to their weights: in the form of `train_all`'s,
     without a teacher's."""
-    if not program.tuning.frozen:
+    if not setup.tuning.frozen:
         return state.params
-    with program.layout.active():
-        found = _merge(program, state.weights)
+    with setup.layout.active():
+        found = _merge(setup, state.weights)
     return partition(found, lambda name, _: not name.startswith(f"{TEACHER}/"))[0]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _merge(program: Program, weights: Any) -> nnx.State:
-    return program.tuning.merge(weights)
+def _merge(setup: Setup, weights: Any) -> nnx.State:
+    return setup.tuning.merge(weights)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _with_weights(
-    program: Program | ExchangeProgram, state: TrainState, params: nnx.State, statistics: nnx.State
+    program: Step, state: TrainState, params: nnx.State, statistics: nnx.State
 ) -> TrainState:
-    return program.with_weights(state, params, statistics)
+    return program.set_weights(state, params, statistics)
 
 
 def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:

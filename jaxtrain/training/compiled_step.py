@@ -1,22 +1,23 @@
-"""The one jitted, state-donating train step of a run."""
+"""The one jitted, state-donating train step of a run, and the flat state that it steps on."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.devices import RunAhead
+from jaxtrain.training.corruption import Corruption, compare_replicas, replay_step
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import PENDING, Program, TrainState, with_shardings
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import TrainState, with_shardings
+from jaxtrain.training.step import Step
 
 Arrays = list[jax.Array]
 
 
 class CompiledStep:
-    """A program's train step for `jax.jit`: compiled when it is first called, or `lower`ed.
+    """A `Step` for `jax.jit`: compiled when it is first called, or `lower`ed.
 
     A run calls it, a plan compiles it for devices that are not there, a profile names its
     operations, and `verify` proves it. The parameters and moments of a TrainState are objects,
@@ -24,49 +25,48 @@ class CompiledStep:
     longer than all the rest of giving a step to the devices (benchmarks/overhead.py). So what is
     compiled takes the arrays alone.
 
-    All its methods are to be called with the program's layout active.
+    All its methods are to be called with the step's layout active.
 
     Where a part of the state lies in files, what is compiled takes the arrays in memory and leaves
     the update to be done: `around` it stands what does that.
 
     Attributes:
-      structure: of a TrainState of the program, whose arrays these are.
+      structure: of a TrainState of the step, whose arrays these are.
       options: of XLA, by name.
       on_arrays: arrays, batch -> arrays, metrics; takes the arrays away from its caller. They go
         out exactly as they came in, so that one compilation serves the whole run.
     """
 
-    def __init__(
-        self, program: "Program | ExchangeProgram", options: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, step: Step, options: Mapping[str, str] | None = None) -> None:
         """Compiles nothing yet.
 
         Args:
-          program: what a step is.
+          step: what is compiled.
           options: of XLA, by name: `compilation.options_of_run`. None: XLA's own.
         """
-        shapes, plain = program.shapes(), program.plain
-        held = plain.in_memory(shapes)
-        shardings = jax.tree.leaves(program.state_shardings(held))
-        self._program, self._held = program, jax.tree.structure(held)
+        shapes = step.shapes()
+        held = step.in_memory(shapes)
+        shardings = jax.tree.leaves(step.shardings(held))
+        self._step, self._held = step, jax.tree.structure(held)
         self.structure, self.options = jax.tree.structure(shapes), dict(options or {})
-        self._finish = plain.finisher(self.options)
+        self._finish = None if step.files is None else step.files.finisher(self.options)
 
-        def train_step(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
-            with plain.precision.products():
-                after, metrics = program.train_step(jax.tree.unflatten(self._held, arrays), batch)
-            return jax.tree.leaves(after), metrics
+        def train_step(arrays: Arrays, batch: Batch) -> tuple[Any, ...]:
+            with step.setup.precision.products():
+                done = step.train_step(jax.tree.unflatten(self._held, arrays), batch)
+            pending = () if self._finish is None else (done.pending,)
+            return jax.tree.leaves(done.state), done.metrics, *pending
 
         self._jitted = jax.jit(
             train_step,
             donate_argnums=0,
-            out_shardings=(shardings, None),
+            out_shardings=(shardings, None) if self._finish is None else (shardings, None, None),
             compiler_options=self.options,
         )
         self.on_arrays: Callable[..., Any] = self.wrap(self._jitted)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step, as `Program.train_step`; takes the state away from its caller."""
+        """One optimizer step, as `Step.train_step`; takes the state away from its caller."""
         arrays, metrics = self.on_arrays(jax.tree.leaves(state), batch)
         return self.state_of(arrays), metrics
 
@@ -80,21 +80,21 @@ class CompiledStep:
         Args:
           batch: a global batch, or its shapes.
         """
-        batch = with_shardings(batch, self._program.batch_shardings(batch))
-        held = self._program.plain.in_memory(self._program.abstract_state())
+        batch = with_shardings(batch, self._step.setup.batch_shardings(batch))
+        held = self._step.in_memory(self._step.abstract_state())
         return self._jitted.lower(jax.tree.leaves(held), batch)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The whole step, as `on_arrays`, of what was compiled for it."""
-        finish, in_memory = self._finish, self._program.plain.in_memory
+        finish, in_memory = self._finish, self._step.in_memory
         if finish is None:
             return compiled
 
         def run_whole(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
             before = self.state_of(arrays)
-            held, metrics = compiled(jax.tree.leaves(in_memory(before)), batch)
+            held, metrics, pending = compiled(jax.tree.leaves(in_memory(before)), batch)
             after = jax.tree.unflatten(self._held, held)
-            return jax.tree.leaves(finish(before, after, metrics.pop(PENDING))), metrics
+            return jax.tree.leaves(finish(before, after, pending)), metrics
 
         return run_whole
 
@@ -106,7 +106,7 @@ class CompiledStep:
         """
         compiled = {batch.inputs.shape: self.lower(batch).compile() for batch in batches}
 
-        def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Arrays, Sums]:
+        def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Any, ...]:
             # A batch of your own of another length is compiled for when it comes.
             return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
@@ -122,3 +122,71 @@ class CompiledStep:
         compiled = self.lower(batch).compile()
         self.on_arrays = self.wrap(compiled)
         return compiled
+
+
+class Stepper:
+    """A compiled train step, and the arrays of the state it steps on.
+
+    Attributes:
+      train_step: arrays, batch -> arrays, metrics; takes the arrays away from its caller. To be
+        called with the layout active.
+    """
+
+    def __init__(self, step: CompiledStep, state: TrainState, corruption: Corruption) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          step: what it takes.
+          state: the state before the first step; the stepper's from now on.
+          corruption: how often `step_and_check` looks for it.
+        """
+        self._step, self._corruption = step, corruption
+        self._arrays = jax.tree.leaves(state)
+        self._ahead = RunAhead()
+        self.train_step: Callable[..., Any] = step.on_arrays
+
+    @property
+    def state(self) -> TrainState:
+        """The current state; the next step takes its arrays away."""
+        return self._step.state_of(self._arrays)
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        arrays, structure = jax.tree.flatten(state)
+        if structure != self._step.structure:
+            raise UserError(
+                "Trainer.state is set to a state of another structure than this run's; use one "
+                "that this trainer gave, with other values in its arrays"
+            )
+        self._arrays = arrays
+
+    def step(self, batch: Batch) -> Sums:
+        """One optimizer step on a global batch on the devices; metrics on the devices."""
+        self._arrays, metrics = self.train_step(self._arrays, batch)
+        self._ahead.add(metrics["loss"])
+        return metrics
+
+    def step_and_check(self, batch: Batch, step: int) -> Sums:
+        """Step `step` of a run: where it is due, checked for silent corruption.
+
+        Raises:
+          CorruptionError: devices disagree about what they should hold alike.
+        """
+        replay, compare = self._corruption.replay_every, self._corruption.compare_replicas_every
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            replays = replay > 0 and step % replay == 0
+            metrics = self._replay(batch, step) if replays else self.step(batch)
+        if compare > 0 and step % compare == 0:
+            compare_replicas(self.state, step)
+        return metrics
+
+    def _replay(self, batch: Batch, step: int) -> Sums:
+        """A step taken twice and compared, as states: differences are named by their place."""
+
+        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+            arrays, metrics = self.train_step(jax.tree.leaves(state), batch)
+            return self._step.state_of(arrays), metrics
+
+        after, metrics = replay_step(train_step, self.state, batch, step)
+        self._arrays = jax.tree.leaves(after)
+        return metrics

@@ -26,7 +26,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, name_of
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 _MAX_NAMED = 8
 

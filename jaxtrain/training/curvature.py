@@ -17,25 +17,27 @@ from jaxtrain.training.objectives.objective import at_least_one
 from jaxtrain.training.optimizers.rounding import hash_bits, place_in_array
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.sophia import SophiaRule
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import ON_DEVICES, Setup
+from jaxtrain.training.state import TrainState
 
-Estimate = Callable[[Program, TrainState, Batch], nnx.State]
+Estimate = Callable[[Setup, TrainState, Batch], nnx.State]
 
 
-def estimate_of(rule: Rule) -> Callable[[Program, TrainState, Batch], Any] | None:
-    """What `Program.curvature` is for a rule: whether an estimate is due, and that, else zeros."""
+def estimate_of(rule: Rule) -> Callable[[Setup, TrainState, Batch], Any] | None:
+    """What estimates for a rule whether an estimate is due, and that, else zeros; None: nothing."""
     if not isinstance(rule, SophiaRule):
         return None
     return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)
 
 
 def _when_due(
-    estimate: Estimate, every: int, program: Program, state: TrainState, batch: Batch
+    estimate: Estimate, every: int, setup: Setup, state: TrainState, batch: Batch
 ) -> tuple[jax.Array, nnx.State]:
     due = state.step % every == 0
     # One microbatch, the first, is the part of the batch that the paper takes.
-    micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, program.accumulation))
-    one = dataclasses.replace(program, accumulation=1)
+    micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, setup.accumulation))
+    # Its gradients stay on the devices, as the parameters that it is given.
+    one = setup.replace(accumulation=1, targets=ON_DEVICES)
 
     def zeros() -> nnx.State:
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state.params)
@@ -47,20 +49,20 @@ def _when_due(
     return due, jax.lax.cond(due, estimate_now, zeros)
 
 
-def hutchinson(program: Program, state: TrainState, batch: Batch) -> nnx.State:
+def hutchinson(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
     """u * (H u) for the Hessian H of a batch's mean loss and random signs u: its diagonal, on
     average."""
 
     u = signs(state)
 
-    objective = program.objective
-    rows = with_row_ids(batch) if objective.draws or program.tuning.draws else batch
+    objective = setup.objective
+    rows = with_row_ids(batch) if objective.draws or setup.tuning.draws else batch
     scales = {name: 1 / at_least_one(count) for name, count in objective.counts(batch).items()}
 
     def loss(params: nnx.State) -> jax.Array:
-        weights = to_compute((params, state.frozen), program.precision.compute)
-        joined = program.tuning.join(weights)
-        sums, _ = program.sums(joined, state.statistics, rows, train=True, step=state.step)
+        weights = to_compute((params, state.frozen), setup.precision.compute)
+        joined = setup.tuning.join(weights)
+        sums, _ = setup.sums(joined, state.statistics, rows, train=True, step=state.step)
         return objective.total(sums, scales)
 
     def along_u(params: nnx.State) -> jax.Array:
@@ -81,30 +83,30 @@ def signs(state: TrainState) -> nnx.State:
     return jax.tree_util.tree_map_with_path(sign, state.params, is_leaf=is_variable)
 
 
-def gauss_newton_bartlett(program: Program, state: TrainState, batch: Batch) -> nnx.State:
+def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
     """n g^2 for the gradient g of the mean loss of n targets that the model itself draws: the
     diagonal of the Gauss-Newton matrix, on average (arXiv 2305.14342, section 2.3)."""
-    drawn = dataclasses.replace(batch, targets=draw_targets(program, state, batch))
-    gradients, _, _ = program.gradients(state, drawn)
-    n = program.objective.counts(batch)["weight"]
+    drawn = dataclasses.replace(batch, targets=draw_targets(setup, state, batch))
+    gradients, _, _ = setup.gradients(state, drawn)
+    n = setup.objective.counts(batch)["weight"]
     return jax.tree.map(lambda g: n * g * g, gradients)
 
 
-def draw_targets(program: Program, state: TrainState, batch: Batch) -> jax.Array:
+def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     """Targets in the form of a batch's, each drawn from the softmax of the model's logits.
 
     The largest of logits + Gumbel noise is such a draw. The noise is a hash of the place and of the
     step: the same on every mesh.
     """
-    objective: Any = program.objective
-    model = program.model(state)
-    logits = objective.logits(model, state.statistics, batch, program.execution)
+    objective: Any = setup.objective
+    model = setup.model(state)
+    logits = objective.logits(model, state.statistics, batch, setup.execution)
     bits = place_in_array(logits, state.step, _LABELS)
     uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
     drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
     if drawn.ndim < batch.targets.ndim:  # all labels of an example are the one that was drawn
         drawn = jnp.repeat(drawn[:, None], batch.targets.shape[1], 1)
-    return jax.sharding.reshard(drawn, program.layout.activation(("batch",)))
+    return jax.sharding.reshard(drawn, setup.layout.activation(("batch",)))
 
 
 def _reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:

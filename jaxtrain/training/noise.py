@@ -6,88 +6,77 @@ in examples. A batch of b examples has E |g|^2 = |G|^2 + tr(S) / b: the norms of
 different sizes give both.
 """
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.microbatches import split_microbatches
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.state import Gradient, TrainState
+from jaxtrain.training.step import Step, transform
 
 # Of the moving means of both estimates: one of a step alone is mostly noise itself.
 _DECAY = 0.95
 
 
-@dataclasses.dataclass(frozen=True)
-class NoiseMeasured(ExchangeProgram):
-    """The synchronous program, which every few steps takes its first microbatch's gradient too.
+@transform
+def measure_noise(step: Step, every: int) -> Step:
+    """The step that measures its noise scale by its first microbatch's gradient.
 
-    Attributes:
+    Its metrics have `noise_scale`, in rows of the batch: the quotient of the means so far, 0 before
+    the first. `TrainState.exchange` has the moving means of |G|^2 and of tr(S), float32 [2], and
+    how much of them is there, since they begin with nothing, float32.
+
+    Args:
+      step: of several microbatches.
       every: steps from one estimate to the next.
     """
+    of_one = step.rebuild(accumulation=1)
+    parts, layout = step.setup.accumulation, step.setup.layout
 
-    every: int
-
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; `exchange` holds the moving means of |G|^2 and of tr(S), float32 [2], and
-        how much of them is there, since they begin with nothing, float32."""
+    def init(*arguments: Any) -> TrainState:
         nothing = {"means": jnp.zeros(2), "weight": jnp.zeros(())}
-        return dataclasses.replace(self.plain.init(key, params), exchange=nothing)
+        return step.init(*arguments).replace(exchange=nothing)
 
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        everywhere = jax.tree.map(lambda _: self.layout.named(P()), state.exchange)
-        return dataclasses.replace(self.plain.state_shardings(state), exchange=everywhere)
+    def shardings(state: TrainState) -> TrainState:
+        everywhere = jax.tree.map(lambda _: layout.named(P()), state.exchange)
+        return step.shardings(state).replace(exchange=everywhere)
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step; its metrics have `noise_scale`, in rows of the batch, too: the
-        quotient of the means so far, 0 before the first."""
-        kept, at = state.exchange, _of_plain(state)
-        grads, metrics, statistics = self.plain.gradients(at, batch)
-        parts = self.plain.accumulation
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        found, kept = step.gradient(state, batch, counts), state.exchange
         rows = jax.tree.leaves(batch)[0].shape[0]
-        large = jnp.square(optax.global_norm(grads))
+        large = jnp.square(optax.global_norm(found.grads))
 
         def estimate() -> dict[str, jax.Array]:
             micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, parts))
-            one = dataclasses.replace(self.plain, accumulation=1)
-            small = jnp.square(optax.global_norm(one.gradients(at, micro)[0]))
-            found = jnp.stack(signal_and_noise(small, large, rows // parts, rows))
+            small = jnp.square(optax.global_norm(of_one.gradient(state, micro).grads))
+            pair = jnp.stack(signal_and_noise(small, large, rows // parts, rows))
             weight = _DECAY * kept["weight"] + (1 - _DECAY)
-            return {"means": _DECAY * kept["means"] + (1 - _DECAY) * found, "weight": weight}
+            return {"means": _DECAY * kept["means"] + (1 - _DECAY) * pair, "weight": weight}
 
-        kept = jax.lax.cond(state.step % self.every == 0, estimate, lambda: kept)
-        curvature = self.plain.estimate_curvature(at, batch)
-        after, metrics = self.plain.update(at, grads, metrics, statistics, curvature)
+        kept = jax.lax.cond(state.step % every == 0, estimate, lambda: kept)
         signal, noise = kept["means"]
-        metrics["noise_scale"] = noise / jnp.where(signal == 0, 1.0, signal)
-        return dataclasses.replace(after, exchange=kept), metrics
+        scale = noise / jnp.where(signal == 0, 1.0, signal)
+        return found._replace(metrics={**found.metrics, "noise_scale": scale}, exchange=kept)
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of the synchronous program."""
-        return self.plain.consensus(_of_plain(state))
+    def base_state(state: TrainState) -> TrainState:
+        return state.replace(exchange=())
 
-    def trained(self, state: TrainState) -> TrainState:
-        """As of the synchronous program, without the means."""
-        return self.plain.trained(_of_plain(state))
+    def set_weights(state: TrainState, *weights: Any) -> TrainState:
+        return step.set_weights(base_state(state), *weights).replace(exchange=state.exchange)
 
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """As of the synchronous program; the means stay."""
-        after = self.plain.with_weights(_of_plain(state), params, statistics)
-        return dataclasses.replace(after, exchange=state.exchange)
-
-
-def _of_plain(state: TrainState) -> TrainState:
-    """The state of the synchronous program."""
-    return dataclasses.replace(state, exchange=())
+    return step._replace(
+        init=init,
+        shardings=shardings,
+        gradient=gradient,
+        current_state=lambda state: step.current_state(base_state(state)),
+        eval_state=lambda state: step.eval_state(base_state(state)),
+        set_weights=set_weights,
+    )
 
 
 def signal_and_noise(
@@ -103,11 +92,3 @@ def signal_and_noise(
     """
     signal = (many * large - few * small) / (many - few)
     return signal, (small - large) / (1 / few - 1 / many)
-
-
-def with_noise(every: int, program: Program | ExchangeProgram) -> Program | ExchangeProgram:
-    """Return a program that measures its noise every `every` steps; 0: the same program."""
-    if every == 0:
-        return program
-    assert isinstance(program, Program), "what takes gradients in another way is rejected"
-    return NoiseMeasured(program, every)

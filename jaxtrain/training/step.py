@@ -1,173 +1,135 @@
-"""The train step: `TrainState`, init, train_step and eval_step as pure functions."""
+"""The train step as a record of pure functions, built of a setup and changed by transforms.
 
-import dataclasses
+A transform takes the builder of a step and gives the builder of another one: sharpness takes two
+gradients where the step inside of it takes one, a guard judges the gradient that it is given before
+the update inside of it. `compose.py` has them in their order.
+"""
+
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Model
-from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.nn.precision import Precision, to_compute, to_master
+from jaxtrain.nn.precision import to_master
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
-from jaxtrain.parallel.gathering import with_slices
 from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
-from jaxtrain.training.balancing import update_biases
-from jaxtrain.training.creation import init_sharded
-from jaxtrain.training.finetune.tuning import Tuning, Weights, partition
-from jaxtrain.training.guard import FIRST_LOSS_SCALE, Guard, History, Verdict, judge, select
-from jaxtrain.training.microbatches import accumulate, split_microbatches, with_row_ids
-from jaxtrain.training.objectives.losses import Loss, Sums
-from jaxtrain.training.objectives.objective import Objective, at_least_one
+from jaxtrain.training.finetune.tuning import Tuning, partition
+from jaxtrain.training.guard import FIRST_LOSS_SCALE, select
+from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.optimizers.average import averaged_params, restart_averages
 from jaxtrain.training.optimizers.plateau import rate_taken
-from jaxtrain.training.optimizers.rounding import apply_updates
-from jaxtrain.training.optimizers.unfreezing import Unfreezing
-from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.pipeline.stages import Stages, deal
-from jaxtrain.training.reduction import local_gradients, reduce_once_axes, sum_gradients
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import Gradient, TrainState, Updated, with_shardings
 
-PENDING = "pending"  # among a step's metrics, what its compiled program leaves to be done
+MOST_BYTES = 2**44  # of a device: a misprint's model, whose creation would never come to an end
 _ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their own numbers
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Everything that is saved and updated.
+class Files(Protocol):
+    """The part of a state that is in files, which no compiled program takes: offload to disk."""
 
-    Attributes:
-      step: int32 scalar, optimizer steps taken.
-      params: the master parameters that are trained.
-      opt_state: the optimizer's state.
-      statistics: running statistics; empty for models that have none.
-      loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
-      exchange: what an exchange over `data` other than the synchronous one remembers.
-      guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
-      frozen: the parameters without a gradient, which stay as they are but for routers' biases.
-    """
+    def in_memory(self, state: TrainState) -> TrainState:
+        """The state without what is in files."""
+        ...
 
-    step: jax.Array
-    params: nnx.State
-    opt_state: optax.OptState
-    statistics: nnx.State
-    loss_scale: jax.Array
-    exchange: Any = ()
-    guard: Any = ()
-    frozen: nnx.State = dataclasses.field(default_factory=lambda: nnx.State({}))
-
-    @property
-    def weights(self) -> Weights:
-        """All parameters: those that are trained, and those that are not."""
-        return self.params, self.frozen
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A model, an optimizer and a layout, and the pure functions they make.
-
-    Attributes:
-      build: key -> module.
-      objective: what the model is trained to do.
-      optimizer: the optax transformation.
-      schedule: steps taken -> learning rate, for the metrics.
-      layout: where everything goes.
-      precision: dtypes and loss scaling.
-      loss: the loss's settings.
-      execution: how the model's mathematics is run.
-      accumulation: microbatches in one optimizer step.
-      pipeline: how microbatches go through the stages, where the mesh has more than one.
-      guard: which steps are bad, and whether they may change the state.
-      curvature: what the optimizer's update is given of the Hessian's diagonal, from this program,
-        a state and a batch: see `training/curvature.py`; None: nothing.
-      seed: of what training draws in its steps, as dropout does.
-      tuning: which parameters are trained.
-      bias_speed: by how much a step moves the biases of routers; see `balancing`.
-      unfreezing: which of these wait, and for what step; the optimizer knows of it too.
-    """
-
-    build: Callable[[jax.Array], nnx.Module]
-    objective: Objective[Any]
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    layout: Layout
-    precision: Precision
-    loss: Loss
-    execution: Execution
-    accumulation: int = 1
-    pipeline: Pipeline = Pipeline()
-    guard: Guard = Guard()
-    curvature: Callable[["Program", TrainState, Batch], Any] | None = None
-    seed: int = 0
-    tuning: Tuning = Tuning()
-    bias_speed: float | None = None
-    unfreezing: Unfreezing = Unfreezing()
-
-    # -- state ----------------------------------------------------------------------------------
-
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; the same key gives the same bits on every mesh.
+    def attach(self, state: TrainState, before: TrainState | None = None) -> TrainState:
+        """The whole state of one in memory.
 
         Args:
-          key: of what is drawn.
-          params: the parameters to start from, and running statistics, as `whole`'s state holds
-            them; those that are missing are drawn. None draws all.
+          state: in memory.
+          before: whose files go on to hold what they do, but for arrays of `state` in their place;
+            None: they are made anew, for the optimizer's first state.
         """
-        _, drawn, statistics = nnx.split(self.build(key), nnx.Param, Statistic)
-        given = {} if params is None else by_name(params)
-        missing = partition(drawn, lambda name, _: name not in given)[0]
-        missing = to_master(missing, self.precision.params)
-        if self.stages is not None:
-            missing = self.stages.to_stages(missing)
-        found = nnx.merge_state(statistics, missing, *([] if params is None else [params]))
-        statistics, params = partition(found, lambda _, x: isinstance(x, Statistic))
-        scale = self.precision.loss_scale
-        first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
-        params, frozen = self.tuning.begin(params, self._adapters(drawn, key))
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=self.optimizer.init(params),
-            statistics=statistics,
-            loss_scale=jnp.array([first, 0.0], jnp.float32),
-            guard=() if self.guard.spike_sigma is None else History.empty(self.guard.window),
-            frozen=frozen,
-        )
+        ...
 
-    def _adapters(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
-        """What is trained beside a model's parameters, in the form of a state's."""
-        adapters = self.tuning.draw(shapes, jax.random.fold_in(key, _ADAPTERS))
-        adapters = jax.tree.map(lambda x: x.astype(self.precision.params), adapters)
-        return adapters if self.stages is None else self.stages.to_stages(adapters)
+    def restore(self, state: TrainState, read: Callable[[Callable[..., Any]], Any]) -> TrainState:
+        """The whole state of one in memory, what is in files read one parameter at a time.
 
-    @property
-    def whole(self) -> "Program":
-        """The same program with all parameters trained: its state holds a model's as they are."""
-        return dataclasses.replace(self, tuning=Tuning())
+        Args:
+          state: in memory.
+          read: reads a part of the whole state, that which its argument takes of the abstract one.
+        """
+        ...
 
-    @functools.cached_property
-    def stages(self) -> Stages | None:
-        """Which layers stand on which stage of the pipeline; None where there is none."""
-        ranks = self.layout.mesh.shape["pipe"]
-        if ranks == 1:
-            return None
-        shapes, pipeline = parameter_shapes(self.build), self.pipeline
-        return deal(shapes, ranks, pipeline.virtual_stages, folded=pipeline.folded)
+    def finisher(
+        self, options: Mapping[str, str]
+    ) -> Callable[[TrainState, TrainState, Any], TrainState]:
+        """What ends a step, with the layout active: the whole state before it, the state in memory
+        after it and what it left pending, to the whole state.
 
-    @property
-    def layer_order(self) -> list[int] | None:
-        """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
-        return None if self.stages is None else self.stages.order.tolist()
+        Args:
+          options: of XLA, by name.
+        """
+        ...
+
+
+class Step(NamedTuple):
+    """The pure functions of a train step and of its state.
+
+    Attributes:
+      setup: what it is composed of.
+      build: makes the same composition of another setup.
+      init: key, parameters to start from or None -> a fresh state; the same key gives the same bits
+        on every mesh. Parameters, and running statistics with them, are in the form of a state of
+        `base_step`; those that are missing are drawn.
+      shardings: state or its shapes -> a NamedSharding for every array.
+      gradient: state, batch, counts or None -> Gradient. The counts are what sums are divided by,
+        as of `Objective.counts`; None: this batch's.
+      update: state, Gradient -> Updated.
+      current_state: state -> the base step's, with the parameters that training resumes from; the
+        optimizer's state may be left out.
+      eval_state: state -> the base step's, with the parameters that are evaluated, generated with
+        and exported: averages, if any.
+      set_weights: state, parameters, statistics in the form of `current_state`'s -> the state with
+        them; moments stay, averages of the parameters and what is kept of them restart.
+      files: of a state of which a part is in files; None: all of it is in memory.
+    """
+
+    setup: Setup
+    build: Callable[[Setup], "Step"]
+    init: Callable[..., TrainState]
+    shardings: Callable[[TrainState], TrainState]
+    gradient: Callable[..., Gradient]
+    update: Callable[[TrainState, Gradient], Updated]
+    current_state: Callable[[TrainState], TrainState]
+    eval_state: Callable[[TrainState], TrainState]
+    set_weights: Callable[[TrainState, nnx.State, nnx.State], TrainState]
+    files: Files | None = None
+
+    def rebuild(self, **changes: Any) -> "Step":
+        """The same composition of a setup with other fields."""
+        return self.build(self.setup.replace(**changes))
+
+    def train_step(self, state: TrainState, batch: Batch) -> Updated:
+        """One optimizer step.
+
+        Args:
+          state: what compiled programs take of it (`in_memory`); donate it.
+          batch: the global batch.
+
+        Returns:
+          The new state and the metrics `loss` (mean over the targets that count), `grad_norm`
+          (before clipping), `learning_rate` and the objective's own; all stay on the devices.
+        """
+        return self.update(state, self.gradient(state, batch))
+
+    def in_memory(self, state: TrainState) -> TrainState:
+        """What compiled programs take of a state."""
+        return state if self.files is None else self.files.in_memory(state)
+
+    def attach_files(self, state: TrainState, before: TrainState | None = None) -> TrainState:
+        """The whole state of one in memory; arguments as of `Files.attach`."""
+        return state if self.files is None else self.files.attach(state, before)
 
     def shapes(self) -> TrainState:
         """The state's shapes and dtypes; the key too is only traced, so that no device is asked."""
@@ -176,21 +138,7 @@ class Program:
     def abstract_state(self) -> TrainState:
         """The state's shapes, dtypes and shardings; no array is made."""
         shapes = self.shapes()
-        return with_shardings(shapes, self.state_shardings(shapes))
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
-        of: dict[str, Any] = {
-            "step": layout.named(P()),
-            "params": shardings(state.params, layout.parameter, layout),
-            "opt_state": shardings(state.opt_state, layout.moment, layout),
-            "statistics": shardings(state.statistics, layout.weight, layout),
-            "loss_scale": layout.named(P()),
-            "guard": jax.tree.map(lambda _: layout.named(P()), state.guard),
-            "frozen": self.tuning.frozen_shardings(state.frozen, layout),
-        }
-        return TrainState(**of)
+        return with_shardings(shapes, self.shardings(shapes))
 
     def create(self, seed: int, params: nnx.State | None = None) -> TrainState:
         """A fresh state, created in place: no device ever holds more than its shards.
@@ -199,392 +147,163 @@ class Program:
           seed: of what is drawn.
           params: the parameters to start from, as of `init`, which are taken away.
         """
-        return self.filed(init_sharded(self, seed, params))
 
-    def in_memory(self, state: TrainState) -> TrainState:
-        """What programs are given of a state: all but what lies in files."""
-        return state
+        def init(key: jax.Array, params: nnx.State | None) -> TrainState:
+            return self.in_memory(self.init(key, params))
 
-    def filed(self, state: TrainState, before: TrainState | None = None) -> TrainState:
-        """The whole state of one in memory: this one, where nothing lies in files."""
-        del before
-        return state
+        shapes = self.in_memory(self.shapes())
+        out = self.shardings(shapes)
+        _require_possible_size(shapes, out)
+        made = jax.jit(init, out_shardings=out, donate_argnums=1)
+        # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
+        with contextlib.nullcontext() if params is None else self.setup.layout.active():
+            return self.attach_files(made(jax.random.key(seed), params))
 
-    def finisher(self, options: Mapping[str, str]) -> Callable[..., TrainState] | None:
-        """What ends a step that its compiled program leaves PENDING; None: it is all there is."""
-        del options
 
-    def batch_shardings(self, batch: Batch) -> Batch:
-        """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
-        spec = self.layout.activation(("batch",))
-        return jax.tree.map(lambda _: self.layout.named(spec), batch)
+Build = Callable[[Setup], Step]
+Transform = Callable[[Build], Build]
 
-    def validate(self, batch: Batch, model: Model) -> None:
-        """Raises UserError with every reason why no step can be taken on a batch of your own.
 
-        Args:
-          batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
-          model: the model's settings.
-        """
-        found = list(self.objective.validate(batch, model, self.loss, self.layout))
-        if not found:
-            found += self._validate_rows(jax.tree.leaves(batch)[0].shape[0])
-        if found:
-            raise UserError("\n".join(found))
+def transform(function: Callable[..., Step]) -> Callable[..., Transform]:
+    """`function(step, *settings) -> step` as `function(*settings) -> Transform`.
 
-    def _validate_rows(self, rows: int) -> Iterator[str]:
-        devices = self.layout.batch_devices()
-        parts, times = devices * self.accumulation, f"Train.accumulation={self.accumulation}"
-        if self.stages is not None:
-            parts *= self.pipeline.microbatches
-            times += f" times Pipeline.microbatches={self.pipeline.microbatches}"
-        if rows % parts:
-            yield (
-                f"Batch.inputs has {rows} rows, which do not divide over the {devices} devices "
-                f"that split the batch times {times}; the nearest multiple of {parts} is "
-                f"{nearest_multiple(rows, parts)}"
-            )
+    The step that it gives is rebuilt with the transform: without this a `rebuild` would lose it.
+    """
 
-    @property
-    def plain(self) -> "Program":
-        """The program that evaluates and generates with what `consensus` returns: this one."""
-        return self
+    @functools.wraps(function)
+    def with_settings(*settings: Any, **named: Any) -> Transform:
+        def wrap(build: Build) -> Build:
+            def rebuilt(setup: Setup) -> Step:
+                return function(build(setup), *settings, **named)._replace(build=rebuilt)
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """The state that evaluation and generation use: with the averaged parameters, if any."""
+            return rebuilt
+
+        return functools.update_wrapper(wrap, function)
+
+    return with_settings
+
+
+def apply_transforms(build: Build, *transforms: Transform) -> Build:
+    """The builder with each transform around it, the first one innermost."""
+    for one in transforms:
+        build = one(build)
+    return build
+
+
+def base_step(setup: Setup) -> Step:
+    """The synchronous step: one gradient of the whole batch, one update of the optimizer."""
+    layout = setup.layout
+
+    def init(key: jax.Array, params: nnx.State | None = None) -> TrainState:
+        _, drawn, statistics = nnx.split(setup.build(key), nnx.Param, Statistic)
+        given = {} if params is None else by_name(params)
+        missing = partition(drawn, lambda name, _: name not in given)[0]
+        missing = _to_stages(setup, to_master(missing, setup.precision.params))
+        found = nnx.merge_state(statistics, missing, *([] if params is None else [params]))
+        statistics, params = partition(found, lambda _, x: isinstance(x, Statistic))
+        adapters = setup.tuning.draw(drawn, jax.random.fold_in(key, _ADAPTERS))
+        adapters = jax.tree.map(lambda x: x.astype(setup.precision.params), adapters)
+        params, frozen = setup.tuning.begin(params, _to_stages(setup, adapters))
+        scale = setup.precision.loss_scale
+        first = FIRST_LOSS_SCALE if scale == "dynamic" else 1.0 if scale is None else scale
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            opt_state=setup.optimizer.init(params),
+            statistics=statistics,
+            loss_scale=jnp.array([first, 0.0], jnp.float32),
+            frozen=frozen,
+        )
+
+    def state_shardings(state: TrainState) -> TrainState:
+        of: dict[str, Any] = {
+            "step": layout.named(P()),
+            "params": setup.storage.shardings(layout, state.params),
+            "opt_state": shardings(state.opt_state, layout.moment, layout),
+            "statistics": shardings(state.statistics, layout.weight, layout),
+            "loss_scale": layout.named(P()),
+            "frozen": setup.tuning.frozen_shardings(state.frozen, layout),
+        }
+        return TrainState(**of)
+
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        return Gradient(*setup.gradients(state, batch, counts), exchange=state.exchange)
+
+    @jax.named_scope("optimizer")
+    def update(state: TrainState, found: Gradient) -> Updated:
+        metrics = dict(found.metrics)
+        metrics.pop(EXPERT_LOAD, None)
+        # From here each device updates its own shard of everything (ZeRO 1 and up).
+        grads = reshard(found.grads, layout.moment, layout)
+        old = state.replace(params=reshard(state.params, layout.moment, layout))
+        extra: dict[str, Any] = {"value": metrics["loss"], "step": state.step}
+        for name, (due, tree) in found.extra.items():
+            extra[name] = due, reshard(tree, layout.moment, layout)
+        if "grad_norm" not in metrics:  # a guard has judged it
+            metrics["grad_norm"] = optax.global_norm(grads)
+        params, opt_state, pending = setup.apply(setup, old, grads, found.good, extra)
+        rate = rate_taken(setup.schedule, old.opt_state, opt_state, old.step)
+        new = old.replace(
+            step=state.step + 1,
+            params=setup.storage.store(layout, params),
+            opt_state=opt_state,
+            statistics=select(found.good, found.statistics, old.statistics),
+            exchange=found.exchange,
+        )
+        return Updated(new, {**metrics, "learning_rate": rate}, pending)
+
+    def eval_state(state: TrainState) -> TrainState:
         average = averaged_params(state.opt_state, state.params)
         if average is None:
             return state
         average = jax.tree.map(lambda x, like: x.astype(like.dtype), average, state.params)
-        if self.layout.zero in (1, 2):  # else it lies there already
-            with self.layout.active():
-                average = _as_parameters(average, self.layout)
-        return dataclasses.replace(state, params=average)
+        if layout.zero in (1, 2):  # else it is there already
+            with layout.active():
+                average = _to_parameter_sharding(average, layout)
+        return state.replace(params=average)
 
-    def trained(self, state: TrainState) -> TrainState:
-        """The state with the parameters that training resumes from: this one."""
-        return state
+    def set_weights(state: TrainState, params: nnx.State, statistics: nnx.State) -> TrainState:
+        opt_state = restart_averages(state.opt_state, reshard(params, layout.moment, layout))
+        return state.replace(params=params, opt_state=opt_state, statistics=statistics)
 
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """The state with other weights; moments stay, averages of the parameters restart.
+    return Step(
+        setup=setup,
+        build=base_step,
+        init=init,
+        shardings=state_shardings,
+        gradient=gradient,
+        update=update,
+        current_state=lambda state: state,
+        eval_state=eval_state,
+        set_weights=set_weights,
+    )
 
-        Args:
-          state: the state.
-          params: in its form: the layers in stage order.
-          statistics: likewise.
-        """
-        moved = reshard(params, self.layout.moment, self.layout)
-        opt_state = restart_averages(state.opt_state, moved)
-        return dataclasses.replace(state, params=params, opt_state=opt_state, statistics=statistics)
 
-    # -- the step -------------------------------------------------------------------------------
+def train_all(setup: Setup) -> Step:
+    """The base step of the same model with every parameter trained: a state of it has a model's
+    parameters as they are."""
+    return base_step(setup.replace(tuning=Tuning()))
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step.
 
-        Args:
-          state: the state; donate it.
-          batch: the global batch.
-
-        Returns:
-          The new state and the metrics `loss` (mean over the targets that count), `grad_norm`
-          (before clipping), `learning_rate` and the objective's own; all stay on the device.
-        """
-        grads, metrics, statistics = self.gradients(state, batch)
-        curvature = self.estimate_curvature(state, batch)
-        return self.update(state, grads, metrics, statistics, curvature)
-
-    def estimate_curvature(self, state: TrainState, batch: Batch) -> Any:
-        """What the optimizer's update is given of the Hessian's diagonal; None: nothing."""
-        return None if self.curvature is None else self.curvature(self, state, batch)
-
-    @jax.named_scope("optimizer")
-    def update(
-        self,
-        state: TrainState,
-        grads: nnx.State,
-        metrics: Sums,
-        statistics: nnx.State,
-        curvature: tuple[jax.Array, nnx.State] | None = None,
-    ) -> tuple[TrainState, Sums]:
-        """The second half of `train_step`: the state after these gradients, and all its metrics."""
-        layout = self.layout
-        # From here each device updates its own shard of everything (ZeRO 1 and up).
-        grads = reshard(grads, layout.moment, layout)
-        old = dataclasses.replace(state, params=reshard(state.params, layout.moment, layout))
-        load = metrics.pop(EXPERT_LOAD, None)
-        frozen = update_biases(state.frozen, load, self.bias_speed, self.layer_order)
-        more: dict[str, Any] = {"value": metrics["loss"], "step": state.step}
-        if curvature is not None:
-            more["curvature"] = curvature[0], reshard(curvature[1], layout.moment, layout)
-        metrics["grad_norm"] = optax.global_norm(grads)
-        good, new = None, dataclasses.replace(old, step=state.step + 1)
-        if self.guard.in_step or self.precision.loss_scale == "dynamic":
-            verdict, metrics = self._judge(old, metrics)
-            good = verdict.good
-            new = dataclasses.replace(new, loss_scale=verdict.loss_scale, guard=verdict.history)
-        params, opt_state = self.moved(old, grads, good, **more)
-        metrics["learning_rate"] = rate_taken(self.schedule, old.opt_state, opt_state, old.step)
-        new = dataclasses.replace(
-            new,
-            params=self.at_rest(params),
-            opt_state=opt_state,
-            statistics=select(good, statistics, old.statistics),
-            frozen=select(good, frozen, old.frozen),
-        )
-        return new, metrics
-
-    def moved(
-        self, old: TrainState, grads: nnx.State, good: jax.Array | None, **more: Any
-    ) -> tuple[nnx.State, optax.OptState]:
-        """Parameters and optimizer state after an update, the old ones where it is not good.
-
-        Args:
-          old: the state, its parameters laid out as the moments are.
-          grads: likewise.
-          good: bool scalar; None: it is.
-          more: what the rule is given besides.
-        """
-        updates, opt_state = optax.with_extra_args_support(self.optimizer).update(
-            grads, old.opt_state, old.params, layers=self.layer_order, **more
-        )
-        params: Any = apply_updates(old.params, updates, old.step, self.layer_order)
-        return select(good, (params, opt_state), (old.params, old.opt_state))
-
-    def at_rest(self, params: nnx.State) -> nnx.State:
-        """Updated parameters as a state has them between steps."""
-        return reshard(params, self.layout.parameter, self.layout)
-
-    def _judge(self, old: TrainState, metrics: Sums) -> tuple[Verdict, Sums]:
-        """Whether a step counts, by its metrics, and these with what there is to say of it."""
-        verdict = judge(
-            self.guard,
-            metrics,
-            history=old.guard,
-            loss_scale=old.loss_scale,
-            dynamic=self.precision.loss_scale == "dynamic",
-        )
-        return verdict, {**metrics, **verdict.metrics}
-
-    def gradients(
-        self, state: TrainState, batch: Batch, counts: Sums | None = None
-    ) -> tuple[nnx.State, Sums, nnx.State]:
-        """Gradients of the mean loss, its metrics, the new statistics.
-
-        Args:
-          state: the state.
-          batch: the global batch, or the rows of it that are one replica's.
-          counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
-        """
-        self.layout.check_active()
-        counts = self.objective.counts(batch) if counts is None else counts
-        batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
-        # Counts are known before the first microbatch, so each contributes its share of the MEAN
-        # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
-        scale = state.loss_scale[0]
-        scales = {name: scale / at_least_one(count) for name, count in counts.items()}
-        weights = to_compute(state.weights, self.precision.compute)
-        arguments = state.statistics, scales, state.step
-        layout = self.layout.of_microbatches
-        if layout is self.layout:
-            grads, sums, statistics = self._of_batch(layout, batch, weights, *arguments)
-        else:
-            whole = reshard(weights, layout.parameter, layout)
-            with layout.current():
-                grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
-        grads = self.unfreezing.mask_gradients(grads, state.step, self.layer_order)
-        return grads, self.objective.means(sums, counts), statistics
-
-    def _of_batch(
-        self, layout: Layout, batch: Batch, *arguments: Any
-    ) -> tuple[nnx.State, Sums, nnx.State]:
-        """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
-        axes = () if self.tuning.splits_more(layout) else reduce_once_axes(layout, self.passes)
-        if not axes:
-            return self._of_rows(layout, batch, *arguments)
-        batch = self.objective.arrange(batch, self.execution)
-        grads, sums, statistics = local_gradients(axes, layout, self._of_rows, batch, *arguments)
-        return sum_gradients(axes, layout, grads), sums, statistics
-
-    @property
-    def passes(self) -> int:
-        """Forward and backward passes in a step: microbatches."""
-        return self.accumulation * (1 if self.stages is None else self.pipeline.microbatches)
-
-    def _of_rows(
-        self,
-        layout: Layout,
-        batch: Batch,
-        weights: Weights,
-        statistics: nnx.State,
-        scales: Sums,
-        step: jax.Array,
-    ) -> tuple[nnx.State, Sums, nnx.State]:
-        """Gradients and sums of all microbatches of these rows, and the new statistics.
-
-        Gradients of several microbatches are in Precision.gradients, one's as they are computed.
-
-        Args:
-          layout: where everything goes, these rows being all that it knows of.
-          batch: the rows.
-          weights: the parameters in the compute dtype.
-          statistics: the running statistics.
-          scales: for each count of the objective, what the sums over it are multiplied by.
-          step: optimizer steps taken.
-        """
-        program = dataclasses.replace(self, layout=layout)
-
-        def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
-            params = program._with_gradient(weights, slices)
-            sums, statistics = program.sums(params, statistics, micro, train=True, step=step)
-            return self.objective.total(sums, scales), (sums, statistics)
-
-        of = program.with_respect_to(weights[0])
-        gradient = jax.grad(loss_fn, has_aux=True)
-
-        def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
-            if self.stages is None:
-                grads, (sums, statistics) = gradient(of, statistics, micro)
-            else:
-                grads, sums = program._through_stages(weights, of, micro, scales, step)
-            return grads, sums, statistics
-
-        if self.accumulation == 1:
-            return one(statistics, batch)
-
-        micros = split_microbatches(batch, self.accumulation)
-        dtype = self.precision.gradients
-        return accumulate(one, self.added, micros, statistics, like=of, dtype=dtype)
-
-    def with_respect_to(self, trained: nnx.State) -> nnx.State:
-        """What gradients are taken with respect to: of ZeRO 2 the shards (see GradientSlice)."""
-        layout = self.layout
-        return reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
-
-    def added(self, total: nnx.State, grads: nnx.State) -> nnx.State:
-        """The sum of microbatches' gradients with one's more, in the dtype of the sum."""
-        return jax.tree.map(lambda x, more: x + more.astype(x.dtype), total, grads)
-
-    def sums(
-        self,
-        params: nnx.State,
-        statistics: nnx.State,
-        batch: Batch,
-        *,
-        train: bool,
-        step: jax.Array | None = None,
-    ) -> tuple[Sums, nnx.State]:
-        """The forward pass: the objective's sums over a batch, and the new running statistics.
-
-        Of a whole model; through the stages of a pipeline goes `_through_stages`.
-
-        Args:
-          params: in the dtype to compute with.
-          statistics: the running statistics.
-          batch: all rows, or a microbatch of them.
-          train: turns on what only training does.
-          step: whose random numbers are drawn, where rows are numbered; None draws none.
-        """
-        model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
-        if step is not None and batch.rows is not None:
-            draws = Draws.of_step(self.seed, step, batch.rows)
-            execution = dataclasses.replace(execution, draws=draws)
-        return self.objective.sums(model, statistics, batch, execution, self.loss, train=train)
-
-    def _through_stages(
-        self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, step: jax.Array | None
-    ) -> tuple[nnx.State, Sums]:
-        """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
-        evaluated where no number of steps is given."""
-        from jaxtrain.training.pipeline.cutting import parts_of
-        from jaxtrain.training.pipeline.engine import Engine
-
-        assert self.stages is not None, "no pipeline"
-        parts = parts_of(
-            nnx.eval_shape(lambda: self.build(jax.random.key(0))), self.objective, self.execution,
-            self.loss, train=step is not None, padded=not self.stages.valid.all(), seed=self.seed,
-        )  # fmt: skip
-        engine = Engine(
-            parts,
-            self.pipeline.table(self.stages.ranks, passes=parts.passes, train=step is not None),
-            self.stages,
-            self.layout,
-            self._with_gradient,
-            keep_residuals=self.pipeline.backward == "residuals",
-            sum_dtype=self.precision.gradients,
-        )
-        micros = split_microbatches(
-            self.objective.arrange(batch, self.execution), self.pipeline.microbatches
-        )
-        return engine.run(weights, of, micros, scales, step)
-
-    def _with_gradient(self, weights: Weights, of: Any = None) -> nnx.State:
-        """The parameters to compute with, so that the gradient is taken with respect to `of`, which
-        is like the trained ones; None: no gradient is."""
-        trained, frozen = weights
-        if of is not None:
-            trained = with_slices(trained, of) if self.layout.zero == 2 else of
-        return self.tuning.join((trained, frozen))
-
-    def _graphdef(self) -> Any:
-        return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
-
-    def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
-        """`total` plus a held-out batch's sums and counts, as the objective names them.
-
-        The total passes through every batch, so that one batch runs after the other: programs
-        that do not depend on each other starve simulated devices of threads while they wait in
-        reductions.
-        """
-        self.layout.check_active()
-        sums = self._heldout_sums(state.weights, state.statistics, batch)
-        return jax.tree.map(jnp.add, total, sums)
-
-    def _heldout_sums(self, weights: Weights, statistics: nnx.State, batch: Batch) -> Sums:
-        weights = to_compute(weights, self.precision.compute)
-        with self.precision.products():
-            if self.stages is None:
-                params = self._with_gradient(weights)
-                sums, _ = self.sums(params, statistics, batch, train=False)
-            else:
-                no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
-                sums = self._through_stages(weights, weights[0], batch, no_gradient, None)[1]
-        sums.pop(EXPERT_LOAD, None)
-        return {**sums, **self.objective.counts(batch)}
-
-    def no_sums(self, state: TrainState, batch: Batch) -> Sums:
-        """Zeros in the form of `eval_step`'s sums, on every device."""
-        with self.layout.active():
-            shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        return jax.device_put(zeros, self.layout.named(P()))
-
-    def model(self, state: TrainState) -> Any:
-        """The module with the state's parameters in the compute dtype, on every stage."""
-        weights = to_compute(state.weights, self.precision.compute)
-        if self.stages is not None:
-            whole = self.layout.with_manual("pipe")
-            weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
-        return nnx.merge(self._graphdef(), self._with_gradient(weights), state.statistics)
+def _to_stages(setup: Setup, params: nnx.State) -> nnx.State:
+    return params if setup.stages is None else setup.stages.to_stages(params)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _as_parameters(moments: nnx.State, layout: Layout) -> nnx.State:
+def _to_parameter_sharding(moments: nnx.State, layout: Layout) -> nnx.State:
     """Moved in one program: of several that gather, each simulated device may begin another."""
     return reshard(moments, layout.parameter, layout)
 
 
-def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
-    """The parameters that a model would have; no array is made."""
-    return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+def _require_possible_size(shapes: Any, shardings: Any) -> None:
+    """Raises UserError for a state of which a device's part is more than any device holds.
 
-
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes with these shardings."""
-    return jax.tree.map(
-        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
-        shapes, shardings,
-    )  # fmt: skip
+    What is too much for these devices alone, XLA says when it has tried.
+    """
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    count = sum(math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to in pairs)
+    if count > MOST_BYTES:
+        raise UserError(
+            f"the model's state takes {count / 2**40:,.0f} TiB of each device, and none holds more "
+            f"than {MOST_BYTES // 2**40}; use fewer layers, or smaller ones"
+        )

@@ -6,7 +6,6 @@ FLOPs are counted on the traced step, those of attention's scores for themselves
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
@@ -20,13 +19,15 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.compose import compose
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.program.layouts import abstract_layout, shapes_of
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.setup import IN_DEVICE_MEMORY
+from jaxtrain.training.state import with_shardings
+from jaxtrain.training.step import base_step
 
 # Forward passes that attention's backward pass takes.
 _SCORES_BACKWARD = 2.5
@@ -87,12 +88,12 @@ def trace_gradients(config: Config) -> ClosedJaxpr:
     and a GPU's kernels are opaque.
     """
     layout = on_platform(abstract_layout(config, 1), "tpu", "planned")
-    program: Any = make_program(config, layout).plain
+    setup = compose(config, layout).setup.replace(storage=IN_DEVICE_MEMORY)
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         batch = config.train.data.abstract_batch(config.train.global_batch_size)
-        batch = with_shardings(batch, program.batch_shardings(batch))
-        return jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
+        batch = with_shardings(batch, setup.batch_shardings(batch))
+        return jax.make_jaxpr(setup.gradients)(base_step(setup).abstract_state(), batch)
 
 
 def stack_costs(config: Config) -> tuple[float, ...]:

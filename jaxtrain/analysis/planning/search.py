@@ -56,7 +56,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import format_mesh, human_bytes
 from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 
 def price(

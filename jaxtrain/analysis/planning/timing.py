@@ -59,7 +59,8 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.program.program import flops_per_step, resolved
+from jaxtrain.training.program.flops import flops_per_step
+from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.program.uneven import filled
 from jaxtrain.training.settings import Config
 

@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
 from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.nn.dense import SHARED
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.program.program import resolved
+from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.settings import Config
 
 

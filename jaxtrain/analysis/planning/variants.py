@@ -11,7 +11,7 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.program import resolve_kernel
+from jaxtrain.training.program.kernel import resolve_kernel
 from jaxtrain.training.settings import Config
 
 # gin's section -> the field of Config.

@@ -13,7 +13,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.run.checkpoint import metadata, restore
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 STEPS_BEFORE, STEPS_AFTER = 2, 2
 

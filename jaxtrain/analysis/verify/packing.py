@@ -23,7 +23,7 @@ from jaxtrain.nn.attention.context import along_context
 from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.finetune.tuning import TEACHER
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 # Losses [B, T] of every target, and the gradients [B, T, D] of their sum with respect to the
 # residual stream that each token brings in, both numpy and in the order of the text.
@@ -156,15 +156,15 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         train = dataclasses.replace(config.train, model=model)
         config = dataclasses.replace(config, train=train)
     mesh = MeshRun(config)
-    program, method = mesh.program, config.attention.context_parallel
+    program, setup, method = mesh.program, mesh.setup, config.attention.context_parallel
 
     def losses(mask_BT: Any, shift_BTD: Any, state: TrainState, batch: Batch) -> Any:
         batch = dataclasses.replace(batch, loss_mask=mask_BT)
-        shifted = Shifted(program.model(state), shift_BTD)
-        sums, _ = program.objective.sums(
-            shifted, state.statistics, batch, program.execution, program.loss, train=True
+        shifted = Shifted(setup.model(state), shift_BTD)
+        sums, _ = setup.objective.sums(
+            shifted, state.statistics, batch, setup.execution, setup.loss, train=True
         )
-        own = set(program.objective.minimized) - {"auxiliary_loss"}
+        own = set(setup.objective.minimized) - {"auxiliary_loss"}
         return sum(sums[name] for name in sorted(own))
 
     def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:
@@ -176,7 +176,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         return *find(all_count, shift_BTD, state, batch), places_BT
 
     created = bench.one_device.created
-    state = program.trained(jax.device_put(created, program.state_shardings(created)))
+    state = program.current_state(jax.device_put(created, program.shardings(created)))
     shape = (*bench.batch.targets.shape, model.embed_dim)
     rows = mesh.layout.named(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)

@@ -21,12 +21,14 @@ from jaxtrain.parallel.compilation import options_of_run
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout, is_variable, name_of
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.compose import compose
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState, with_shardings
+from jaxtrain.training.setup import IN_DEVICE_MEMORY, ON_DEVICES
+from jaxtrain.training.state import TrainState, with_shardings
+from jaxtrain.training.step import Step as TrainStep
+from jaxtrain.training.step import base_step
 
 
 class MeshRun:
@@ -35,8 +37,9 @@ class MeshRun:
     Attributes:
       config: the configuration, with this mesh.
       layout: where everything goes.
-      program: the pure functions of its synchronous step, which keeps its gradients.
-      training: the program that trains: `program`, or another exchange around it.
+      setup: the facts of its step, whose optimizer keeps its gradients.
+      program: the step of one gradient at the parameters, all replicas alike.
+      training: the step that trains: `program`, or another one.
     """
 
     def __init__(self, config: Config) -> None:
@@ -48,16 +51,17 @@ class MeshRun:
         except ValueError as error:
             raise AssertionError(f"the shrunk configuration cannot run: {error}") from error
         self.layout: Layout = layouts.layout(config, jax.devices()[: self.devices])
-        training = make_program(config, self.layout)
-        keeping = dataclasses.replace(
-            training.plain, optimizer=keep_gradients(training.plain.optimizer)
-        )
-        self.program: Program = keeping
-        self.training: Program | ExchangeProgram = (
-            dataclasses.replace(training, plain=keeping)
-            if isinstance(training, ExchangeProgram)
-            else keeping
-        )
+        training = compose(config, self.layout)
+        setup = training.setup.replace(optimizer=keep_gradients(training.setup.optimizer))
+        self.training: TrainStep = training.build(setup)
+        self.setup = setup.replace(storage=IN_DEVICE_MEMORY)
+        self.program: TrainStep = self.training
+        if (
+            config.exchange.method != "synchronous"
+            or config.train.noise_scale_every
+            or config.optimizer.sharpness_radius
+        ):
+            self.program = base_step(self.setup.replace(targets=ON_DEVICES))
 
     @functools.cached_property
     def train_step(self) -> CompiledStep:
@@ -75,9 +79,9 @@ class MeshRun:
         train = self.config.train
         batch = train.data.abstract_batch(train.global_batch_size)
         with self.layout.active():
-            traced = jax.make_jaxpr(self.program.gradients)(
-                self.program.abstract_state(),
-                with_shardings(batch, self.program.batch_shardings(batch)),
+            traced = jax.make_jaxpr(self.setup.gradients)(
+                base_step(self.setup).abstract_state(),
+                with_shardings(batch, self.setup.batch_shardings(batch)),
             )
         return float32_islands(traced)
 
@@ -93,11 +97,11 @@ class MeshRun:
 
     def fresh(self) -> TrainState:
         """A copy of the created state on the devices, for a step to take."""
-        return jax.device_put(self.created, self.training.state_shardings(self.created))
+        return jax.device_put(self.created, self.training.shardings(self.created))
 
     def place(self, batch: Batch) -> Batch:
         """A batch of numpy arrays on the mesh's devices."""
-        return jax.device_put(batch, self.program.batch_shardings(batch))
+        return jax.device_put(batch, self.setup.batch_shardings(batch))
 
     def first_step(self, batch: Batch) -> Step:
         """The first step of the compiled train step; of a synchronous program."""
@@ -118,13 +122,17 @@ class MeshRun:
           state: a fresh state on the host, where another program of the same form made one.
         """
         state = self._synchronous_state() if state is None else state
-        state = jax.device_put(state, self.program.state_shardings(state))
+        state = jax.device_put(state, self.program.shardings(state))
         placed = self.place(batch)
-        compiled = self.compile(jax.jit(self.program.gradients), state, placed)
+        compiled = self.compile(jax.jit(self._take_gradient), state, placed)
         gradients, metrics, statistics = jax.block_until_ready(compiled(state, placed))
         return Step(
             float(metrics["loss"]), self.name_arrays(gradients), self.name_arrays(statistics)
         )
+
+    def _take_gradient(self, state: TrainState, batch: Batch) -> tuple[Any, Any, Any]:
+        found = self.program.gradient(state, batch)
+        return found.grads, found.metrics, found.statistics
 
     def _synchronous_state(self) -> TrainState:
         if self.training is self.program:
@@ -139,8 +147,8 @@ class MeshRun:
     def name_arrays(self, tree: Any) -> Arrays:
         """Every array by its path, on the host, layers in the model's order."""
         tree = jax.device_get(tree)
-        if self.program.stages is not None:
-            tree = self.program.stages.to_layers(tree)
+        if self.setup.stages is not None:
+            tree = self.setup.stages.to_layers(tree)
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
         return {
             name_of(path): np.asarray(leaf.get_value() if is_variable(leaf) else leaf)

@@ -21,11 +21,11 @@ from jaxtrain.run.checkpoint.manifest import FORMAT
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.step import Step
 
 if TYPE_CHECKING:
     from jaxtrain.run.checkpoint.ancestry import Ancestor
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 _DIGEST = "the data's sha256"
 _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
@@ -33,7 +33,7 @@ _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
 
 def describe(
     config: Config,
-    program: "Program | ExchangeProgram",
+    program: Step,
     digest: str,
     next_batch: int,
     ancestors: "Sequence[Ancestor]" = (),
@@ -52,19 +52,19 @@ def describe(
         "ancestors": list(ancestors),
         "config": config.operative(),
         "data": {"next_batch": next_batch, **_position(config, digest)},
-        "layer_order": program.layer_order,
+        "layer_order": program.setup.layer_order,
         "versions": versions(),
     }
 
 
 def describe_parameters(
-    config: Config, program: Program, ancestors: "Sequence[Ancestor]"
+    config: Config, setup: Setup, ancestors: "Sequence[Ancestor]"
 ) -> dict[str, Any]:
     """Return what is saved next to parameters alone, of a run before its first step.
 
     Args:
       config: the run's configuration.
-      program: whose layout and order of layers they have.
+      setup: whose layout and order of layers they have.
       ancestors: what they came from.
     """
     return {
@@ -72,7 +72,7 @@ def describe_parameters(
         "ancestors": list(ancestors),
         "config": config.operative(),
         "data": {"next_batch": 0},
-        "layer_order": program.layer_order,
+        "layer_order": setup.layer_order,
         "versions": versions(),
         "only_parameters": True,
     }

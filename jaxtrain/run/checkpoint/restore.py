@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from flax import nnx
@@ -17,10 +17,9 @@ from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
-from jaxtrain.training.step import Program, TrainState, with_shardings
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState, with_shardings
+from jaxtrain.training.step import Step, base_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +31,7 @@ class _Tuned:
     notes: tuple[str, ...] = ()
 
 
-def restore(
-    checkpoints: Checkpoints, step: int, program: "Program | ExchangeProgram"
-) -> TrainState:
+def restore(checkpoints: Checkpoints, step: int, program: Step) -> TrainState:
     """The state of `step` in the program's layout, whatever mesh and stages wrote it.
 
     A pipeline keeps its layers in stage order; where the saved order is another one they are read
@@ -44,30 +41,28 @@ def restore(
     def read(part: Callable[[TrainState], Any]) -> Any:
         return _restore(checkpoints, step, program, part)
 
-    plain: Any = program.plain
-    offload = getattr(plain, "offload", None)
-    if offload is None or offload.optimizer_state != "disk":
+    if program.files is None:
         return read(lambda state: state)
     checkpoints.reject_left_over(step, program.abstract_state())
-    return plain.restored(read(plain.in_memory), read)
+    return program.files.restore(read(program.in_memory), read)
 
 
 def restore_parameters(
-    checkpoints: Checkpoints, step: int, program: Program, unread: Collection[str] = ()
+    checkpoints: Checkpoints, step: int, setup: Setup, unread: Collection[str] = ()
 ) -> nnx.State:
-    """The parameters and running statistics of `step`, in the layout of the program's `whole`;
-    nothing else is read.
+    """The parameters and running statistics of `step`, in the sharding of a state of
+    `train_all`; nothing else is read.
 
     Args:
       checkpoints: another run's, or this one's.
       step: of the checkpoint.
-      program: what they are for.
+      setup: what they are for.
       unread: names of those that are left out, with what stands beside them.
     """
     said = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
     saved = load(_Tuned, None, said, search_path=Path())
-    tuning = tuning_of(saved.finetune, program.build, biases_of(program.build))
-    source = dataclasses.replace(program, tuning=tuning)
+    tuning = tuning_of(saved.finetune, setup.build, biases_of(setup.build))
+    source = base_step(setup.replace(tuning=tuning))
 
     def select_parts(state: TrainState) -> dict[str, nnx.State]:
         def reads(name: str, _: Any) -> bool:
@@ -77,24 +72,24 @@ def restore_parameters(
         return {name: partition(part, reads)[0] for name, part in parts.items()}
 
     found = _restore(checkpoints, step, source, select_parts)
-    with program.layout.active():
-        params = jax.jit(source.tuning.merge)((found["params"], found["frozen"]))
+    with setup.layout.active():
+        params = jax.jit(tuning.merge)((found["params"], found["frozen"]))
     return nnx.merge_state(params, found["statistics"])
 
 
 def _restore(
     checkpoints: Checkpoints,
     step: int,
-    program: "Program | ExchangeProgram",
+    program: Step,
     part: Callable[[TrainState], Any],
 ) -> Any:
     """A part of the state, whatever mesh and stages wrote it."""
     saved, whole_state = checkpoints.extra(step).get("layer_order"), program.abstract_state()
     wanted_part = part(whole_state)
     partial = wanted_part is not whole_state
-    if saved == program.layer_order:
+    if saved == program.setup.layer_order:
         return checkpoints.restore(step, wanted_part, partial=partial)
-    num_layers = _num_layers(program.plain)
+    num_layers = _num_layers(program.setup)
     present = list(range(num_layers)) if saved is None else saved
     if (found := sum(layer >= 0 for layer in present)) != num_layers:
         raise OtherLeavesError(
@@ -103,9 +98,9 @@ def _restore(
             "which wrote it, or another workdir",
             (),
         )
-    wanted = program.layer_order or list(range(num_layers))
+    wanted = program.setup.layer_order or list(range(num_layers))
     state = checkpoints.restore(step, part(_in_order(program, present)), partial=partial)
-    whole = program.layout.with_manual("pipe")
+    whole = program.setup.layout.with_manual("pipe")
 
     def deal(state: Any) -> Any:
         def one(variable: Any) -> Any:
@@ -119,21 +114,23 @@ def _restore(
         return jax.tree.map(one, state, is_leaf=is_variable)
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted_part)
-    with program.layout.active():
+    with program.setup.layout.active():
         return jax.jit(deal, out_shardings=shardings)(state)
 
 
-def _num_layers(program: Program) -> int:
+def _num_layers(setup: Setup) -> int:
     sizes = {
         variable.get_value().shape[0]
-        for variable in jax.tree.leaves(program.abstract_state().weights, is_leaf=is_variable)
+        for variable in jax.tree.leaves(
+            base_step(setup).abstract_state().weights, is_leaf=is_variable
+        )
         if is_layer(variable)
     }
-    order = program.layer_order
+    order = setup.layer_order
     return sizes.pop() if order is None else sum(layer >= 0 for layer in order)
 
 
-def _in_order(program: "Program | ExchangeProgram", present: list[int]) -> TrainState:
+def _in_order(program: Step, present: list[int]) -> TrainState:
     """The abstract state with its layers in another order, over pipe where their number divides."""
 
     def one(variable: Any) -> Any:
@@ -143,8 +140,7 @@ def _in_order(program: "Program | ExchangeProgram", present: list[int]) -> Train
         return variable.replace(jax.ShapeDtypeStruct((len(present), *shape.shape[1:]), shape.dtype))
 
     shapes = jax.tree.map(one, program.shapes(), is_leaf=is_variable)
-    # Programs with another exchange have no stages.
-    if isinstance(program, Program) and len(present) % program.layout.mesh.shape["pipe"]:
-        layout = program.layout.with_manual("pipe")
-        program = dataclasses.replace(program, layout=layout)
-    return with_shardings(shapes, program.state_shardings(shapes))
+    layout = program.setup.layout
+    if len(present) % layout.mesh.shape["pipe"]:
+        program = program.rebuild(layout=layout.with_manual("pipe"))
+    return with_shardings(shapes, program.shardings(shapes))

@@ -1,7 +1,6 @@
 """Checkpoints of a run's folder: restore the newest, go back to an earlier one, save."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -19,10 +18,8 @@ from jaxtrain.run.checkpoint.save_schedule import AutomaticInterval, FixedInterv
 from jaxtrain.run.checkpoint.states import RunStates
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState
-
-if TYPE_CHECKING:
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 
 class SavedRun(RunStates):
@@ -34,7 +31,7 @@ class SavedRun(RunStates):
         self,
         workdir: Place,
         config: Config,
-        program: "Program | ExchangeProgram",
+        program: Step,
         *,
         read_only: bool,
         report: Callable[[str], None],
@@ -68,7 +65,7 @@ class SavedRun(RunStates):
 
         hours = DEFAULT_MTBF_HOURS if mtbf is None else mtbf
         return AutomaticInterval(
-            mtbf=hours * 3600 / self._program.layout.mesh.size,
+            mtbf=hours * 3600 / self._program.setup.layout.mesh.size,
             steps=train.steps,
             phases=self._phases,
             agree=_largest,
@@ -128,7 +125,7 @@ class SavedRun(RunStates):
         if extra.get("only_parameters"):
             from jaxtrain.run.start import restore_parameters
 
-            params = restore_parameters(self._checkpoints, step, self._config, self._program.plain)
+            params = restore_parameters(self._checkpoints, step, self._config, self._program.setup)
             self.extra = extra
             return self._create(params), 0
         if dataset is not None:

@@ -11,11 +11,11 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.run.checkpoint.save_schedule import FixedInterval, SaveSchedule
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 if TYPE_CHECKING:
     from jaxtrain.run.checkpoint.ancestry import Ancestor
-    from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 
 
 class RunStates(abc.ABC):
@@ -37,7 +37,7 @@ class RunStates(abc.ABC):
     def __init__(
         self,
         config: Config,
-        program: "Program | ExchangeProgram",
+        program: Step,
         report: Callable[[str], None],
     ) -> None:
         """Args: as of `states_of`."""
@@ -112,7 +112,7 @@ class RunStates(abc.ABC):
 
             step = newest_step(train.start_from)
             params = first_parameters(
-                train.start_from, self._config, self._program.plain, step=step
+                train.start_from, self._config, self._program.setup, step=step
             )
             self.ancestors = ancestors_of(train.start_from, step, self._config.checkpoint)
             self._report(f"Parameters from {train.start_from}; everything else is fresh")
@@ -123,14 +123,14 @@ class RunStates(abc.ABC):
         if self._config.train.task.name == "distillation":
             from jaxtrain.run.start import with_teacher
 
-            params = with_teacher(params, self._config, self._program.plain)
+            params = with_teacher(params, self._config, self._program.setup)
         state = self._program.create(self._config.train.seed, params)
         finetune = self._config.finetune
         if finetune.adapter is not None:
             from jaxtrain.run.huggingface.adapters import read_adapter
             from jaxtrain.run.weights import with_trained
 
-            adapter = read_adapter(finetune.adapter, self._config, self._program.plain)
+            adapter = read_adapter(finetune.adapter, self._config, self._program.setup)
             self._report(f"Adapters from {finetune.adapter}")
             state = with_trained(self._program, state, adapter)
         return state
@@ -144,7 +144,7 @@ class InMemory(RunStates):
     def __init__(
         self,
         config: Config,
-        program: "Program | ExchangeProgram",
+        program: Step,
         report: Callable[[str], None],
     ) -> None:
         """Args: as of `states_of`."""
@@ -186,7 +186,7 @@ class InMemory(RunStates):
 def states_of(
     workdir: Place | None,
     config: Config,
-    program: "Program | ExchangeProgram",
+    program: Step,
     *,
     read_only: bool,
     report: Callable[[str], None],

@@ -26,7 +26,8 @@ from jaxtrain.run.generation.decoding import (
     round_up,
 )
 from jaxtrain.run.generation.sampling import Drawing, adjust_logits, clip_float32, validate_penalty
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 NEVER = -1e9  # the score of what is no beam
 
@@ -152,7 +153,7 @@ class Search:
 
 
 def search(
-    program: Program,
+    setup: Setup,
     sizes: TokenModel,
     state: TrainState,
     prompts: list[list[int]],
@@ -164,7 +165,7 @@ def search(
     """The answers to one batch of prompts.
 
     Args:
-      program: from `for_texts`, whose layout is active.
+      setup: from `for_texts`, whose layout is active.
       sizes: the model's settings.
       state: the trained state.
       prompts: tokens.
@@ -172,17 +173,17 @@ def search(
       settings: how it is searched.
       ends: tokens that end an answer.
     """
-    tokens_PT, padding_P = pad_prompts(program, sizes, prompts)
+    tokens_PT, padding_P = pad_prompts(setup, sizes, prompts)
     room = tokens_PT.shape[1] + round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
-    logits_PV, cache = prefill(program, sizes, state, tokens_PT, padding_P, room=room)
+    logits_PV, cache = prefill(setup, sizes, state, tokens_PT, padding_P, room=room)
     return grow(
-        program, state, logits_PV, cache, padding_P, prompts, limits,
+        setup, state, logits_PV, cache, padding_P, prompts, limits,
         settings=settings, ends=ends, room=room, following=next_logits, rows_of=rows_of,
     )  # fmt: skip
 
 
 def grow(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     logits_PV: jax.Array,
     cache: Any,
@@ -244,7 +245,7 @@ def grow(
         if all(one.done for one in searches):
             return [one.answer() for one in searches]
         logits_BV, cache, seen_BV = _grown(
-            program, state, cache, padding_B, seen_BV, parents_B, drawn_B,
+            setup, state, cache, padding_B, seen_BV, parents_B, drawn_B,
             room=room, following=following, rows_of=rows_of,
         )  # fmt: skip
 
@@ -270,11 +271,11 @@ def _rank(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("program", "room", "following", "rows_of"),
+    static_argnames=("setup", "room", "following", "rows_of"),
     donate_argnames="cache",
 )
 def _grown(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     cache: Any,
     padding_B: jax.Array,
@@ -290,8 +291,8 @@ def _grown(
     if seen_BV is not None:
         seen_BV = seen_BV[parents_B] | (drawn_B[:, None] == jnp.arange(seen_BV.shape[1]))
     logits_B1V, cache = following(
-        program.model(state), drawn_B[:, None], rows_of(cache, parents_B, begun=True), padding_B,
-        program.execution, room=room, last=1,
+        setup.model(state), drawn_B[:, None], rows_of(cache, parents_B, begun=True), padding_B,
+        setup.execution, room=room, last=1,
     )  # fmt: skip
     return logits_B1V[:, 0], cache, seen_BV
 

@@ -96,7 +96,7 @@ class Chat:
         program, train = self._trainer.program, self._trainer.config.train
         ends = ends_of_run(self._trainer.config, self._trainer.workdir)
         (answer,) = write(
-            program.plain, train, program.consensus(self._trainer.state), [text],
+            program.setup, train, program.eval_state(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
             seed=self._seed + len(asked), memory=self.memory, special_tokens=False,
             ends=ends,

@@ -24,7 +24,8 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import Transformer, hidden_states, logits
 from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.run.generation.sampling import Drawing, adjust_logits, draw
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 LEAST_LENGTH = 16  # that lengths are rounded up to
 ROWS = ("batch", "length")
@@ -71,19 +72,19 @@ def for_one_text(layout: Layout) -> Layout:
     return dataclasses.replace(layout, split_batch=False, sequence_parallel=False)
 
 
-def for_texts(program: Program) -> Program:
+def for_texts(setup: Setup) -> Setup:
     """The program that writes: rows split over the batch's devices, and nothing along length.
 
     Cached decoding always runs the reference kernel: one query a step is no work for the others.
     """
-    layout = program.layout.with_manual("pipe", "context")
+    layout = setup.layout.with_manual("pipe", "context")
     layout = dataclasses.replace(layout, sequence_parallel=False)
-    execution = dataclasses.replace(program.execution, kernel="reference", remat=POLICIES["none"])
-    return dataclasses.replace(program, layout=layout, execution=execution)
+    execution = dataclasses.replace(setup.execution, kernel="reference", remat=POLICIES["none"])
+    return dataclasses.replace(setup, layout=layout, execution=execution)
 
 
 def pad_prompts(
-    program: Program, sizes: TokenModel, prompts: list[list[int]]
+    setup: Setup, sizes: TokenModel, prompts: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Prompts as rows int32 [B, T], and the padding before each [B].
 
@@ -93,7 +94,7 @@ def pad_prompts(
     longest = max(len(prompt) for prompt in prompts)
     if not counts_slots(sizes):
         longest = round_up(longest, least=LEAST_LENGTH, most=sizes.context_length)
-    devices = program.layout.batch_devices()
+    devices = setup.layout.batch_devices()
     rows = -(-round_up(len(prompts)) // devices) * devices
     tokens_BT = np.zeros((rows, longest), np.int32)
     padding_B = np.full(rows, 0 if counts_slots(sizes) else longest - 1, np.int32)
@@ -122,9 +123,9 @@ def counts_slots(sizes: TokenModel) -> bool:
     return sizes.experts is not None and sizes.experts.capacity_factor is not None
 
 
-@functools.partial(jax.jit, static_argnames=("program", "sizes", "room"))
+@functools.partial(jax.jit, static_argnames=("setup", "sizes", "room"))
 def prefill(
-    program: Program,
+    setup: Setup,
     sizes: TokenModel,
     state: TrainState,
     tokens_BT: jax.Array,
@@ -133,20 +134,18 @@ def prefill(
     room: int,
 ) -> tuple[jax.Array, Cache]:
     """Logits [B, V] of the token after each row, and a cache of `room` places with them in it."""
-    model, dtype = program.model(state), jnp.dtype(program.precision.compute)
+    model, dtype = setup.model(state), jnp.dtype(setup.precision.compute)
     rows = tokens_BT.shape[0]
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype)
     logits_BTV, cache = next_logits(
-        model, tokens_BT, cache, padding_B, program.execution, room=room, last=1
+        model, tokens_BT, cache, padding_B, setup.execution, room=room, last=1
     )
     return logits_BTV[:, 0], cache
 
 
-@functools.partial(
-    jax.jit, static_argnames=("program", "room", "following"), donate_argnames="texts"
-)
+@functools.partial(jax.jit, static_argnames=("setup", "room", "following"), donate_argnames="texts")
 def advance(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     texts: Texts,
     drawing: Drawing,
@@ -160,7 +159,7 @@ def advance(
     """The texts with `until` tokens drawn for each, or as many as any of them wants.
 
     Args:
-      program: from `for_texts`.
+      setup: from `for_texts`.
       state: the trained state.
       texts: the texts so far, which are taken away.
       drawing: how tokens are chosen.
@@ -170,7 +169,7 @@ def advance(
       room: places of the cache.
       following: makes the next logits as `next_logits` does, which None means.
     """
-    model, following = program.model(state), following or next_logits
+    model, following = setup.model(state), following or next_logits
 
     def is_unfinished(texts: Texts) -> jax.Array:
         return (texts.count < until) & ~texts.finished_B.all()
@@ -186,7 +185,7 @@ def advance(
             seen_BV |= token_B[:, None] == jnp.arange(seen_BV.shape[1])
         count = texts.count + 1
         logits_BTV, cache = following(
-            model, token_B[:, None], texts.cache, texts.padding_B, program.execution,
+            model, token_B[:, None], texts.cache, texts.padding_B, setup.execution,
             room=room, last=1,
         )  # fmt: skip
         return dataclasses.replace(

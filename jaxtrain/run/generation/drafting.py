@@ -58,7 +58,7 @@ def generate_with_draft(
     """
     assert isinstance(sampling, Sampling), "beams were rejected"
     train = trainer.config.train
-    tokenizer, state = tokenizer_of(train), trainer.program.consensus(trainer.state)
+    tokenizer, state = tokenizer_of(train), trainer.program.eval_state(trainer.state)
     rolls_back(train.model)
     guesser = _guesser(arguments, trainer)
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -67,7 +67,7 @@ def generate_with_draft(
     answers, drawn, passes, guessed, accepted = [], 0, 0, 0, 0
     for number, prompt in enumerate(tokens):
         found = speculate(
-            trainer.program.plain, train.model, state, prompt, guesser,
+            trainer.program.setup, train.model, state, prompt, guesser,
             max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=arguments.seed,
             ends=ends,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def _guesser(arguments: argparse.Namespace, trainer: Trainer) -> Guesser:
     other = open_run(argparse.Namespace(**of_draft))
     tokenizer, theirs = tokenizer_of(train), tokenizer_of(other.config.train)
     model = other.config.train.model
-    draft = Draft(other.program.plain, model, other.program.consensus(other.state), count)
+    draft = Draft(other.program.setup, model, other.program.eval_state(other.state), count)
     if theirs.digest != tokenizer.digest or draft.vocab_size != sizes.vocab_size:
         raise UserError(
             f"--draft {arguments.draft}: its tokens are others ({draft.vocab_size} of them, here "

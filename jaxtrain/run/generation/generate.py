@@ -29,7 +29,8 @@ from jaxtrain.run.generation.decoding import (
 from jaxtrain.run.generation.prefix_cache import Beginning, Memory
 from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 class Watch(Protocol):
@@ -62,7 +63,7 @@ def writes(model: Model, *, command: str = "generate") -> TokenModel:
 
 
 def generate(
-    program: Program,
+    setup: Setup,
     model: Model,
     state: TrainState,
     prompts: Sequence[Sequence[int] | np.ndarray],
@@ -81,7 +82,7 @@ def generate(
     beside it nor on the mesh.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       model: its model's settings.
       state: the trained state.
       prompts: tokens, each at least one.
@@ -98,7 +99,7 @@ def generate(
         have or does not fit into its context, or a number is out of its range.
     """
     validate_watch(sampling, watch)
-    sizes, program = writes(model), for_texts(program)
+    sizes, setup = writes(model), for_texts(setup)
     given = [validate_prompt(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
     validate_seed(seed)
@@ -106,18 +107,18 @@ def generate(
         raise UserError(f"--batch-size {batch_size}: use at least 1")
     answers: dict[int, Answer] = {}
     key = jax.random.key(seed)
-    with program.layout.active(), program.precision.products():
+    with setup.layout.active(), setup.precision.products():
         for numbers in batches([len(prompt) for prompt in given], sizes, batch_size):
             batch = {number: given[number] for number in numbers}
             most = [limits[number] for number in numbers]
             if isinstance(sampling, BeamSearch):
                 found = search(
-                    program, sizes, state, list(batch.values()), most, settings=sampling, ends=ends
+                    setup, sizes, state, list(batch.values()), most, settings=sampling, ends=ends
                 )
                 answers.update(zip(numbers, found, strict=True))
                 continue
             found = _answer(
-                program,
+                setup,
                 sizes,
                 state,
                 batch,
@@ -188,7 +189,7 @@ def validate_seed(seed: int) -> None:
 
 
 def _answer(
-    program: Program,
+    setup: Setup,
     sizes: TokenModel,
     state: TrainState,
     prompts: dict[int, list[int]],
@@ -204,13 +205,13 @@ def _answer(
     new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     drawing, count = sampling.drawing(), len(prompts)
     if memory is None:
-        tokens_BT, padding_B = pad_prompts(program, sizes, list(prompts.values()))
+        tokens_BT, padding_B = pad_prompts(setup, sizes, list(prompts.values()))
         room = tokens_BT.shape[1] + new
-        logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+        logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
         begun = Beginning(logits_BV, cache, padding_B, room)
     else:
         (prompt,) = prompts.values()
-        begun = memory.begin(program, sizes, state, prompt, new=new)
+        begun = memory.begin(setup, sizes, state, prompt, new=new)
     padding_B, room, rows = begun.padding_B, begun.room, len(begun.padding_B)
     seen_BV = None
     if "repetition_penalty" in drawing:
@@ -230,7 +231,7 @@ def _answer(
         count=jnp.zeros((), jnp.int32),
     )
     answers, texts = write_answers(
-        program, state, texts, list(prompts), limits,
+        setup, state, texts, list(prompts), limits,
         drawing=drawing, keys_B=keys_B, ends=ends, room=room, watch=watch,
     )  # fmt: skip
     if memory is not None:
@@ -240,7 +241,7 @@ def _answer(
 
 
 def write_answers(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     texts: Texts,
     numbers: Sequence[int],
@@ -268,7 +269,7 @@ def write_answers(
     while True:
         until = most if watch is None else min(most, until + watch.every)
         texts = advance(
-            program, state, texts, drawing, keys_B, ends_E, until, room=room, following=following
+            setup, state, texts, drawing, keys_B, ends_E, until, room=room, following=following
         )
         # Whole on every device: each process reads them.
         drawn_BN, finished_B = np.asarray(texts.drawn_BN), np.array(texts.finished_B)

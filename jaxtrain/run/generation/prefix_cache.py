@@ -20,7 +20,8 @@ from jaxtrain.run.generation.decoding import (
     prefill,
     round_up,
 )
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,12 @@ class Memory:
         self.read = 0
 
     def begin(
-        self, program: Program, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
+        self, setup: Setup, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
     ) -> Beginning:
         """A text as the model has read it.
 
         Args:
-          program: from `for_texts`.
+          setup: from `for_texts`.
           sizes: the model's.
           state: the trained state.
           text: its tokens, at least one.
@@ -73,9 +74,9 @@ class Memory:
         shared = 0 if kept is None else self._count_shared(sizes, text)
         self._tokens, self.read = list(text), len(text) - shared
         if kept is None or not shared:
-            tokens_BT, padding_B = pad_prompts(program, sizes, [text])
+            tokens_BT, padding_B = pad_prompts(setup, sizes, [text])
             room = round_up(tokens_BT.shape[1] + new)
-            logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+            logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
             return Beginning(logits_BV, cache, padding_B, room)
         *most, last = text[shared:]
         length = len(most)
@@ -92,7 +93,7 @@ class Memory:
                 tokens_BT = np.zeros((rows, width), np.int32)
                 tokens_BT[0, : len(some)] = some
                 logits_BV, cache = _go_on(
-                    program, state, cache, tokens_BT, kept.padding_B, start, room=room
+                    setup, state, cache, tokens_BT, kept.padding_B, start, room=room
                 )
                 start += len(some)
         return Beginning(logits_BV, cache, kept.padding_B, room)
@@ -124,9 +125,9 @@ def _forgets(sizes: TokenModel) -> bool:
     return all(one.every_token for one in sizes.cached)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("setup", "room"), donate_argnames="cache")
 def _go_on(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     cache: Cache,
     tokens_BT: jax.Array,
@@ -138,7 +139,7 @@ def _go_on(
     """Logits [B, V] after the last of these tokens, and the cache with them from `start` on."""
     cache = dataclasses.replace(cache, length=jnp.asarray(start, jnp.int32))
     logits_BTV, cache = next_logits(
-        program.model(state), tokens_BT, cache, padding_B, program.execution, room=room, last=1
+        setup.model(state), tokens_BT, cache, padding_B, setup.execution, room=room, last=1
     )
     return logits_BTV[:, 0], cache
 

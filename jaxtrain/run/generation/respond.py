@@ -14,11 +14,12 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.targets import tell
 from jaxtrain.run.generation.write import write
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 def respond(
-    program: Program,
+    setup: Setup,
     config: Config,
     state: TrainState,
     prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -34,7 +35,7 @@ def respond(
     """What a trained model writes; other arguments, and what is raised, as in `Trainer.answers`.
 
     Args:
-      program: whose model it is.
+      setup: whose model it is.
       config: of the run.
       state: its parameters.
       prompts: texts, or lists of token ids.
@@ -50,17 +51,17 @@ def respond(
     ends = ends_of_run(config, workdir)
     if reads_pairs(train.model):
         return tell(
-            program, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+            setup, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
             stop=stop, seed=seed, batch_size=batch_size, show=show, ends=ends,
         )  # fmt: skip
     if len(texts) == len(prompts):
         return write(
-            program, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
+            setup, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
             seed=seed, stop=stop, batch_size=batch_size, show=show, ends=ends,
         )  # fmt: skip
     ids: Any = prompts
     return generate(
-        program, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
+        setup, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
         seed=seed, batch_size=batch_size,
         # A run without a published model answers token ids up to their greatest length.
         ends=() if published_folder(config, workdir) is None else ends,

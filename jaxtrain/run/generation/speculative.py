@@ -30,7 +30,8 @@ from jaxtrain.run.generation.decoding import (
 )
 from jaxtrain.run.generation.generate import limit_of, validate_prompt, validate_seed, writes
 from jaxtrain.run.generation.sampling import Drawing, Sampling, adjust_logits
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +118,9 @@ class Draft:
       count: tokens that are guessed.
     """
 
-    def __init__(self, program: Program, model: Model, state: TrainState, count: int) -> None:
+    def __init__(self, setup: Setup, model: Model, state: TrainState, count: int) -> None:
         self.count, self._sizes = count, rolls_back(model)
-        self._program, self._state = for_texts(program), state
+        self._program, self._state = for_texts(setup), state
 
     @property
     def vocab_size(self) -> int:
@@ -166,7 +167,7 @@ class _Text:
 
 
 def speculate(
-    program: Program,
+    setup: Setup,
     model: Model,
     state: TrainState,
     prompt: Sequence[int] | np.ndarray,
@@ -183,7 +184,7 @@ def speculate(
     nothing is computed again.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       model: its model's settings.
       state: the trained state.
       prompt: tokens, at least one.
@@ -196,7 +197,7 @@ def speculate(
     Raises:
       UserError: as of `generate`; or the model keeps a state that cannot be taken back.
     """
-    sizes, program = rolls_back(model), for_texts(program)
+    sizes, setup = rolls_back(model), for_texts(setup)
     text = validate_prompt(prompt, sizes)
     limit = limit_of(len(text), max_new_tokens, sizes)
     validate_seed(seed)
@@ -206,8 +207,8 @@ def speculate(
     drawn: list[int] = []
     told: list[float] = []
     passes = guessed = 0
-    with program.layout.active(), program.precision.products():
-        logits_BV, kept = _read(program, sizes, state, text, new)
+    with setup.layout.active(), setup.precision.products():
+        logits_BV, kept = _read(setup, sizes, state, text, new)
         # The first token comes of the prompt alone: nothing was guessed.
         logits_TV = jnp.broadcast_to(logits_BV[0], (K + 1, V))
         guesses_K, from_KV = np.zeros(K, np.int32), jnp.zeros((K, V))
@@ -227,7 +228,7 @@ def speculate(
             passes += 1
             tokens_T = np.concatenate([text[-1:], guesses_K]).astype(np.int32)
             logits_TV, cache = _logits_after(
-                program, state, kept.before_newest(text), kept.padding_B, tokens_T, room=kept.room
+                setup, state, kept.before_newest(text), kept.padding_B, tokens_T, room=kept.room
             )
             kept = dataclasses.replace(kept, cache=cache)
     answer = Answer(
@@ -265,18 +266,18 @@ def _seen_tokens(text: list[int], vocab_size: int, drawing: Drawing) -> np.ndarr
 
 
 def _read(
-    program: Program, sizes: TokenModel, state: TrainState, prompt: list[int], new: int
+    setup: Setup, sizes: TokenModel, state: TrainState, prompt: list[int], new: int
 ) -> tuple[jax.Array, _Text]:
     """Logits [B, V] after a prompt, and what is kept of it, with room for `new` tokens."""
-    tokens_BT, padding_B = pad_prompts(program, sizes, [prompt])
+    tokens_BT, padding_B = pad_prompts(setup, sizes, [prompt])
     room = tokens_BT.shape[1] + round_up(new, least=LEAST_LENGTH)
-    logits_BV, cache = prefill(program, sizes, state, tokens_BT, padding_B, room=room)
+    logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
     return logits_BV, _Text(cache, padding_B, room)
 
 
-@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("setup", "room"), donate_argnames="cache")
 def _logits_after(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     cache: Cache,
     padding_B: jax.Array,
@@ -287,15 +288,15 @@ def _logits_after(
     """Logits [T, V] after each of these tokens, and the cache with them in it."""
     tokens_BT = jnp.broadcast_to(tokens_T, (padding_B.shape[0], tokens_T.shape[0]))
     logits_BTV, cache = next_logits(
-        program.model(state), tokens_BT, cache, padding_B, program.execution,
+        setup.model(state), tokens_BT, cache, padding_B, setup.execution,
         room=room, last=tokens_T.shape[0],
     )  # fmt: skip
     return logits_BTV[0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("program", "room"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("setup", "room"), donate_argnames="cache")
 def _draft(
-    program: Program,
+    setup: Setup,
     state: TrainState,
     cache: Cache,
     padding_B: jax.Array,
@@ -307,13 +308,13 @@ def _draft(
     room: int,
 ) -> tuple[jax.Array, jax.Array, Cache]:
     """Guesses [K], what they were drawn from [K, V], and the cache with all of them in it."""
-    model = program.model(state)
+    model = setup.model(state)
 
     def step(carry, key):  # noqa: ANN001, ANN202 - as of jax.lax.scan
         cache, token, seen_V = carry
         tokens_B1 = jnp.broadcast_to(token, (padding_B.shape[0], 1))
         logits_B1V, cache = next_logits(
-            model, tokens_B1, cache, padding_B, program.execution, room=room, last=1
+            model, tokens_B1, cache, padding_B, setup.execution, room=room, last=1
         )
         from_V = distribution(adjust_logits(logits_B1V[0, 0], seen_V, drawing), drawing)
         token = jax.random.categorical(key, jnp.log(from_V)).astype(jnp.int32)

@@ -32,7 +32,8 @@ from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.run.generation.write import encode_prompt
 from jaxtrain.training.settings import Train
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 USUAL_LENGTH = 100  # tokens of a target, where nothing else is said
 
@@ -54,7 +55,7 @@ class Read:
 
 
 def tell(
-    program: Program,
+    setup: Setup,
     train: Train,
     state: TrainState,
     prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -70,7 +71,7 @@ def tell(
     """Return the targets of a trained encoder-decoder for sources: texts for texts, or token ids.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       train: its model, and the data that it was trained on.
       state: the trained state.
       prompts: the sources.
@@ -104,18 +105,18 @@ def tell(
     sizes = pair_model(train.model)
     if tokenizer is None or not texts:
         ids: list[Any] = list(prompts)
-        return targets(program, sizes, state, ids, **asked)
+        return targets(setup, sizes, state, ids, **asked)
     ids = [encode_prompt(tokenizer, text) for text in texts]
     # A target begins with nothing: it is the text of its own tokens alone.
     watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
-    answers = targets(program, sizes, state, ids, **asked, watch=watch if stop or show else None)
+    answers = targets(setup, sizes, state, ids, **asked, watch=watch if stop or show else None)
     told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
     watch.show_rest(told[0].text or "")
     return told
 
 
 def targets(
-    program: Program,
+    setup: Setup,
     sizes: PairModel,
     state: TrainState,
     sources: Sequence[Sequence[int]],
@@ -131,7 +132,7 @@ def targets(
     """What a trained encoder-decoder writes of each source, in their order.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       sizes: its model's settings.
       state: the trained state.
       sources: tokens, each at least one.
@@ -154,20 +155,20 @@ def targets(
         raise UserError(f"--batch-size {batch_size}: use at least 1")
     for source in sources:
         _validate_source(source, sizes)
-    program, key, answers = for_texts(program), jax.random.key(seed), []
-    with program.layout.active(), program.precision.products():
+    setup, key, answers = for_texts(setup), jax.random.key(seed), []
+    with setup.layout.active(), setup.precision.products():
         for first in range(0, len(sources), batch_size):
             some = sources[first : first + batch_size]
-            rows = _rows(len(some), program)
+            rows = _rows(len(some), setup)
             source_BS, real_BS = _pad(some, rows, sizes)
             # One place more than is drawn: the first holds `begin`, and what the last token would
             # lead to is made, and not looked at.
             new = round_up(limit, least=LEAST_LENGTH, most=sizes.context_length)
-            logits_BV, read = _read(program, sizes, state, source_BS, real_BS, begin, room=new + 1)
+            logits_BV, read = _read(setup, sizes, state, source_BS, real_BS, begin, room=new + 1)
             limits = [limit] * len(some)
             if isinstance(sampling, BeamSearch):
                 answers += beams.grow(
-                    program, state, logits_BV, read, np.zeros(rows, np.int32),
+                    setup, state, logits_BV, read, np.zeros(rows, np.int32),
                     [[begin]] * len(some), limits, settings=sampling, ends=ends, room=new + 1,
                     following=_following, rows_of=_rows_of,
                 )  # fmt: skip
@@ -179,7 +180,7 @@ def targets(
                 read, logits_BV, limits, begin, new, seen="repetition_penalty" in drawing
             )
             answers += write_answers(
-                program, state, begun, range(first, first + len(some)), limits,
+                setup, state, begun, range(first, first + len(some)), limits,
                 drawing=drawing, keys_B=keys_B, ends=ends, room=new + 1, watch=watch,
                 following=_following,
             )[0]  # fmt: skip
@@ -214,8 +215,8 @@ def _validate_source(source: Sequence[int], sizes: PairModel) -> None:
         )
 
 
-def _rows(count: int, program: Program) -> int:
-    devices = program.layout.batch_devices()
+def _rows(count: int, setup: Setup) -> int:
+    devices = setup.layout.batch_devices()
     return -(-round_up(count) // devices) * devices
 
 
@@ -264,9 +265,9 @@ def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("program", "sizes", "room"))
+@functools.partial(jax.jit, static_argnames=("setup", "sizes", "room"))
 def _read(
-    program: Program,
+    setup: Setup,
     sizes: PairModel,
     state: TrainState,
     source_BS: jax.Array,
@@ -276,19 +277,19 @@ def _read(
     room: int,
 ) -> tuple[jax.Array, Read]:
     """Logits [B, V] of the first token of each target, and what is kept of the sources."""
-    model: PairModule = program.model(state)
-    dtype, rows = jnp.dtype(program.precision.compute), source_BS.shape[0]
+    model: PairModule = setup.model(state)
+    dtype, rows = jnp.dtype(setup.precision.compute), source_BS.shape[0]
     source_BS, real_BS = shard(source_BS, ROWS), shard(real_BS, ROWS)
     seen = Mask(causal=False, segment_ids_BT=real_BS, segment_ids_BS=real_BS)
-    memory = model.encode(source_BS, seen, program.execution)
+    memory = model.encode(source_BS, seen, setup.execution)
     read = Read(
         empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype),
-        model.remember(memory, program.execution),
+        model.remember(memory, setup.execution),
         real_BS,
     )
     first_B1 = jnp.full((rows, 1), begin, jnp.int32)
     logits_BTV, read = _following(
-        model, first_B1, read, jnp.zeros(rows, jnp.int32), program.execution, room=room, last=1
+        model, first_B1, read, jnp.zeros(rows, jnp.int32), setup.execution, room=room, last=1
     )
     return logits_BTV[:, 0], read
 

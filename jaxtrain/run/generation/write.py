@@ -14,11 +14,12 @@ from jaxtrain.run.generation.prefix_cache import Memory
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.generation.stopping import Stopping
 from jaxtrain.training.settings import TextSource, Train
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 def write(
-    program: Program,
+    setup: Setup,
     train: Train,
     state: TrainState,
     prompts: Sequence[str],
@@ -36,7 +37,7 @@ def write(
     """What a trained language model writes after each prompt, in their order.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       train: its model and the data whose tokenizer it knows.
       state: the trained state.
       prompts: each at least one character.
@@ -61,7 +62,7 @@ def write(
         ends = () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
     watch = Stopping(tokenizer, tokens, stop, show)
     answers = generate(
-        program,
+        setup,
         train.model,
         state,
         tokens,

@@ -24,21 +24,22 @@ from jaxtrain.run.huggingface.parameters import their_tensors
 from jaxtrain.training.finetune.few_bits import sides_of
 from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState, parameter_shapes
+from jaxtrain.training.setup import Setup, parameter_shapes
+from jaxtrain.training.state import TrainState
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
 def write_adapter(
-    out: str, config: Config, program: Program, state: TrainState, *, say: Callable[[str], None]
+    out: str, config: Config, setup: Setup, state: TrainState, *, say: Callable[[str], None]
 ) -> None:
     """Writes the adapters of a state as a folder of PEFT's.
 
     Args:
       out: the folder, which is not there yet or empty.
       config: the run's configuration.
-      program: whose state it is.
+      setup: whose state it is.
       state: what is written.
       say: takes a line for people.
 
@@ -46,12 +47,12 @@ def write_adapter(
       UserError: there are no adapters, the model is known nowhere else, the folder cannot be made,
         or there are several processes, each of which has a part of them.
     """
-    tuning = _tuning(program, f"--out {out}")
+    tuning = _tuning(setup, f"--out {out}")
     require_one_process(out)
-    pairs = _names(config, program, tuning)
+    pairs = _names(config, setup, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
-    shapes = their_shapes(names, _shapes(program, tuning))
-    made = (tensor for _, tensor in their_tensors(names, state.params, program.layer_order))
+    shapes = their_shapes(names, _shapes(setup, tuning))
+    made = (tensor for _, tensor in their_tensors(names, state.params, setup.layer_order))
     content = _adapter_config(config, tuning, pairs)
     with new_folder(out) as (folder, beside):
         safetensors.write(beside / WEIGHTS, shapes, "F32", made)
@@ -59,19 +60,19 @@ def write_adapter(
     say(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
 
 
-def read_adapter(source: str, config: Config, program: Program) -> dict[str, np.ndarray]:
+def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndarray]:
     """The adapters of a folder of PEFT's by our names, whole, the layers in their order.
 
     Raises:
       UserError: there is none, or one of another kind, rank, scale or shape than this run's.
     """
-    tuning, folder = _tuning(program, f"Finetune.adapter={source!r}"), on_disk(source)
+    tuning, folder = _tuning(setup, f"Finetune.adapter={source!r}"), on_disk(source)
     with path_errors(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
         said = read_json_object(folder / CONFIG)
         stored = safetensors.read_header(folder / WEIGHTS)
-    pairs = _names(config, program, tuning)
+    pairs = _names(config, setup, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
-    shapes = _shapes(program, tuning)
+    shapes = _shapes(setup, tuning)
     reasons = list(_unlike(said, config, tuning))
     wanted, there = their_shapes(names, shapes), _targets(stored, config)
     if there and there != tuning.targets:
@@ -127,23 +128,23 @@ def _targets(stored: Iterable[str], config: Config) -> frozenset[str]:
     return frozenset(found)
 
 
-def _tuning(program: Program, where: str) -> LoRA:
-    if not isinstance(program.tuning, LoRA):
+def _tuning(setup: Setup, where: str) -> LoRA:
+    if not isinstance(setup.tuning, LoRA):
         raise UserError(f"{where}: the run trains no adapters; set Finetune.lora_rank, such as 16")
-    return program.tuning
+    return setup.tuning
 
 
-def _shapes(program: Program, tuning: LoRA) -> dict[str, tuple[int, ...]]:
+def _shapes(setup: Setup, tuning: LoRA) -> dict[str, tuple[int, ...]]:
     """Of A and B by name, the layers in the model's order and number."""
-    shapes = parameter_shapes(program.build)
+    shapes = parameter_shapes(setup.build)
     drawn = jax.eval_shape(lambda: tuning.draw(shapes, jax.random.key(0)))
     return {name: variable.get_value().shape for name, variable in by_name(drawn).items()}
 
 
-def _names(config: Config, program: Program, tuning: LoRA) -> list[tuple[Name, ...]]:
+def _names(config: Config, setup: Setup, tuning: LoRA) -> list[tuple[Name, ...]]:
     """The map's line of each weight that has an adapter, and those of its A, B and magnitude."""
     family, _ = family_for(config.train.model, None)
-    shapes = by_name(parameter_shapes(program.build))
+    shapes = by_name(parameter_shapes(setup.build))
     for line in family.names(config.train.model):
         if line.ours in tuning.targets and (line.rows or line.turn):
             raise UserError(

@@ -38,8 +38,10 @@ from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, TrainState, parameter_shapes
+from jaxtrain.training.setup import Setup, parameter_shapes
+from jaxtrain.training.state import TrainState
 
 _PARTS = {"codes": awq.CODES, "zeros": awq.ZEROS, "scales": awq.SCALES}
 
@@ -47,7 +49,7 @@ _PARTS = {"codes": awq.CODES, "zeros": awq.ZEROS, "scales": awq.SCALES}
 def export_awq(
     out: str,
     config: Config,
-    program: Program,
+    setup: Setup,
     state: TrainState,
     workdir: Place | None,
     *,
@@ -59,7 +61,7 @@ def export_awq(
     Args:
       out: the folder, which is not there yet or empty.
       config: the run's configuration.
-      program: whose state it is.
+      setup: whose state it is.
       state: what is written.
       workdir: the run's folder, with what an import has carried along; None: there is none.
       ancestors: of the run, which the receipt has too.
@@ -70,7 +72,7 @@ def export_awq(
         products are no linear layers there, or the folder cannot be made.
     """
     require_one_process(out)
-    tuning = program.tuning
+    tuning = setup.tuning
     if not isinstance(tuning, FewBits) or tuning.kind != "int4" or isinstance(tuning, LoRA):
         raise UserError(
             f"--out {out}: --awq writes a run of 'jaxtrain quantize --bits 4', and this one has "
@@ -80,11 +82,11 @@ def export_awq(
     model, carried = config.train.model, companion_files(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
     family, said = family_for(model, content.get("model_type"))
-    with program.layout.active():
+    with setup.layout.active():
         params = _split_codes(tuning, state.frozen)
-    names = _names(family.names(model), tuning, program, family.architecture)
+    names = _names(family.names(model), tuning, setup, family.architecture)
     ours = {"/".join(map(str, path)): v.get_value() for path, v in nnx.to_flat_state(params)}
-    order = program.layer_order
+    order = setup.layer_order
     layers = None if order is None else sum(layer >= 0 for layer in order)
     shapes = {name: (layers or x.shape[0], *x.shape[1:]) if name.startswith("layers/") else x.shape
               for name, x in ours.items()}  # fmt: skip
@@ -104,7 +106,7 @@ def export_awq(
         whole["quantization_config"] = quantization
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
         made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))
-        found = _compare(beside, family.architecture, made, program, model, state, called=folder)
+        found = _compare(beside, family.architecture, made, setup, model, state, called=folder)
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         written = json.dumps(found.to_json(), indent=1).encode()
         write_atomically(beside / RECEIPT, written)
@@ -116,7 +118,7 @@ def _compare(
     beside: Path,
     architecture: str,
     made: Iterable[tuple[str, np.ndarray]],
-    program: Program,
+    setup: Setup,
     model: Model,
     state: TrainState,
     *,
@@ -130,14 +132,14 @@ def _compare(
     stored = {name: x for file in beside.glob("*.safetensors") for name, x in
               read_header(file).items()}  # fmt: skip
     digests, differing = receipt.compare_tensors(stored, made)
-    shapes = shapes_of(program)
+    shapes = shapes_of(setup)
     count = sum(map(math.prod, shapes.values()))
     found = None
     if count <= receipt.MOST_PARAMETERS:
         tokens, _ = receipt.draw_input(model)
-        params = read_parameters(Folder(beside), program, model)
-        theirs = receipt.logits_of(program.whole, model, params, tokens)
-        ours = receipt.logits_of_state(program, model, _in_half(state), tokens)
+        params = read_parameters(Folder(beside), setup, model)
+        theirs = receipt.logits_of(setup.replace(tuning=Tuning()), model, params, tokens)
+        ours = receipt.logits_of_state(setup, model, _in_half(state), tokens)
         against = "this run's codes, the rest in float16, beside the floats of the written folder"
         size = np.asarray(tokens).size
         found = receipt.Logits.of(ours, theirs, size, against, independent=False)
@@ -176,10 +178,10 @@ def _split_codes(tuning: FewBits, frozen: nnx.State) -> nnx.State:
 
 
 def _names(
-    lines: tuple[Name, ...], tuning: FewBits, program: Program, architecture: str
+    lines: tuple[Name, ...], tuning: FewBits, setup: Setup, architecture: str
 ) -> tuple[Name, ...]:
     """The lines of the map, three for one of a weight quantized."""
-    variables, found = by_name(parameter_shapes(program.build)), list[Name]()
+    variables, found = by_name(parameter_shapes(setup.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
         if together[0].ours not in tuning.few_bits:

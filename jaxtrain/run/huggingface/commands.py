@@ -71,7 +71,7 @@ def export_hf(arguments: argparse.Namespace) -> int:
         return DONE
     if arguments.awq:
         found = export_awq(
-            arguments.out, trainer.config, trainer.program.plain, trainer.state, trainer.workdir,
+            arguments.out, trainer.config, trainer.program.setup, trainer.state, trainer.workdir,
             ancestors=trainer.ancestors, console=trainer.console,
         )  # fmt: skip
         return DONE if found.passed else FAILED

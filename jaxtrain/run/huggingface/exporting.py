@@ -28,7 +28,7 @@ from jaxtrain.run.huggingface.generation_files import generation_files
 from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
 
 FILE_BYTES = 5 * 10**9  # of the largest file, as transformers has it
 Dtype = Literal["float32", "bfloat16"]
@@ -40,7 +40,7 @@ _WRITTEN = {"float32": "F32", "bfloat16": "BF16"}
 def export_run(
     out: str,
     config: Config,
-    program: Program,
+    setup: Setup,
     params: nnx.State,
     workdir: Place | None,
     *,
@@ -54,7 +54,7 @@ def export_run(
     Args:
       out: the folder, which is not there yet or empty.
       config: the run's configuration.
-      program: whose layout and order of layers the parameters have.
+      setup: whose layout and order of layers the parameters have.
       params: what is exported, running statistics with it.
       workdir: the run's folder, with what an import has carried along; None: there is none.
       dtype: of the files.
@@ -73,9 +73,9 @@ def export_run(
     family, said = family_for(model, content.get("model_type"))
     names = family.names(model)
     with new_folder(out) as (folder, beside):
-        shapes, counts = their_shapes(names, shapes_of(program)), family.counts(model)
+        shapes, counts = their_shapes(names, shapes_of(setup)), family.counts(model)
         dtypes = dict.fromkeys(counts, "I64") | dict.fromkeys(shapes, _WRITTEN[dtype])
-        made = their_tensors(names, params, program.layer_order)
+        made = their_tensors(names, params, setup.layer_order)
         zeros = ((name, np.zeros((), np.int64)) for name in counts)
         every = dict.fromkeys(counts, ()) | shapes
         write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
@@ -85,10 +85,10 @@ def export_run(
             (beside / name).parent.mkdir(exist_ok=True)
             write_atomically(beside / name, copied)
         write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
-        made = their_tensors(names, params, program.layer_order)
+        made = their_tensors(names, params, setup.layer_order)
         stored = {name: x for name, x in Folder(beside).tensors().items() if name in shapes}
         found = receipt.compare(
-            beside, family.architecture, stored, made, program, model, params, called=folder
+            beside, family.architecture, stored, made, setup, model, params, called=folder
         )
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         content = json.dumps(found.to_json(), indent=1).encode()

@@ -29,12 +29,12 @@ from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training.balancing import biases_of
-from jaxtrain.training.finetune.tuning import partition
+from jaxtrain.training.compose import compose
+from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
 
 # In a run's folder: the published model's config.json, tokenizer and the like, for its export.
 CARRIED_FOLDER = "huggingface"
@@ -67,7 +67,7 @@ def import_run(
     preflight.check(
         config, device_count=jax.device_count(), platform=platform, kind=kind, reads_data=False
     )
-    program = make_program(config, layouts.layout(config)).plain.whole
+    program = compose(config, layouts.layout(config)).setup.replace(tuning=Tuning())
     params = read_parameters(folder, program, config.train.model)
     with create_atomically(workdir):
         return _write(config, workdir, folder, params, program, console=console, say=say)
@@ -78,7 +78,7 @@ def _write(
     workdir: Place,
     source: Published,
     params: nnx.State,
-    program: Program,
+    setup: Setup,
     *,
     console: Console,
     say: Callable[[str], None],
@@ -89,14 +89,14 @@ def _write(
             carried.mkdir(parents=True, exist_ok=True)
         for name, content in source.carried().items():
             write_atomically(carried / name, content)
-    extra = metadata.describe_parameters(config, program, of_published(source.path))
-    save_first(0, _partition(params, program), extra, config=config, workdir=workdir, say=say)
+    extra = metadata.describe_parameters(config, setup, of_published(source.path))
+    save_first(0, _partition(params, setup), extra, config=config, workdir=workdir, say=say)
     (family, _), model = source.family_and_model, config.train.model
-    shapes, tensors = shapes_of(program), source.tensors()
+    shapes, tensors = shapes_of(setup), source.tensors()
     stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
-    made = their_tensors(family.names(model), params, program.layer_order)
+    made = their_tensors(family.names(model), params, setup.layer_order)
     found = receipt.compare(
-        source.path, family.architecture, stored, made, program, model, params,
+        source.path, family.architecture, stored, made, setup, model, params,
         read_otherwise=source.read_otherwise,
     )  # fmt: skip
     differences = training_differences(model, source.content)
@@ -107,9 +107,9 @@ def _write(
     return found
 
 
-def _partition(params: nnx.State, program: Program) -> dict[str, nnx.State]:
+def _partition(params: nnx.State, setup: Setup) -> dict[str, nnx.State]:
     """As a run's state has them that trains all that can be."""
-    untrained = biases_of(program.build)
+    untrained = biases_of(setup.build)
     statistics, params = partition(params, lambda _, x: isinstance(x, Statistic))
     trained, frozen = partition(params, lambda name, _: name not in untrained)
     parts = {"params": trained, "frozen": frozen, "statistics": statistics}

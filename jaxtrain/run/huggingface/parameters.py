@@ -25,15 +25,16 @@ from jaxtrain.models.weights.published import Published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.step import Program
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.step import train_all
 
 MOST_AT_ONCE = 1 << 28  # bytes
 
 
-def shapes_of(program: Program) -> dict[str, tuple[int, ...]]:
+def shapes_of(setup: Setup) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter and running statistic by name, its layers in the model's order
     and number."""
-    names, leaves, _ = flatten(weight_shapes(program.build))
+    names, leaves, _ = flatten(weight_shapes(setup.build))
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
 
 
@@ -43,14 +44,14 @@ def weight_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
 
 
 def read_parameters(
-    folder: Published, program: Program, model: Model, unread: Collection[str] = ()
+    folder: Published, setup: Setup, model: Model, unread: Collection[str] = ()
 ) -> nnx.State:
     """The parameters and running statistics of a folder, all of them, in the program's layout,
     dtypes and order of layers.
 
     Args:
       folder: of the published model.
-      program: what they are for.
+      setup: what they are for.
       model: its sizes.
       unread: names of parameters that are left out.
 
@@ -63,16 +64,16 @@ def read_parameters(
             f"{folder.path} holds a {family.architecture}, which is Train.model = "
             f"@{family.model.__name__}(), not @{type(model).__name__}()"
         )
-    shapes = shapes_of(program)
+    shapes = shapes_of(setup)
     stored = match(family, model, shapes, folder.tensors(), where=str(folder.path), unread=unread)
     of = {name.ours: name for name in family.names(model)}
-    state = program.whole.abstract_state()
+    state = train_all(setup).abstract_state()
     weights = nnx.merge_state(state.params, state.statistics)
     wanted = partition(weights, lambda name, _: name not in unread)[0]
     names, leaves, treedef = flatten(wanted)
     arrays = []
     for ours, leaf in zip(names, leaves, strict=True):
-        order = program.layer_order if _is_stacked(of[ours]) else None
+        order = setup.layer_order if _is_stacked(of[ours]) else None
         read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
         places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         # One device after the other: `jax.make_array_from_callback` would hold all their parts.

@@ -32,7 +32,8 @@ from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.inference.logits import logits
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 TOLERANCE = 1e-4  # of the largest logit, at least of 1: float32 in another order of summation
 # Both models are in memory at once, theirs in float32: 8 GB.
@@ -144,7 +145,7 @@ def compare(
     architecture: str,
     stored: Mapping[str, StoredTensor],
     made: Iterable[tuple[str, np.ndarray]],
-    program: Program,
+    setup: Setup,
     model: Model,
     params: nnx.State,
     *,
@@ -158,7 +159,7 @@ def compare(
       architecture: what it calls itself.
       stored: its tensors by the map's names.
       made: the same of our parameters.
-      program: of the parameters.
+      setup: of the parameters.
       model: their sizes.
       params: themselves.
       called: what the folder is going to be called.
@@ -186,7 +187,7 @@ def compare(
         if isinstance(theirs, str):
             why_not = theirs
         else:
-            ours = logits_of(program, model, params, inputs)
+            ours = logits_of(setup, model, params, inputs)
             if theirs.ndim < ours.ndim:
                 ours = ours[:, 0]  # a text's class is predicted at its first token
             version = importlib.metadata.version("transformers")
@@ -243,7 +244,7 @@ def draw_input(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]
 
 
 def logits_of(
-    program: Program, model: Model, params: nnx.State, inputs: np.ndarray | Batch
+    setup: Setup, model: Model, params: nnx.State, inputs: np.ndarray | Batch
 ) -> np.ndarray:
     """Our logits [B, T, V] of tokens or of a batch, or [B, C] of images, computed in float32.
 
@@ -254,16 +255,16 @@ def logits_of(
     state = TrainState(
         step=zero, params=params, opt_state=(), statistics=statistics, loss_scale=zero
     )
-    return logits_of_state(program, model, state, inputs)
+    return logits_of_state(setup, model, state, inputs)
 
 
 def logits_of_state(
-    program: Program, model: Model, state: TrainState, inputs: np.ndarray | Batch
+    setup: Setup, model: Model, state: TrainState, inputs: np.ndarray | Batch
 ) -> np.ndarray:
     """As `logits_of`, of a state."""
-    precision = dataclasses.replace(program.precision, compute="float32")
-    program = dataclasses.replace(program, precision=precision, execution=Execution())
-    return logits(program, model, state, inputs)
+    precision = dataclasses.replace(setup.precision, compute="float32")
+    setup = dataclasses.replace(setup, precision=precision, execution=Execution())
+    return logits(setup, model, state, inputs)
 
 
 def _logits_of_transformers(

@@ -18,26 +18,27 @@ from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
-def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np.ndarray:
+def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.ndarray:
     """The logits of inputs, float32 [B, T, V] of tokens or [B, C] of images.
 
     Every device computes with all rows, split over `tensor` and `expert` alone: any number of rows
     is taken, and any length that the model's context has room for.
 
     Args:
-      program: the synchronous program.
+      setup: the synchronous program.
       model: the model's settings.
-      state: from `consensus`.
+      state: from `Step.eval_state`.
       inputs: integer tokens [B, T], each row one text; images [B, H, W, C]; or a `Batch`, whose
         documents do not see each other.
 
     Raises:
       UserError: the model cannot read them, or gives no logits.
     """
-    objective = program.objective
+    objective = setup.objective
     if not isinstance(objective, TellsLogits):
         raise UserError(
             f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
@@ -45,72 +46,70 @@ def logits(program: Program, model: Model, state: TrainState, inputs: Any) -> np
         )
     is_batch = isinstance(inputs, Batch)
     batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
-    program = _of_any_rows(program)
-    found = list(objective.validate(batch, model, Loss(), program.layout))
+    setup = _of_any_rows(setup)
+    found = list(objective.validate(batch, model, Loss(), setup.layout))
     if found:
         raise UserError("\n".join(f"Trainer.logits: {line}" for line in found))
-    with program.layout.active(), program.precision.products():
-        return np.array(_logits(program, state, batch))
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_logits(setup, state, batch))
 
 
-def embeddings(program: Program, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
+def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
     """The vector of each text, float32 [B, D], computed as `logits` is.
 
     Args:
-      program: the synchronous program.
+      setup: the synchronous program.
       model: the model's settings.
-      state: from `consensus`.
+      state: from `Step.eval_state`.
       batch: one text in a row, and padding behind it.
     """
     assert embeds(model), "asked before"
-    program = _of_any_rows(program)
-    with program.layout.active(), program.precision.products():
-        return np.array(_embeddings(program, model, state, batch))
+    setup = _of_any_rows(setup)
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_embeddings(setup, model, state, batch))
 
 
-def numbers(program: Program, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
+def numbers(setup: Setup, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
     """Return the regression outputs for vectors, float32 [B, K], computed like `logits`."""
-    program = _of_any_rows(program)
-    with program.layout.active(), program.precision.products():
-        return np.array(_numbers(program, state, vectors_BD))
+    setup = _of_any_rows(setup)
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_numbers(setup, state, vectors_BD))
 
 
-def _of_any_rows(program: Program) -> Program:
+def _of_any_rows(setup: Setup) -> Setup:
     """With all rows on every device, and the reference kernel: it takes any length, and
     documents."""
-    execution = dataclasses.replace(program.execution, kernel="reference")
-    layout = for_one_text(program.layout)
-    return dataclasses.replace(program, layout=layout, execution=execution)
+    execution = dataclasses.replace(setup.execution, kernel="reference")
+    layout = for_one_text(setup.layout)
+    return dataclasses.replace(setup, layout=layout, execution=execution)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(program: Program, state: TrainState, batch: Batch) -> jax.Array:
-    assert isinstance(program.objective, TellsLogits), "asked before"
-    model = program.model(state)
-    found = program.objective.logits(model, state.statistics, batch, program.execution)
+def _logits(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
+    assert isinstance(setup.objective, TellsLogits), "asked before"
+    model = setup.model(state)
+    found = setup.objective.logits(model, state.statistics, batch, setup.execution)
     # Whole on every device, so that each process can read them.
     return jax.sharding.reshard(found, P())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _embeddings(
-    program: Program, model: EmbeddingModel, state: TrainState, batch: Batch
-) -> jax.Array:
-    objective, ids_BT = program.objective, batch.segment_ids
+def _embeddings(setup: Setup, model: EmbeddingModel, state: TrainState, batch: Batch) -> jax.Array:
+    objective, ids_BT = setup.objective, batch.segment_ids
     assert isinstance(objective, TokenObjective), "of hidden states"
     assert model.pooling is not None, "asked before"
     assert ids_BT is not None, "texts have padding"
     assert batch.positions is not None, "and places"
     h_BTD, _, _ = hidden_states(
-        program.model(state), batch.inputs, batch.positions, objective.mask(batch),
-        program.execution,
+        setup.model(state), batch.inputs, batch.positions, objective.mask(batch),
+        setup.execution,
     )  # fmt: skip
     found_BD = pool(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
     return jax.sharding.reshard(found_BD, P())
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _numbers(program: Program, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
-    model: Any = program.model(state)
-    found_BK, _ = model(vectors_BD, state.statistics, program.execution, train=False)
+def _numbers(setup: Setup, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
+    model: Any = setup.model(state)
+    found_BK, _ = model(vectors_BD, state.statistics, setup.execution, train=False)
     return jax.sharding.reshard(found_BK.astype(jnp.float32), P())

@@ -124,7 +124,7 @@ def predict_with(
 ) -> list[Told]:
     """What a trainer's model predicts; arguments as of `Trainer.predict`."""
     model, data = trainer.config.train.model, trainer.config.train.data
-    program, state = trainer.program.plain, trainer.program.consensus(trainer.state)
+    program, state = trainer.program.setup, trainer.program.eval_state(trainer.state)
 
     def write(texts: list[str]) -> list[str]:
         found = trainer.answers(texts, sampling=Sampling(temperature=0.0))

@@ -25,7 +25,7 @@ from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numb
 from jaxtrain.run.show.progress import Display
 from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
 from jaxtrain.training.objectives.yardstick import Yardstick
-from jaxtrain.training.program.program import flops_per_step
+from jaxtrain.training.program.flops import flops_per_step
 from jaxtrain.training.settings import Config
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host
@@ -231,7 +231,7 @@ class MetricsLog:
         else:
             if "weight" in metrics:
                 # Imported here: replicas that take steps of their own are rare.
-                from jaxtrain.training.exchange.shares import means
+                from jaxtrain.training.exchange.per_replica import means
 
                 metrics = means(metrics)
             # These transfers are meant. jax.device_get says so too, but takes five times as long.

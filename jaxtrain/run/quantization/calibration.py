@@ -20,7 +20,8 @@ from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.parallel.sharding import by_name, logical_axes, shard
 from jaxtrain.run.generation.decoding import ROWS, for_one_text
 from jaxtrain.training.finetune.few_bits import sides_of
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 ROWS_MOST, LENGTH_MOST = 8, 512  # of the text that is read
 EVERY = 4  # of how many of its tokens one is kept
@@ -35,31 +36,31 @@ def rows_of(tokens: list[int], context_length: int) -> np.ndarray:
 
 
 def read_by(
-    program: Program, state: TrainState, tokens_BT: np.ndarray, names: list[str]
+    setup: Setup, state: TrainState, tokens_BT: np.ndarray, names: list[str]
 ) -> dict[str, np.ndarray]:
     """What these weights read, float32 [L, N, I], by their names below `layers/`.
 
     Args:
-      program: the synchronous program, of a model that reads tokens.
+      setup: the synchronous program, of a model that reads tokens.
       state: its state.
       tokens_BT: the text, each row one of its own.
       names: of weights, such as `query`.
     """
-    execution = dataclasses.replace(program.execution, kernel="reference", remat=POLICIES["full"])
-    precision = dataclasses.replace(program.precision, compute="float32")
-    program = dataclasses.replace(
-        program, layout=for_one_text(program.layout), execution=execution, precision=precision
+    execution = dataclasses.replace(setup.execution, kernel="reference", remat=POLICIES["full"])
+    precision = dataclasses.replace(setup.precision, compute="float32")
+    setup = dataclasses.replace(
+        setup, layout=for_one_text(setup.layout), execution=execution, precision=precision
     )
-    with program.layout.active(), program.precision.products():
-        found = _read_by(program, state, tokens_BT, tuple(names))
+    with setup.layout.active(), setup.precision.products():
+        found = _read_by(setup, state, tokens_BT, tuple(names))
         return {name: np.asarray(x) for name, x in found.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("program", "names"))
+@functools.partial(jax.jit, static_argnames=("setup", "names"))
 def _read_by(
-    program: Program, state: TrainState, tokens_BT: jax.Array, names: tuple[str, ...]
+    setup: Setup, state: TrainState, tokens_BT: jax.Array, names: tuple[str, ...]
 ) -> dict[str, jax.Array]:
-    graphdef, params, rest = nnx.split(program.model(state), nnx.Param, ...)
+    graphdef, params, rest = nnx.split(setup.model(state), nnx.Param, ...)
     variables = by_name(params)
     kept = tokens_BT.shape[0] * -(-tokens_BT.shape[1] // EVERY)
 
@@ -77,6 +78,6 @@ def _read_by(
         model = nnx.merge(graphdef, nnx.from_flat_state(watched), rest)
         places_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
         rows = shard(tokens_BT, ROWS), shard(places_BT, ROWS)
-        return hidden_states(model, *rows, Mask(), program.execution)[0].sum()
+        return hidden_states(model, *rows, Mask(), setup.execution)[0].sum()
 
     return jax.grad(total)({name: probe(name) for name in names})

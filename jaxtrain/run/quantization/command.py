@@ -39,17 +39,19 @@ from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters, on_host, place_weights
+from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, validate_blocks
 from jaxtrain.training.finetune.finetune import Finetune
+from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, parameter_shapes
+from jaxtrain.training.setup import Setup, parameter_shapes
+from jaxtrain.training.step import base_step
 
 Say = Callable[[str], None]
 _OPTIONS = Ways("--bits 4", "--group-size {}", "--bits 8")
@@ -123,21 +125,22 @@ def write_quantized(
         config, device_count=trainer.mesh.size, platform=platform_of_device(device),
         kind=device.device_kind, reads_data=False, trains=False,
     )  # fmt: skip
-    before = trainer.program.plain
-    state = trainer.program.consensus(trainer.state)
+    before = trainer.program.setup
+    state = trainer.program.eval_state(trainer.state)
     params = merge_adapters(before, state)
-    whole = dataclasses.replace(before.whole, build=config.train.model.build)
+    whole = before.replace(build=config.train.model.build, tuning=Tuning())
     was = _bytes(params)
     if text is not None:
         params = _scale(trainer, whole, params, group, text, say)
-    program = make_program(config, layout).plain
+    step = compose(config, layout)
+    setup = step.setup
     with warnings.catch_warnings():
         # Codes are smaller than the floats that they are made of.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         # What is handed in is taken away, and the trainer's own may be among it.
-        made = program.create(config.train.seed, jax.tree.map(jnp.copy, params))
+        made = step.create(config.train.seed, jax.tree.map(jnp.copy, params))
     made = dataclasses.replace(made, step=state.step)
-    extra = metadata.describe_parameters(config, program, trainer.ancestors)
+    extra = metadata.describe_parameters(config, setup, trainer.ancestors)
     del extra["only_parameters"]
     with create_atomically(out):
         with path_errors(f"--out {out}", needs="use a folder that can be made and written"):
@@ -148,12 +151,12 @@ def write_quantized(
         save_first(trainer.steps_done, made, extra, config=config, workdir=out, say=say)
     say(
         f"{out}: {_bytes(made.frozen):,} bytes of parameters, were {was:,}; a weight of the layers "
-        f"takes {_bits(program, made.frozen):.2f} bits"
+        f"takes {_bits(setup, made.frozen):.2f} bits"
     )
 
 
 def _scale(
-    trainer: Trainer, program: Program, params: nnx.State, group: int, text: str, say: Say
+    trainer: Trainer, setup: Setup, params: nnx.State, group: int, text: str, say: Say
 ) -> nnx.State:
     """The parameters with their weights scaled and clipped by what they read on a text."""
     sizes = token_model(trainer.config.train.model)
@@ -171,13 +174,13 @@ def _scale(
     rows_BT = rows_of(tokens, sizes.context_length)
     say(f"Calibrated on {rows_BT.size:,} of the {len(tokens):,} tokens of {text}")
     state = dataclasses.replace(trainer.state, params=params, opt_state=(), frozen=nnx.State({}))
-    seen = read_by(program, state, rows_BT, list(READ))
-    values = {name: x.astype(np.float32) for name, x in on_host(params, program.stages).items()}
+    seen = read_by(setup, state, rows_BT, list(READ))
+    values = {name: x.astype(np.float32) for name, x in on_host(params, setup.stages).items()}
     scale(values, seen, of, group=group, say=say)
     clip(values, seen, group=group, say=say)
     dtype = np.dtype(trainer.config.precision.params)
     values = {name: x.astype(dtype) for name, x in values.items()}
-    return place_weights(program.abstract_state().params, values, program.stages)
+    return place_weights(base_step(setup).abstract_state().params, values, setup.stages)
 
 
 def _config(trainer: Trainer, few_bits: Literal["int8", "int4"], group: int, out: Place) -> Config:
@@ -207,13 +210,13 @@ def _bytes(params: nnx.State) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
-def _bits(program: Program, frozen: nnx.State) -> float:
+def _bits(setup: Setup, frozen: nnx.State) -> float:
     """Bits of a weight that is held in few."""
     held = sum(
         v.get_value().size * v.get_value().dtype.itemsize
         for v in by_name(frozen).values()
         if role_of(v) == "few_bits"
     )
-    assert isinstance(program.tuning, FewBits), "as configured"
-    shapes = by_name(parameter_shapes(program.build))
-    return 8 * held / sum(shapes[name].get_value().size for name in program.tuning.few_bits)
+    assert isinstance(setup.tuning, FewBits), "as configured"
+    shapes = by_name(parameter_shapes(setup.build))
+    return 8 * held / sum(shapes[name].get_value().size for name in setup.tuning.few_bits)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.run.show.report import parameters
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
     from jaxtrain.run.show.picture import Picture

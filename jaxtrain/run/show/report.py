@@ -29,7 +29,8 @@ from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.settings import Config, Train
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 _NO_WAIT = Unfreezing()
 
@@ -209,22 +210,22 @@ def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: in
 def show_run(
     console: Console,
     config: Config,
-    program: Program,
+    setup: Setup,
     attention: Choice | None,
     dataset: Dataset,
     state: TrainState,
 ) -> None:
     """Prints mesh, attention's kernel, stages, data and parameters of a run."""
-    show_mesh(console, program.layout)
+    show_mesh(console, setup.layout)
     show_attention(console, attention)
-    if program.stages is not None:
-        show_stages(console, program.stages, config.pipeline, passes_of(config.train.model))
+    if setup.stages is not None:
+        show_stages(console, setup.stages, config.pipeline, passes_of(config.train.model))
     show_facts(console, dataset.facts, dataset.digest)
     show_mixing(console, dataset, config.train)
     if config.corruption.compare_replicas_every:
         share = f"{replicated_fraction(state):.0%}"
         console.print(f"Replicas: {share} of the state's bytes have copies to be compared with")
-    show_parameters(console, state, config.optimizer, program.unfreezing)
+    show_parameters(console, state, config.optimizer, setup.unfreezing)
 
 
 def show_config(console: Console, gin_text: str) -> None:

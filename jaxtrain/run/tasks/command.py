@@ -19,9 +19,9 @@ def evaluate_tasks(arguments: argparse.Namespace) -> int:
         raise UserError(f"--batch-size {arguments.batch_size}: use at least 1")
     tasks = [read_task(path) for path in arguments.tasks]
     trainer = open_run(arguments)
-    train, program = trainer.config.train, trainer.program.plain
+    train, program = trainer.config.train, trainer.program.setup
     tokenizer, sizes = tokenizer_of(train, command="evaluate-tasks"), token_model(train.model)
-    state = trainer.program.consensus(trainer.state)
+    state = trainer.program.eval_state(trainer.state)
     asked = [
         pairs(task, tokenizer, delimiter=arguments.delimiter, length=sizes.context_length)
         for task in tasks

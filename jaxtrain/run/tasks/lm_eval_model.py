@@ -43,8 +43,8 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
     length = sizes.context_length
 
     def score(pairs: Sequence[Pair]) -> list[Score]:
-        state = trainer.program.consensus(trainer.state)
-        return scores(trainer.program.plain, sizes, state, pairs, batch_size=batch_size)
+        state = trainer.program.eval_state(trainer.state)
+        return scores(trainer.program.setup, sizes, state, pairs, batch_size=batch_size)
 
     class OfRun(base):
         """The three questions that lm-eval asks; arguments and results are its own."""

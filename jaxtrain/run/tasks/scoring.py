@@ -17,7 +17,8 @@ from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.run.generation.decoding import batches, for_texts, next_logits, pad_prompts, round_up
 from jaxtrain.run.generation.generate import writes
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,12 +88,12 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, *, length
 
 
 def scores(
-    program: Program, model: Model, state: TrainState, pairs: Sequence[Pair], *, batch_size: int
+    setup: Setup, model: Model, state: TrainState, pairs: Sequence[Pair], *, batch_size: int
 ) -> list[Score]:
     """What a trained language model says of each pair.
 
     Args:
-      program: the program whose state it is.
+      setup: the program whose state it is.
       model: its model's settings.
       state: the trained state.
       pairs: contexts and continuations.
@@ -101,27 +102,27 @@ def scores(
     Raises:
       UserError: the model is no language model.
     """
-    sizes, program = writes(model), for_texts(program)
+    sizes, setup = writes(model), for_texts(setup)
     found: dict[int, Score] = {}
-    with program.layout.active(), program.precision.products():
+    with setup.layout.active(), setup.precision.products():
         for numbers in batches([len(pair.tokens) for pair in pairs], sizes, batch_size):
             batch = [pairs[number] for number in numbers]
-            told = _batch_scores(program, sizes, state, batch)
+            told = _batch_scores(setup, sizes, state, batch)
             found.update(zip(numbers, told, strict=True))
     return [found[number] for number in range(len(pairs))]
 
 
 def _batch_scores(
-    program: Program, sizes: TokenModel, state: TrainState, pairs: Sequence[Pair]
+    setup: Setup, sizes: TokenModel, state: TrainState, pairs: Sequence[Pair]
 ) -> list[Score]:
-    tokens_BT, padding_B = pad_prompts(program, sizes, [pair.tokens for pair in pairs])
+    tokens_BT, padding_B = pad_prompts(setup, sizes, [pair.tokens for pair in pairs])
     rows, length = tokens_BT.shape
     places = round_up(max(len(pair.continuation) for pair in pairs), most=length)
     targets_BC, wanted_BC = np.zeros((rows, places), np.int32), np.zeros((rows, places), bool)
     for row, pair in enumerate(pairs):
         targets_BC[row, -len(pair.continuation) :] = pair.continuation
         wanted_BC[row, -len(pair.continuation) :] = True
-    found = _log_probabilities(program, sizes, state, tokens_BT, padding_B, targets_BC, wanted_BC)
+    found = _log_probabilities(setup, sizes, state, tokens_BT, padding_B, targets_BC, wanted_BC)
     told_B, greedy_B = (np.asarray(part) for part in found)
     return [
         Score(log_likelihood=float(told_B[row]), greedy=bool(greedy_B[row]))
@@ -129,9 +130,9 @@ def _batch_scores(
     ]
 
 
-@functools.partial(jax.jit, static_argnames=("program", "sizes"))
+@functools.partial(jax.jit, static_argnames=("setup", "sizes"))
 def _log_probabilities(
-    program: Program,
+    setup: Setup,
     sizes: TokenModel,
     state: TrainState,
     tokens_BT: jax.Array,
@@ -141,10 +142,10 @@ def _log_probabilities(
 ) -> tuple[jax.Array, jax.Array]:
     """Sums of the log-probabilities of what is wanted, and whether all of it is the likeliest."""
     (rows, room), places = tokens_BT.shape, targets_BC.shape[1]
-    dtype = jnp.dtype(program.precision.compute)
+    dtype = jnp.dtype(setup.precision.compute)
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype)
     logits_BCV, _ = next_logits(
-        program.model(state), tokens_BT, cache, padding_B, program.execution,
+        setup.model(state), tokens_BT, cache, padding_B, setup.execution,
         room=room, last=places,
     )  # fmt: skip
     told_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)

@@ -5,74 +5,68 @@ With as many workers as take turns, each gradient is `staleness` steps old. Here
 that step together, in one program whose numbers are those of such a run, on any mesh.
 """
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard, shardings
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import Gradient, TrainState
+from jaxtrain.training.step import Step, transform
 
 
-@dataclasses.dataclass(frozen=True)
-class Asynchronous(ExchangeProgram):
+@transform
+def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
     """w(t+1) = w(t) + update of g(w(t - staleness)); before the first steps all are the first.
 
-    Attributes:
+    The loss is that of the old parameters. `TrainState.exchange` has those of the last steps, the
+    oldest first.
+
+    Args:
+      step: the synchronous one.
       staleness: how many steps old the parameters are that a gradient is taken at.
       compensation: lambda of what is added to a gradient for the way since, g g (w(t) - w(t -
         staleness)) times lambda, the diagonal of its outer product standing for the Hessian
         (DC-ASGD, arXiv 1609.08326, equation 10).
     """
+    layout = step.setup.layout
 
-    staleness: int
-    compensation: float
-
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; `exchange` holds the parameters of the last steps, the oldest first."""
-        return self._since(self.plain.init(key, params))
-
-    def _since(self, state: TrainState) -> TrainState:
+    def with_past(state: TrainState) -> TrainState:
         """The state as if it had always had its parameters."""
-        past = tuple(jax.tree.map(jnp.copy, state.params) for _ in range(self.staleness))
-        return dataclasses.replace(state, exchange=past)
+        past = tuple(jax.tree.map(jnp.copy, state.params) for _ in range(staleness))
+        return state.replace(exchange=past)
 
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
+    def state_shardings(state: TrainState) -> TrainState:
         past = tuple(shardings(one, layout.parameter, layout) for one in state.exchange)
-        return dataclasses.replace(self.plain.state_shardings(state), exchange=past)
+        return step.shardings(state).replace(exchange=past)
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step; the loss is that of the old parameters."""
-        now, past = self.trained(state), (*state.exchange, state.params)
-        then = dataclasses.replace(now, params=past[0])
-        grads, metrics, statistics = self.plain.gradients(then, batch)
-        if self.compensation:
-            moment = self.layout.moment
-            moved = (reshard(tree, moment, self.layout) for tree in (grads, now.params, past[0]))
-            grads = jax.tree.map(self._compensate, *moved)
-        after, metrics = self.plain.update(now, grads, metrics, statistics)
-        return dataclasses.replace(after, exchange=past[1:]), metrics
-
-    def _compensate(self, g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
+    def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
         way = now.astype(jnp.float32) - then.astype(jnp.float32)
-        return g + self.compensation * g * g * way
+        return g + compensation * g * g * way
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of the synchronous program: there is one model."""
-        return self.plain.consensus(self.trained(state))
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        past = (*state.exchange, state.params)
+        found = step.gradient(state.replace(params=past[0], exchange=()), batch, counts)
+        if compensation:
+            trees = found.grads, state.params, past[0]
+            grads = jax.tree.map(compensate, *(reshard(x, layout.moment, layout) for x in trees))
+            found = found._replace(grads=grads)
+        return found._replace(exchange=past[1:])
 
-    def trained(self, state: TrainState) -> TrainState:
-        """As of the synchronous program, without the parameters of the last steps."""
-        return dataclasses.replace(state, exchange=())
+    def base_state(state: TrainState) -> TrainState:
+        return state.replace(exchange=())
 
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """The old parameters are these too: gradients of others would mean nothing to them."""
-        return self._since(self.plain.with_weights(self.trained(state), params, statistics))
+    def set_weights(state: TrainState, *weights: Any) -> TrainState:
+        # Gradients of other parameters would mean nothing to these.
+        return with_past(step.set_weights(base_state(state), *weights))
+
+    return step._replace(
+        init=lambda *arguments: with_past(step.init(*arguments)),
+        shardings=state_shardings,
+        gradient=gradient,
+        current_state=lambda state: step.current_state(base_state(state)),
+        eval_state=lambda state: step.eval_state(base_state(state)),
+        set_weights=set_weights,
+    )

@@ -1,4 +1,4 @@
-"""Gradient compression with error feedback: int8 blocks, top-k.
+"""Gradient compression: int8 blocks and top-k with error feedback, votes of signs.
 
 All replicas have the same parameters; only what they tell each other about their gradients is
 compressed. What a message leaves out or rounds away stays with its replica and is added to its next
@@ -6,7 +6,6 @@ gradient (error feedback, arXiv 1901.09847): what was sent up to a step, summed,
 true gradients less what is left at that step. Letters: k replicas, M blocks, N block length.
 """
 
-import abc
 import dataclasses
 import itertools
 import math
@@ -18,17 +17,23 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.parallel.sharding import on_each_device, reshard
-from jaxtrain.training.exchange.exchange_program import (
-    ExchangeProgram,
+from jaxtrain.parallel.sharding import Layout, on_each_device, reshard
+from jaxtrain.training.exchange.per_replica import (
+    on_each_replica,
     replica_shardings,
+    replicas_of,
+    rows_of_replicas,
     to_replicas,
 )
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.state import Gradient, TrainState, Updated
+from jaxtrain.training.step import Step, transform
 
 BLOCK = 256  # entries that share a scale: 4 bytes on 256 make the messages 1.6 % longer
 Arrays = list[jax.Array]
+# Codes of two bits: 0, 1 and -1, and one that makes NaN of the result, so that a gradient which
+# overflowed is seen by the guard and by a dynamic loss scale.
+_IN_A_BYTE, _NOT_FINITE = 4, 3
 
 
 class Codec(Protocol):
@@ -145,72 +150,132 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientExchange(ExchangeProgram):
-    """The synchronous step with another way to add up the replicas' gradients.
+class Signs:
+    """signSGD with majority vote (arXiv 1810.05291): sign(sum over replicas of sign(gradient)).
 
-    What is kept from one step to the next is `TrainState.exchange`.
+    As in `torch.sign`, 0 has the sign 0: what no replica reads does not move, as rows of an
+    embedding, experts and positions without a token. Where as many replicas vote up as down the
+    result is 0 too. For n elements a device sends n/4 bytes (k-1)/k twice: its votes to the owners
+    of their parts, and each owner's result to all; 1/16 of an all-reduce of float32. Nothing is
+    kept of what is lost.
     """
 
-    @abc.abstractmethod
-    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
+    keeps_rest: ClassVar[bool] = False
+
+    def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
+        """As in Codec; nothing is left."""
+        k = jax.lax.axis_size("data")
+        flat = to_flat(pending)
+        padded = jnp.pad(flat, (0, -flat.size % (_IN_A_BYTE * k)))
+        votes_kM = jax.lax.all_to_all(_pack(padded).reshape(k, -1), "data", 0, 0)
+        won_kM = jax.lax.all_gather(_pack(_unpack(votes_kM).sum(0)), "data")
+        return from_flat(_unpack(won_kM).reshape(-1)[: flat.size], pending), []
+
+
+class Reduction(Protocol):
+    """How replicas add up their gradients, and what they keep for the next step."""
+
+    def init(self, params: nnx.State, replicas: int) -> Any:
+        """What is kept before the first step; () where nothing is."""
+        ...
+
+    def shardings(self, kept: Any, layout: Layout) -> Any:
+        """A NamedSharding for every array of what is kept."""
+        ...
+
+    def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
         """What arrives of the replicas' gradients, and what is kept.
 
         Args:
-          grads: each replica's part of the mean over all targets, float32 [k, ...], laid out as the
+          grads: each replica's part of the mean over all targets, float32 [k, ...], sharded as the
             moments are.
-          state: before the step.
+          params: the parameters.
+          kept: of the step before.
         """
+        ...
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step; metrics as of the synchronous step, of the gradient as it arrived."""
-        layout = self.layout
-        plain = dataclasses.replace(state, exchange=())
+
+@transform
+def compress_gradients(step: Step, reduction: Reduction) -> Step:
+    """The synchronous step with another way to add up the replicas' gradients.
+
+    Its metrics are those of the gradient as it arrived. `TrainState.exchange` has what is kept.
+
+    Args:
+      step: whose gradient each replica takes of its own rows.
+      reduction: the other way.
+    """
+    setup, replicas = step.setup, replicas_of(step.setup)
+
+    def init(*arguments: Any) -> TrainState:
+        state = step.init(*arguments)
+        return state.replace(exchange=reduction.init(state.params, replicas))
+
+    def shardings(state: TrainState) -> TrainState:
+        kept = reduction.shardings(state.exchange, setup.layout)
+        return step.shardings(state).replace(exchange=kept)
+
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        # With the counts of all replicas, what each gives is its part of the mean over all.
+        counts = setup.objective.counts(batch) if counts is None else counts
         dims: dict[str, Any] = {
             "step": None, "params": 0, "opt_state": None, "statistics": 0, "loss_scale": None,
         }  # fmt: skip
-        axes = TrainState(**dims)
+        axes = TrainState(**dims, guard=None if state.guard else ())
         # A gather from parameters without the dimension that the places to gather have would not
         # know its layout.
-        repeated = dataclasses.replace(
-            plain,
-            params=to_replicas(plain.params, self.replicas),
-            statistics=to_replicas(plain.statistics, self.replicas),
+        repeated = state.replace(
+            params=to_replicas(state.params, replicas),
+            statistics=to_replicas(state.statistics, replicas),
+            exchange=(),
         )
-        gradients = self.on_each_replica(Program.gradients, (axes, 0, None), 0)
-        # With the counts of all replicas, what each gives is its part of the mean over all.
-        counts = self.plain.objective.counts(batch)
-        grads, metrics, statistics = gradients(repeated, self.rows_of_replicas(batch), counts)
-        metrics = {name: value.sum() for name, value in metrics.items()}
-        statistics = jax.tree.map(lambda x: x.mean(0), statistics)
-        grads = reshard(grads, layout.moment, layout)
-        arrived, kept = self.tell(grads, state)
-        after, metrics = self.plain.update(plain, arrived, metrics, statistics)
-        if "skipped" in metrics:
-            # A gradient that overflowed is not kept for the next step.
-            kept = jax.tree.map(
-                lambda old, new: jnp.where(metrics["skipped"] > 0, old, new), state.exchange, kept
-            )
-        return dataclasses.replace(after, exchange=kept), metrics
+        gradients = on_each_replica(step, _own_gradient, (axes, 0, None), 0)
+        found = gradients(repeated, rows_of_replicas(setup, batch), counts)
+        grads = reshard(found.grads, setup.layout.moment, setup.layout)
+        arrived, kept = reduction.reduce(grads, state.params, state.exchange)
+        return Gradient(
+            arrived,
+            {name: value.sum() for name, value in found.metrics.items()},
+            jax.tree.map(lambda x: x.mean(0), found.statistics),
+            exchange=kept,
+        )
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of the synchronous program: every replica has the same."""
-        return self.plain.consensus(state)
+    def update(state: TrainState, found: Gradient) -> Updated:
+        done = step.update(state, found)
+        if "skipped" not in done.metrics:
+            return done
+        # A gradient that overflowed is not kept for the next step.
+        skipped = done.metrics["skipped"] > 0
+        kept = jax.tree.map(
+            lambda old, new: jnp.where(skipped, old, new), state.exchange, found.exchange
+        )
+        return done._replace(state=done.state.replace(exchange=kept))
 
-    def trained(self, state: TrainState) -> TrainState:
-        """As of the synchronous program, without what is kept of gradients."""
-        return dataclasses.replace(state, exchange=())
+    def base_state(state: TrainState) -> TrainState:
+        return state.replace(exchange=())
 
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """As of the synchronous program: what is kept is of gradients, and stays."""
-        return self.plain.with_weights(state, params, statistics)
+    def set_weights(state: TrainState, *weights: Any) -> TrainState:
+        # What is kept is of gradients, and stays.
+        return step.set_weights(base_state(state), *weights).replace(exchange=state.exchange)
+
+    return step._replace(
+        init=init,
+        shardings=shardings,
+        gradient=gradient,
+        update=update,
+        current_state=lambda state: step.current_state(base_state(state)),
+        eval_state=lambda state: step.eval_state(base_state(state)),
+        set_weights=set_weights,
+    )
+
+
+def _own_gradient(step: Step, state: TrainState, batch: Batch, counts: Sums) -> Gradient:
+    return step.gradient(state, batch, counts)
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressed(GradientExchange):
-    """Gradients compressed by a codec: `exchange` holds the residual of each replica, float32 [k,
-    ...]; () where nothing is kept.
+class Coded:
+    """Gradients sent in a codec's form; kept is the residual of each replica, float32 [k, ...].
 
     Attributes:
       codec: how gradients are compressed.
@@ -218,24 +283,21 @@ class Compressed(GradientExchange):
 
     codec: Codec
 
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; nothing is left of any step."""
-        state = self.plain.init(key, params)
+    def init(self, params: nnx.State, replicas: int) -> Any:
+        """As of Reduction: nothing is left of any step."""
         if not self.codec.keeps_rest:
-            return state
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        return dataclasses.replace(state, exchange=to_replicas(zeros, self.replicas))
+            return ()
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return to_replicas(zeros, replicas)
 
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
-        left = replica_shardings(state.exchange, layout.moment, layout)
-        return dataclasses.replace(self.plain.state_shardings(state), exchange=left)
+    def shardings(self, kept: Any, layout: Layout) -> Any:
+        """As of Reduction."""
+        return replica_shardings(kept, layout.moment, layout)
 
-    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
-        """As of GradientExchange."""
+    def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
+        """As of Reduction."""
         if self.codec.keeps_rest:
-            grads = jax.tree.map(jnp.add, state.exchange, grads)
+            grads = jax.tree.map(jnp.add, kept, grads)
         leaves, structure = jax.tree.flatten(grads)
         specs = [jax.typeof(x).sharding.spec for x in leaves]
         whole = [P(*spec[1:]) for spec in specs]
@@ -244,9 +306,9 @@ class Compressed(GradientExchange):
             sent, left = self.codec.exchange([x[0] for x in leaves])
             return sent, [x[None] for x in left]
 
-        kept = specs if self.codec.keeps_rest else []
-        sent, left = on_each_device(on_one, (specs,), (whole, kept))(leaves)
-        sent = jax.tree.structure(state.params).unflatten(sent)
+        rest = specs if self.codec.keeps_rest else []
+        sent, left = on_each_device(on_one, (specs,), (whole, rest))(leaves)
+        sent = jax.tree.structure(params).unflatten(sent)
         return sent, structure.unflatten(left) if left else ()
 
 
@@ -306,3 +368,21 @@ def _like(flat: Arrays, arrays: Arrays) -> Arrays:
 
 def _ends(sizes: list[int]) -> list[int]:
     return list(itertools.accumulate(sizes))
+
+
+def _pack(x: jax.Array) -> jax.Array:
+    """The signs of [4 M] numbers, four a byte, uint8 [M]."""
+    codes = (x > 0).astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
+    codes = jnp.where(jnp.isfinite(x), codes, _NOT_FINITE)
+    return (codes.reshape(-1, _IN_A_BYTE) << _places()).sum(-1, dtype=jnp.uint8)
+
+
+def _unpack(codes: jax.Array) -> jax.Array:
+    """The signs float32 [..., 4 M] of bytes [..., M]."""
+    each = (codes[..., None] >> _places()) & jnp.uint8(3)
+    signs = (each & 1).astype(jnp.float32) - (each >> 1).astype(jnp.float32)
+    return jnp.where(each == _NOT_FINITE, jnp.nan, signs).reshape(*codes.shape[:-1], -1)
+
+
+def _places() -> jax.Array:
+    return 2 * jnp.arange(_IN_A_BYTE, dtype=jnp.uint8)

@@ -1,38 +1,36 @@
-"""Selection of the program for an exchange method."""
+"""The transform of an exchange method."""
 
-from jaxtrain.training.exchange.asynchronous import Asynchronous
-from jaxtrain.training.exchange.compression import Compressed, Int8, TopK
+from jaxtrain.training.exchange.asynchronous import delay_gradients
+from jaxtrain.training.exchange.compression import Coded, Int8, Signs, TopK, compress_gradients
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.power_sgd import PowerSGD
-from jaxtrain.training.exchange.replicas import Replicas
+from jaxtrain.training.exchange.replicas import agree
 from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
-from jaxtrain.training.exchange.signs import Signs
-from jaxtrain.training.exchange.streaming import Streaming
-from jaxtrain.training.step import Program
+from jaxtrain.training.exchange.streaming import stream_fragments
+from jaxtrain.training.step import Transform
 
 
-def with_exchange(settings: Exchange, program: Program) -> Program | ExchangeProgram:
-    """The program whose replicas along `data` agree as the settings say."""
+def exchange_with(settings: Exchange) -> Transform:
+    """The transform to replicas along `data` that agree as the settings say."""
     match settings.method:
         case "synchronous":
-            return program
+            return lambda build: build
         case "local_sgd":
-            return Replicas(program, Averaging(settings.period))
+            return agree(Averaging(settings.period))
         case "diloco":
             rule = DiLoCo(settings.period, settings.outer_learning_rate, settings.outer_momentum)
             if settings.streams:
-                return Streaming(program, rule, settings.fragments, settings.delay, settings.mixing)
-            return Replicas(program, rule)
+                return stream_fragments(rule, settings.fragments, settings.delay, settings.mixing)
+            return agree(rule)
         case "gossip":
-            return Replicas(program, Gossip(settings.graph))
+            return agree(Gossip(settings.graph))
         case "int8":
-            return Compressed(program, Int8())
+            return compress_gradients(Coded(Int8()))
         case "top_k":
-            return Compressed(program, TopK(settings.keep))
+            return compress_gradients(Coded(TopK(settings.keep)))
         case "sign_sgd":
-            return Compressed(program, Signs())
+            return compress_gradients(Coded(Signs()))
         case "power_sgd":
-            return PowerSGD(program, settings.rank)
+            return compress_gradients(PowerSGD(settings.rank))
         case "asynchronous":
-            return Asynchronous(program, settings.staleness, settings.compensation)
+            return delay_gradients(settings.staleness, settings.compensation)

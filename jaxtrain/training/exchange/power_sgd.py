@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import (
+    Layout,
     by_name,
     is_variable,
     logical_axes,
@@ -22,10 +23,8 @@ from jaxtrain.parallel.sharding import (
     reshape,
     shardings,
 )
-from jaxtrain.training.exchange.compression import GradientExchange
-from jaxtrain.training.exchange.exchange_program import replica_shardings, to_replicas
+from jaxtrain.training.exchange.per_replica import replica_shardings, to_replicas
 from jaxtrain.training.optimizers.matrices import sides
-from jaxtrain.training.step import TrainState
 
 
 class Narrow(NamedTuple):
@@ -58,7 +57,7 @@ def narrow(shape: tuple[int, ...], axes: tuple[str, ...], rank: int) -> Narrow |
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(GradientExchange):
+class PowerSGD:
     """PowerSGD (arXiv 1905.13727, algorithms 1 and 2), with error feedback and its warm start.
 
     With M the sum of the replicas' matrices and Q the last step's: P = M Q, its columns made
@@ -72,13 +71,11 @@ class PowerSGD(GradientExchange):
 
     rank: int
 
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state; `exchange` holds what each replica has `left` to send, float32 [k, ...],
-        and each matrix's `basis` Q, float32 [..., columns, r], first of random numbers."""
-        state = self.plain.init(key, params)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
-        left = to_replicas(zeros, self.replicas)
-        return dataclasses.replace(state, exchange={"left": left, "basis": self._first(zeros)})
+    def init(self, params: nnx.State, replicas: int) -> dict[str, Any]:
+        """As of Reduction: what each replica has `left` to send, float32 [k, ...], and each
+        matrix's `basis` Q, float32 [..., columns, r], first of random numbers."""
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        return {"left": to_replicas(zeros, replicas), "basis": self._first(zeros)}
 
     def _first(self, params: nnx.State) -> dict[str, nnx.Param]:
         found = {}
@@ -92,22 +89,19 @@ class PowerSGD(GradientExchange):
                 found[name] = nnx.Param(drawn, axes=(*(axes[i] for i in kept), "rank"))
         return found
 
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
-        left = replica_shardings(state.exchange["left"], layout.moment, layout)
-        basis = shardings(state.exchange["basis"], layout.moment, layout)
-        of = self.plain.state_shardings(state)
-        return dataclasses.replace(of, exchange={"left": left, "basis": basis})
+    def shardings(self, kept: Any, layout: Layout) -> dict[str, Any]:
+        """As of Reduction."""
+        left = replica_shardings(kept["left"], layout.moment, layout)
+        return {"left": left, "basis": shardings(kept["basis"], layout.moment, layout)}
 
-    def tell(self, grads: nnx.State, state: TrainState) -> tuple[nnx.State, Any]:
-        """As of GradientExchange."""
-        pending = jax.tree.map(jnp.add, state.exchange["left"], grads)
+    def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
+        """As of Reduction."""
+        pending = jax.tree.map(jnp.add, kept["left"], grads)
         leaves, structure = jax.tree.flatten(pending, is_leaf=is_variable)
-        params = jax.tree_util.tree_leaves_with_path(state.params, is_leaf=is_variable)
-        basis = dict(state.exchange["basis"])
+        named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
+        basis = dict(kept["basis"])
         sent, left = [], []
-        for (path, param), variable in zip(params, leaves, strict=True):
+        for (path, param), variable in zip(named, leaves, strict=True):
             name = name_of(path)
             x, axes = variable.get_value(), logical_axes(param)
             told = narrow(x.shape[1:], axes, self.rank)
@@ -118,9 +112,8 @@ class PowerSGD(GradientExchange):
                 basis[name] = basis[name].replace(new)
             sent.append(param.replace(arrived))
             left.append(variable.replace(rest))
-        of_params = jax.tree.structure(state.params, is_leaf=is_variable)
-        kept = {"left": structure.unflatten(left), "basis": basis}
-        return of_params.unflatten(sent), kept
+        of_params = jax.tree.structure(params, is_leaf=is_variable)
+        return of_params.unflatten(sent), {"left": structure.unflatten(left), "basis": basis}
 
 
 def _exchange(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -8,8 +8,8 @@ step, however the targets are spread; but for auxiliary losses, whose means are 
 tokens. Letter: k replicas.
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,51 +19,79 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard
-from jaxtrain.training.exchange.exchange_program import (
+from jaxtrain.training.exchange.per_replica import (
     REPLICA,
-    ExchangeProgram,
+    on_each_replica,
     over_replicas,
     replica_shardings,
+    replicas_of,
+    rows_of_replicas,
+    shares,
     spread_out,
     to_replicas,
 )
 from jaxtrain.training.exchange.rules import Agreement
-from jaxtrain.training.exchange.shares import shares
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.optimizers.average import averaged_params, restart_averages
-from jaxtrain.training.step import Program, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import Gradient, TrainState, Updated
+from jaxtrain.training.step import Step, transform
 
 
-@dataclasses.dataclass(frozen=True)
-class Replicas(ExchangeProgram):
-    """Replicas with their own parameters and optimizer state, and the rule that makes them agree.
+@transform
+def agree(step: Step, rule: Agreement) -> Step:
+    """Replicas that take steps on their own and, every `rule.period` steps, agree by the rule.
 
-    Attributes:
-      rule: how and how often.
+    Metrics have one number [k] for each replica: of its own loss, of its own gradient's norm, and
+    `replica_spread`, its relative distance from what was agreed on at the last exchange.
+
+    Args:
+      step: that each replica takes.
+      rule: how and how often they agree.
     """
+    alone = separate(step, rule)
 
-    rule: Agreement
+    def update(state: TrainState, found: Gradient) -> Updated:
+        done = alone.update(state, found)
+        exchange = functools.partial(_exchange, step.setup, rule)
+        if rule.period == 1:
+            after = exchange(done.state)
+        else:
+            due = done.state.step % rule.period == 0
+            after = jax.lax.cond(due, exchange, lambda state: state, done.state)
+        spread = after.exchange["spread"]
+        return done._replace(state=after, metrics={**done.metrics, "replica_spread": spread})
 
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """A fresh state, all replicas alike; the same parameters as the synchronous program's.
+    return alone._replace(update=update)
 
-        `exchange` holds, beside the rule's memory, the `targets` that each replica has seen since
-        the last exchange and its `spread` at it, both float32 [k].
-        """
-        state = self.plain.init(key, params)
-        memory = self.rule.first_memory(state.params)
-        zeros = jnp.zeros(self.replicas, jnp.float32)
+
+def separate(step: Step, rule: Agreement) -> Step:
+    """Replicas with their own parameters and optimizer state; nothing is sent.
+
+    Metrics have one number [k] for each replica. `weight`, its targets that count, is what their
+    means are to be weighed with. `TrainState.exchange` has, beside the rule's memory, the `targets`
+    that each replica has seen since the last exchange and its `spread` at it, both float32 [k].
+
+    Args:
+      step: that each replica takes.
+      rule: whose memory it makes.
+    """
+    setup, replicas = step.setup, replicas_of(step.setup)
+    layout = setup.layout
+    dims: dict[str, Any] = {
+        "step": None, "params": 0, "opt_state": 0, "statistics": 0, "loss_scale": 0, "guard": 0,
+    }  # fmt: skip
+    axes = TrainState(**dims)
+
+    def init(*arguments: Any) -> TrainState:
+        state = step.init(*arguments)
+        memory = rule.first_memory(state.params)
+        zeros = jnp.zeros(replicas, jnp.float32)
         no_step: Any = ()
-        own_parts = dataclasses.replace(state, step=no_step)
-        return dataclasses.replace(
-            to_replicas(own_parts, self.replicas),
-            step=state.step,
-            exchange={"targets": zeros, "spread": zeros, **memory},
-        )
+        own = to_replicas(state.replace(step=no_step), replicas)
+        return own.replace(step=state.step, exchange={"targets": zeros, "spread": zeros, **memory})
 
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """A NamedSharding for every array of a state."""
-        layout = self.layout
+    def shardings(state: TrainState) -> TrainState:
         of: dict[str, Any] = {
             "step": layout.named(P()),
             "params": replica_shardings(state.params, layout.parameter, layout),
@@ -71,99 +99,96 @@ class Replicas(ExchangeProgram):
             "statistics": replica_shardings(state.statistics, layout.weight, layout),
             "loss_scale": layout.named(REPLICA),
             "exchange": replica_shardings(state.exchange, layout.moment, layout),
+            "guard": replica_shardings(state.guard, layout.moment, layout),
         }
         return TrainState(**of)
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One step of every replica on its rows and, every `period` steps, an exchange.
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        assert counts is None, "each replica divides by its own"
+        run = on_each_replica(step, _own_gradient, (axes, 0), 0)
+        found = run(state.replace(exchange=()), rows_of_replicas(setup, batch))
+        return found._replace(exchange=state.exchange)
 
-        Returns:
-          The new state and the metrics, with one number [k] for each replica: of its own loss, of
-          its own gradient's norm, and `replica_spread`, its relative distance from what was agreed
-          on at the last exchange. `weight`, its targets that count, is what their means are to be
-          weighed with.
-        """
-        after, metrics = self.alone(state, batch)
-        if self.rule.period == 1:
-            after = self._agree(after)
-        else:
-            due = after.step % self.rule.period == 0
-            after = jax.lax.cond(due, self._agree, lambda state: state, after)
-        return after, {**metrics, "replica_spread": after.exchange["spread"]}
-
-    def alone(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """Take one step of every replica on its rows; return its metrics. Nothing is sent."""
-        dims: dict[str, Any] = {
-            "step": None, "params": 0, "opt_state": 0, "statistics": 0, "loss_scale": 0,
-        }  # fmt: skip
-        specs = TrainState(**dims)
-        step = self.on_each_replica(_own_step, (specs, 0), (specs, 0))
-        after, metrics = step(dataclasses.replace(state, exchange=()), self.rows_of_replicas(batch))
-        exchange = dict(state.exchange)
+    def update(state: TrainState, found: Gradient) -> Updated:
+        run = on_each_replica(step, _own_update, (axes, 0), (axes, 0))
+        inner = state.replace(exchange=())
+        after, metrics = run(inner, found._replace(exchange=()))
+        exchange = dict(found.exchange)
         exchange["targets"] += spread_out(metrics["weight"], exchange["targets"])
         # The same for all: a scalar needs no mean.
-        metrics["learning_rate"] = jnp.asarray(self.plain.schedule(state.step), jnp.float32)
-        return dataclasses.replace(after, exchange=exchange), metrics
+        metrics["learning_rate"] = jnp.asarray(setup.schedule(state.step), jnp.float32)
+        return Updated(after.replace(exchange=exchange), metrics)
 
-    def _agree(self, state: TrainState) -> TrainState:
-        layout, memory = self.layout, dict(state.exchange)
-        weights, _ = shares(memory.pop("targets")), memory.pop("spread")
-        # Each device exchanges its shard of the update (ZeRO 1 and up).
-        before = reshard(state.params, layout.moment, layout)
-        state = dataclasses.replace(state, params=before)
-        state, memory, agreed = self.rule.exchange(state, memory, weights)
-        return dataclasses.replace(
-            state,
-            params=reshard(state.params, layout.parameter, layout),
-            exchange={
-                "targets": jnp.zeros_like(weights),
-                "spread": distance(before, agreed),
-                **memory,
-            },
-        )
+    def mean(of_averages: bool) -> Callable[[TrainState], TrainState]:
+        compiled = jax.jit(functools.partial(_mean, setup, of_averages))
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """The plain mean over replicas; the optimizer's state, which nothing there reads, is left
-        out."""
-        with self.layout.active():
-            return _mean(self, True, state)
+        def active(state: TrainState) -> TrainState:
+            with layout.active():
+                return compiled(state)
 
-    def trained(self, state: TrainState) -> TrainState:
-        """The plain mean over replicas, without the optimizer's state."""
-        with self.layout.active():
-            return _mean(self, False, state)
+        return active
 
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """The rule's memory restarts, as in `init`: all replicas agree on these weights."""
-        layout, copies = self.layout, to_replicas((params, statistics), self.replicas)
+    def set_weights(state: TrainState, params: nnx.State, statistics: nnx.State) -> TrainState:
+        # The rule's memory restarts, as in `init`: all replicas agree on these weights.
+        copies = to_replicas((params, statistics), replicas)
         moved = reshard(copies[0], layout.moment, layout)
         zeros = {name: jnp.zeros_like(state.exchange[name]) for name in ("targets", "spread")}
-        memory = self.rule.first_memory(reshard(params, layout.moment, layout))
-        return dataclasses.replace(
-            state,
+        memory = rule.first_memory(reshard(params, layout.moment, layout))
+        return state.replace(
             params=copies[0],
             opt_state=restart_averages(state.opt_state, moved),
             statistics=copies[1],
             exchange={**zeros, **memory},
         )
 
+    return step._replace(
+        init=init,
+        shardings=shardings,
+        gradient=gradient,
+        update=update,
+        current_state=mean(of_averages=False),
+        eval_state=mean(of_averages=True),
+        set_weights=set_weights,
+    )
 
-def _own_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-    state, metrics = program.train_step(state, batch)
+
+def _own_gradient(step: Step, state: TrainState, batch: Batch) -> Gradient:
+    found = step.gradient(state, batch)
+    weight = step.setup.objective.counts(batch)["weight"]
+    return found._replace(metrics={**found.metrics, "weight": weight})
+
+
+def _own_update(step: Step, state: TrainState, found: Gradient) -> tuple[TrainState, Sums]:
+    done = step.update(state, found)
+    metrics = dict(done.metrics)
     del metrics["learning_rate"]
-    metrics["weight"] = program.objective.counts(batch)["weight"]
-    return state, metrics
+    return done.state, metrics
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _mean(program: Replicas, of_averages: bool, state: TrainState) -> TrainState:
-    """One model: the mean of the replicas' parameters, or of the averages they keep, if any."""
-    layout = program.layout
+def _exchange(setup: Setup, rule: Agreement, state: TrainState) -> TrainState:
+    """The replicas' states after an exchange."""
+    layout, memory = setup.layout, dict(state.exchange)
+    weights, _ = shares(memory.pop("targets")), memory.pop("spread")
+    # Each device exchanges its shard of the update (ZeRO 1 and up).
+    before = reshard(state.params, layout.moment, layout)
+    state, memory, agreed = rule.exchange(state.replace(params=before), memory, weights)
+    return state.replace(
+        params=reshard(state.params, layout.parameter, layout),
+        exchange={
+            "targets": jnp.zeros_like(weights),
+            "spread": distance(before, agreed),
+            **memory,
+        },
+    )
+
+
+def _mean(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
+    """One model: the plain mean of the replicas' parameters, or of the averages that they keep, if
+    any; without the optimizer's state, which nothing there reads."""
+    layout = setup.layout
     average = averaged_params(state.opt_state, state.params) if of_averages else None
     kept = state.params if average is None else average
-    dtype = program.plain.precision.params
+    dtype = setup.precision.params
     params = over_replicas(lambda x: x.mean(0, dtype=jnp.float32).astype(dtype), kept)
     return TrainState(
         step=state.step,

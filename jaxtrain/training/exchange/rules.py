@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.exchange.exchange import Graph, neighbours
-from jaxtrain.training.exchange.exchange_program import over_replicas, spread_out
+from jaxtrain.training.exchange.per_replica import over_replicas, spread_out
 from jaxtrain.training.step import TrainState
 
 Memory = dict[str, Any]

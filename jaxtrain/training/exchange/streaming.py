@@ -5,155 +5,123 @@ period, at a step of its own. Its mean is computed during the next steps, and th
 outer step is mixed into the replicas' parameters when it arrives. Letters: k replicas, P fragments.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.exchange.fragments import Fragments
-from jaxtrain.training.exchange.replicas import Replicas, distance
+from jaxtrain.training.exchange.per_replica import replicas_of, shares
+from jaxtrain.training.exchange.replicas import distance, separate
 from jaxtrain.training.exchange.rules import DiLoCo
-from jaxtrain.training.exchange.shares import shares
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.step import TrainState
+from jaxtrain.training.state import Gradient, TrainState, Updated
+from jaxtrain.training.step import Step, transform
 
 
-@dataclasses.dataclass(frozen=True)
-class Streaming(ExchangeProgram):
-    """DiLoCo of a fragment at a time.
+@transform
+def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixing: float) -> Step:
+    """DiLoCo of a fragment at a time: in a step one at most is sent, and one comes.
 
     The outer step is taken as soon as a fragment's mean is there, with nobody looking: until it
     comes, `delay` steps after it was sent, the outer parameters alone have it. They are part of the
-    state, and so is what is on its way.
+    state, and so is what is on its way. State and metrics are as of `agree`, but for `targets`
+    [k, P], which are those since each fragment's last turn; `replica_spread` is of the last
+    fragment that was sent.
 
-    Attributes:
+    Args:
+      step: that each replica takes.
       rule: the outer step, and after how many steps a fragment has its turn again.
       fragments: how many there are, one's turn being at most one's a step.
       delay: steps from when a fragment is sent to when it comes.
       mixing: the part of what they have that replicas keep when it comes.
     """
+    alone, layout, pieces = separate(step, rule), step.setup.layout, Fragments(fragments)
 
-    rule: DiLoCo
-    fragments: int
-    delay: int
-    mixing: float
+    def init(*arguments: Any) -> TrainState:
+        state = alone.init(*arguments)
+        targets = jnp.zeros((replicas_of(step.setup), fragments), jnp.float32)
+        return state.replace(exchange={**state.exchange, "targets": targets})
 
-    @functools.cached_property
-    def _replicas(self) -> Replicas:
-        return Replicas(self.plain, self.rule)
-
-    @property
-    def _pieces(self) -> Fragments:
-        return Fragments(self.fragments)
-
-    def init(self, key: jax.Array, params: nnx.State | None = None) -> TrainState:
-        """As of DiLoCo's; `targets` [k, P] are those since each fragment's last turn."""
-        state = self._replicas.init(key, params)
-        targets = jnp.zeros((self.replicas, self.fragments), jnp.float32)
-        return dataclasses.replace(state, exchange={**state.exchange, "targets": targets})
-
-    def state_shardings(self, state: TrainState) -> TrainState:
-        """As of DiLoCo's."""
-        return self._replicas.state_shardings(state)
-
-    def turn(self, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return which fragment is sent after `step` steps, and whether one is.
-
-        Fragment p's turn is where steps and floor(p period / P) leave the same rest over periods.
-        """
-        rest = step % self.rule.period
-        place = -(-rest * self.fragments // self.rule.period)
-        due = place * self.rule.period < (rest + 1) * self.fragments
-        return place, due & (step > 0)
-
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One step of every replica on its rows; one fragment at most is sent, one comes.
-
-        Returns:
-          As of DiLoCo's; `replica_spread` is of the last fragment that was sent.
-        """
-        if self.delay:
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        if delay:
             # What is sent is there as the step begins, and the step does not wait for it.
-            state = self._in_turn(self._apply_outer_step, state.step, state)
-        after, metrics = self._replicas.alone(state, batch)
-        if not self.delay:
-            after = self._in_turn(self._apply_outer_step, after.step, after)
-        after = self._in_turn(self._come, after.step - self.delay, after)
-        return after, {**metrics, "replica_spread": after.exchange["spread"]}
+            state = in_turn(apply_outer_step, state.step, state)
+        return alone.gradient(state, batch, counts)
 
-    def _in_turn(
-        self, function: Callable[..., TrainState], step: jax.Array, state: TrainState
+    def update(state: TrainState, found: Gradient) -> Updated:
+        done = alone.update(state, found)
+        after = done.state
+        if not delay:
+            after = in_turn(apply_outer_step, after.step, after)
+        after = in_turn(mix, after.step - delay, after)
+        spread = after.exchange["spread"]
+        return done._replace(state=after, metrics={**done.metrics, "replica_spread": spread})
+
+    def in_turn(
+        function: Callable[..., TrainState], count: jax.Array, state: TrainState
     ) -> TrainState:
-        place, due = self.turn(step)
-        if self.fragments == self.rule.period:
+        place, due = turn(count, period=rule.period, fragments=fragments)
+        if fragments == rule.period:
             # Every step has one's turn: without a branch, which the compiler runs as a whole.
             return function(state, place, due)
         return jax.lax.cond(
             due, lambda state: function(state, place, True), lambda state: state, state
         )
 
-    def _apply_outer_step(
-        self, state: TrainState, place: jax.Array, due: jax.Array | bool
-    ) -> TrainState:
+    def apply_outer_step(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
         """The outer step of a fragment; the replicas' parameters stay."""
-        memory, cut = dict(state.exchange), functools.partial(self._pieces.cut, place=place)
+        memory, cut = dict(state.exchange), functools.partial(pieces.cut, place=place)
         targets, spread = memory.pop("targets"), memory.pop("spread")
         seen = jax.lax.dynamic_index_in_dim(targets, place, 1, keepdims=False)
-        params: Any = cut(reshard(state.params, self.layout.moment, self.layout))
+        params: Any = cut(reshard(state.params, layout.moment, layout))
         before = {name: cut(tree) for name, tree in memory.items()}
-        told, after, agreed = self.rule.exchange(
-            dataclasses.replace(state, params=params), before, shares(seen)
-        )
+        sent, after, agreed = rule.exchange(state.replace(params=params), before, shares(seen))
         after = jax.tree.map(functools.partial(jnp.where, due), after, before)
-        begun = due & (jnp.arange(self.fragments) == place)
-        return dataclasses.replace(
-            state,
-            statistics=_where(due, told.statistics, state.statistics),
+        reset = due & (jnp.arange(fragments) == place)
+        statistics = jax.tree.map(
+            functools.partial(jnp.where, due), sent.statistics, state.statistics
+        )
+        return state.replace(
+            statistics=statistics,
             exchange={
-                "targets": jnp.where(begun, 0.0, targets),
+                "targets": jnp.where(reset, 0.0, targets),
                 "spread": jnp.where(due, distance(params, agreed), spread),
-                **{
-                    name: self._pieces.paste(tree, after[name], place)
-                    for name, tree in memory.items()
-                },
+                **{name: pieces.paste(tree, after[name], place) for name, tree in memory.items()},
             },
         )
 
-    def _come(self, state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
+    def mix(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
         """What the outer step made of a fragment, mixed into what every replica has."""
-        layout, pieces = self.layout, self._pieces
         params = reshard(state.params, layout.moment, layout)
 
         def mixed(own: jax.Array, outer: jax.Array) -> jax.Array:
-            kept = self.mixing * own.astype(jnp.float32) + (1 - self.mixing) * outer
+            kept = mixing * own.astype(jnp.float32) + (1 - mixing) * outer
             return jnp.where(due, kept.astype(own.dtype), own)
 
         outer = pieces.cut(state.exchange["outer"], place)
         parts = jax.tree.map(mixed, pieces.cut(params, place), outer)
         params = pieces.paste(params, parts, place)
-        return dataclasses.replace(state, params=reshard(params, layout.parameter, layout))
+        return state.replace(params=reshard(params, layout.parameter, layout))
 
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of DiLoCo's."""
-        return self._replicas.consensus(state)
-
-    def trained(self, state: TrainState) -> TrainState:
-        """As of DiLoCo's."""
-        return self._replicas.trained(state)
-
-    def with_weights(
-        self, state: TrainState, params: nnx.State, statistics: nnx.State
-    ) -> TrainState:
-        """As of DiLoCo's."""
-        return self._replicas.with_weights(state, params, statistics)
+    return alone._replace(init=init, gradient=gradient, update=update)
 
 
-def _where(due: jax.Array | bool, tree: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(due, a, b), tree, other)
+def turn(step: jax.Array, *, period: int, fragments: int) -> tuple[jax.Array, jax.Array]:
+    """Return which fragment is sent after `step` steps, and whether one is.
+
+    Fragment p's turn is where steps and floor(p period / P) leave the same rest over periods.
+
+    Args:
+      step: int32 scalar.
+      period: steps after which a fragment has its turn again.
+      fragments: P.
+    """
+    rest = step % period
+    place = -(-rest * fragments // period)
+    due = place * period < (rest + 1) * fragments
+    return place, due & (step > 0)

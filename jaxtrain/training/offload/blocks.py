@@ -110,7 +110,7 @@ class Blocks:
         self,
         rule: Any,
         layout: Layout,
-        at_rest: Callable[[nnx.State], nnx.State],
+        store: Callable[[nnx.State], nnx.State],
         options: Mapping[str, str],
     ) -> None:
         """Compiles nothing yet.
@@ -118,10 +118,10 @@ class Blocks:
         Args:
           rule: the optax transformation that updates each parameter on its own.
           layout: where everything goes.
-          at_rest: lays updated parameters out as they are between steps.
+          store: gives updated parameters the sharding that they have between steps.
           options: of XLA, by name.
         """
-        self._rule, self._layout, self._at_rest = rule, layout, at_rest
+        self._rule, self._layout, self._store = rule, layout, store
         self._options = dict(options)
         self._groups: list[Group] | None = None
         self._compiled: dict[tuple[Group, str], Callable[..., Any]] = {}
@@ -257,7 +257,7 @@ class Blocks:
                 return new
             return jax.lax.dynamic_update_slice_in_dim(x, new, layer, 0)
 
-        return jax.tree.map(one, params, self._at_rest(new))
+        return jax.tree.map(one, params, self._store(new))
 
 
 def _sliced(tree: Any, layer: jax.Array | None) -> Any:

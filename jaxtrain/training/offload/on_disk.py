@@ -1,6 +1,7 @@
-"""Program with optimizer moments on disk."""
+"""Offload of the optimizer's state to files."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,121 +11,127 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.guard import select
-from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
-from jaxtrain.training.offload.on_host import OnHost
 from jaxtrain.training.offload.streaming import joined, on_device, part
 from jaxtrain.training.optimizers.average import Evaluated
-from jaxtrain.training.step import PENDING, TrainState
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import Applied, Gradient, TrainState, Updated
+from jaxtrain.training.step import Step, transform
 
 _NONE = frozenset[str]()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OnDisk(OnHost):
-    """The synchronous program; between steps, the arrays of the optimizer's state are in files.
+@transform
+def offload_to_disk(
+    step: Step,
+    scratch: Scratch,
+    first: tuple[optax.GradientTransformation, ...],
+    rule: optax.GradientTransformationExtraArgs,
+) -> Step:
+    """The step whose optimizer's arrays are in files, which the host updates block by block.
 
-    In a `TrainState` they are `FileArray`s, which no program takes: what is compiled for a step,
-    an evaluation or anything else takes `in_memory` of a state. A step's program computes gradients
-    and clips them; `finisher` updates the parameters block by block.
+    In a `TrainState` they are `FileArray`s, which no program takes: what is compiled for a step, an
+    evaluation or anything else takes `in_memory` of a state. A step's program computes gradients
+    and clips them, and leaves the update of the parameters `Pending`.
 
-    Its `optimizer` is the chain of `first` and `rule`.
-
-    Attributes:
+    Args:
+      step: whose optimizer is the chain of `first` and `rule`.
+      scratch: where the files are.
       first: what needs all gradients at once, such as a clip by their norm; they keep nothing.
       rule: what updates each parameter, and each of its layers, on its own.
-      scratch: where the files are.
     """
 
-    first: tuple[optax.GradientTransformation, ...]
-    rule: optax.GradientTransformationExtraArgs
-    scratch: Scratch
-
-    # -- in a compiled step ----------------------------------------------------------------------
-
-    def moved(
-        self, old: TrainState, grads: nnx.State, good: jax.Array | None, **more: Any
-    ) -> tuple[Any, Any]:
-        """What is left to be done, a `Pending` in place of parameters; the counts after it."""
-        state: Any = old.opt_state
-        nothing, before = state[: len(self.first)], self._of_rule(state)
-        if self.first:
-            clip: Any = optax.chain(*self.first)
-            grads, nothing = clip.update(grads, nothing, on_device(old.params), **more)
-        # Of no parameters the rule still counts: every block's counts are these.
-        none = part((grads, old.params, more), _NONE)
-        _, after = self.rule.update(none[0], before, none[1], **none[2])
-        after = select(good, after, before)
-        return Pending(grads, before, good, old.step, more), (*nothing, *after)
-
-    def at_rest(self, params: Any) -> Any:
-        """What `moved` gave in place of parameters, as it is."""
-        return params
-
-    def update(
-        self,
-        state: TrainState,
+    def apply(
+        setup: Setup,
+        old: TrainState,
         grads: nnx.State,
-        metrics: Sums,
-        statistics: nnx.State,
-        curvature: tuple[jax.Array, nnx.State] | None = None,
-    ) -> tuple[TrainState, Sums]:
-        """As of `Program`, the parameters as they were; what is left to be done is a metric."""
-        new, metrics = super().update(state, grads, metrics, statistics, curvature)
-        pending: Any = new.params
-        return dataclasses.replace(new, params=state.params), {**metrics, PENDING: pending}
+        good: jax.Array | None,
+        extra: Mapping[str, Any],
+    ) -> Applied:
+        del setup
+        state: Any = old.opt_state
+        nothing, before = state[: len(first)], state[len(first) :]
+        if first:
+            clip: Any = optax.chain(*first)
+            grads, nothing = clip.update(grads, nothing, on_device(old.params), **extra)
+        # Of no parameters the rule still counts: every block's counts are these.
+        none = part((grads, old.params, dict(extra)), _NONE)
+        _, after = rule.update(none[0], before, none[1], **none[2])
+        after = select(good, after, before)
+        pending = Pending(grads, before, good, old.step, dict(extra))
+        return Applied(old.params, (*nothing, *after), pending)
 
-    # -- around it -------------------------------------------------------------------------------
+    step = step.rebuild(apply=apply)
+    files = _OnDisk(step, scratch, len(first), rule)
+
+    def update(state: TrainState, found: Gradient) -> Updated:
+        done = step.update(state, found)
+        # The host has still to update the parameters.
+        return done._replace(state=done.state.replace(params=state.params))
+
+    def eval_state(state: TrainState) -> TrainState:
+        def read(part: Any) -> Any:
+            if not isinstance(part, Evaluated):
+                return part
+            return jax.tree.map(lambda x: x.read() if isinstance(x, FileArray) else x, part)
+
+        parts = jax.tree.map(read, state.opt_state, is_leaf=lambda x: isinstance(x, Evaluated))
+        return files.in_memory(step.eval_state(state.replace(opt_state=parts)))
+
+    return step._replace(
+        update=update,
+        current_state=lambda state: step.current_state(files.in_memory(state)),
+        eval_state=eval_state,
+        files=files,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnDisk:
+    """As of `step.Files`.
+
+    Attributes:
+      step: whose state it is.
+      scratch: where the files are.
+      first: how many parts of the optimizer's state, before those of the rule, keep nothing.
+      rule: as of `offload_to_disk`.
+    """
+
+    step: Step
+    scratch: Scratch
+    first: int
+    rule: Any
 
     def in_memory(self, state: TrainState) -> TrainState:
-        """The state without what is in files."""
-        return dataclasses.replace(state, opt_state=part(state.opt_state, _NONE))
+        return state.replace(opt_state=part(state.opt_state, _NONE))
 
     def finisher(
         self, options: Mapping[str, str]
     ) -> Callable[[TrainState, TrainState, Any], TrainState]:
-        """What ends a step, with the layout active: the whole state before it, what its program
-        returned and its `Pending`, to the whole state."""
         blocks = self._blocks(options)
 
         def finish(before: TrainState, after: TrainState, pending: Pending) -> TrainState:
-            files = before.opt_state
-            params = blocks.update(after.params, self._of_rule(files), pending)
-            return self._with_files(dataclasses.replace(after, params=params), files)
+            files: Any = before.opt_state
+            params = blocks.update(after.params, files[self.first :], pending)
+            return self._with_files(after.replace(params=params), files)
 
         return finish
 
-    def _blocks(self, options: Mapping[str, str]) -> Blocks:
-        return Blocks(self.rule, self.layout, super().at_rest, options)
-
-    def filed(self, state: TrainState, before: TrainState | None = None) -> TrainState:
-        """The whole state of one in memory.
-
-        Args:
-          state: in memory.
-          before: whose files go on to hold what they do, but for arrays of `state` in their place;
-            None: they are made anew, for the rule's first state.
-        """
+    def attach(self, state: TrainState, before: TrainState | None = None) -> TrainState:
         if before is not None:
             new = dict(jax.tree_util.tree_leaves_with_path(state.opt_state))
             for path, file in jax.tree_util.tree_leaves_with_path(before.opt_state):
                 if isinstance(file, FileArray) and path in new:
                     file.write(new[path])
             return self._with_files(self.in_memory(state), before.opt_state)
-        files = self._files()
-        with self.layout.active():
-            self._blocks({}).begin(state.params, self._of_rule(files))
+        files = self._new_files()
+        with self.step.setup.layout.active():
+            self._blocks({}).begin(state.params, files[self.first :])
         return self._with_files(state, files)
 
-    def restored(self, state: TrainState, read: Callable[[Callable[..., Any]], Any]) -> TrainState:
-        """The whole state of one in memory, what is in files read one parameter at a time.
-
-        Args:
-          state: in memory.
-          read: reads a part of the whole state, that which its argument takes of the abstract one.
-        """
-        files = self._files()
+    def restore(self, state: TrainState, read: Callable[[Callable[..., Any]], Any]) -> TrainState:
+        files = self._new_files()
         for name in by_name(state.params):
             names = frozenset({name})
 
@@ -137,34 +144,19 @@ class OnDisk(OnHost):
                 file.write(x)
         return self._with_files(state, files)
 
-    def _of_rule(self, opt_state: Any) -> Any:
-        return opt_state[len(self.first) :]
+    def _blocks(self, options: Mapping[str, str]) -> Blocks:
+        setup = self.step.setup
+        store = functools.partial(setup.storage.store, setup.layout)
+        return Blocks(self.rule, setup.layout, store, options)
 
-    def _files(self) -> Any:
+    def _new_files(self) -> Any:
         """The optimizer's state with new files in the place of its arrays."""
 
         def one(path: Any, x: jax.ShapeDtypeStruct) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             return FileArray(self.scratch, name, x) if x.ndim else x
 
-        return jax.tree_util.tree_map_with_path(one, self.abstract_state().opt_state)
+        return jax.tree_util.tree_map_with_path(one, self.step.abstract_state().opt_state)
 
     def _with_files(self, state: TrainState, files: Any) -> TrainState:
-        return dataclasses.replace(state, opt_state=joined([state.opt_state, files]))
-
-    # -- outside of a step -----------------------------------------------------------------------
-
-    def consensus(self, state: TrainState) -> TrainState:
-        """As of `OnHost`: in memory, averages read from their files."""
-
-        def read(part: Any) -> Any:
-            if not isinstance(part, Evaluated):
-                return part
-            return jax.tree.map(lambda x: x.read() if isinstance(x, FileArray) else x, part)
-
-        parts = jax.tree.map(read, state.opt_state, is_leaf=lambda x: isinstance(x, Evaluated))
-        return self.in_memory(super().consensus(dataclasses.replace(state, opt_state=parts)))
-
-    def trained(self, state: TrainState) -> TrainState:
-        """As of `OnHost`, in memory."""
-        return super().trained(self.in_memory(state))
+        return state.replace(opt_state=joined([state.opt_state, files]))

@@ -38,7 +38,7 @@ class Engine:
       stages: which layers each stage has.
       layout: where everything goes, outside the pipeline.
       with_gradient: (weights, of) -> the parameters to compute with, so that the gradient is taken
-        with respect to `of`; of weights alone: without one (see `step.Program`).
+        with respect to `of`; of weights alone: without one (see `setup.Setup`).
       keep_residuals: whether the forward pass keeps its residuals; else backward computes each
         stage again from its input.
       sum_dtype: of the sums of microbatches' gradients.

@@ -12,11 +12,12 @@ from jaxtrain.config.errors import did_you_mean
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.remat import NAMES, Remat
 from jaxtrain.parallel.mesh import Mesh
+from jaxtrain.training.compose import compose
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
+from jaxtrain.training.step import base_step
 
 
 def validate(config: Config) -> Iterator[str]:
@@ -54,12 +55,12 @@ def _plain(config: Config) -> Config:
 @functools.lru_cache(maxsize=16)
 def _names(config: Config) -> frozenset[str]:
     layout = abstract_layout(config, 1)
-    program = make_program(config, layout).plain  # whatever is made of its gradients
+    setup = compose(config, layout).setup  # whatever is made of its gradients
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         batch = config.train.data.abstract_batch(1)
-        batch = with_shardings(batch, program.batch_shardings(batch))
-        traced = jax.make_jaxpr(program.gradients)(program.abstract_state(), batch)
+        batch = with_shardings(batch, setup.batch_shardings(batch))
+        traced = jax.make_jaxpr(setup.gradients)(base_step(setup).abstract_state(), batch)
     return frozenset(NAMES) & frozenset(_names_in(traced.jaxpr))
 
 

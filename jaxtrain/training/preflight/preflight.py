@@ -26,7 +26,7 @@ from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
 from jaxtrain.training.program import uneven
-from jaxtrain.training.program.program import kernel_request
+from jaxtrain.training.program.kernel import kernel_request
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
 

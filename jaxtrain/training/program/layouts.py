@@ -17,7 +17,7 @@ from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.program import uneven
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 
 def abstract_layout(config: Config, device_count: int) -> Layout:

@@ -30,8 +30,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import with_known_options, xla_options
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compiled_step import CompiledStep
+from jaxtrain.training.compose import compose
 from jaxtrain.training.program import layouts
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 
@@ -110,7 +110,7 @@ def lower(
     config: Config, layout: Layout, options: Mapping[str, str] | None = None
 ) -> jax.stages.Lowered:
     """The very step that `jaxtrain train` runs, lowered from shapes: no array is made."""
-    step = CompiledStep(make_program(config, layout), options)
+    step = CompiledStep(compose(config, layout), options)
     with layout.active():
         return step.lower(config.train.data.abstract_batch(rows_held(config, layout)))
 
@@ -192,7 +192,7 @@ def _facts(
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     elsewhere = [
         f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
-        for one in find_misplaced(make_program(config, layout), compiled)
+        for one in find_misplaced(compose(config, layout), compiled)
     ]
     # On other chips the peak leaves out what loops keep; on a TPU the host's memory is in it.
     live = stats.peak_memory_in_bytes - arguments - stats.host_argument_size_in_bytes

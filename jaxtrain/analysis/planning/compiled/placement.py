@@ -12,9 +12,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.parallel.tables import TABLES
-from jaxtrain.training.exchange.exchange_program import ExchangeProgram
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program
+from jaxtrain.training.step import Step
 
 # Axes that share parameters; the others share the work and hold copies.
 _SHARING = ("fsdp", "depth", "row", "tensor")
@@ -95,17 +94,15 @@ class Misplaced:
     actual: str
 
 
-def find_misplaced(
-    program: Program | ExchangeProgram, compiled: jax.stages.Compiled
-) -> list[Misplaced]:
+def find_misplaced(program: Step, compiled: jax.stages.Compiled) -> list[Misplaced]:
     """Where the compiled step's arguments or results differ from the program's intention.
 
     Args:
       program: of which `compiled` is the train step: (state, batch) -> (state, metrics).
       compiled: from `jit(...).lower(...).compile()`.
     """
-    shapes = program.plain.in_memory(program.shapes())
-    intended = jax.tree.leaves(program.state_shardings(shapes))
+    shapes = program.in_memory(program.shapes())
+    intended = jax.tree.leaves(program.shardings(shapes))
     named = jax.tree_util.tree_leaves_with_path(shapes)
     found = []
     for way, state in (

@@ -7,8 +7,8 @@ import jax
 
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.run.attempts.begin import SILENCE_SECONDS
+from jaxtrain.training.compose import compose
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.settings import SAMPLES, Config, Deadlines
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Saving:
 
 def state_bytes(config: Config, devices: int) -> int:
     """Return the bytes of the state that a checkpoint holds: shapes times dtypes, exact."""
-    shapes = make_program(config, abstract_layout(config, devices)).shapes()
+    shapes = compose(config, abstract_layout(config, devices)).shapes()
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 

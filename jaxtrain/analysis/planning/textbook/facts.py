@@ -26,7 +26,7 @@ from jaxtrain.training.pipeline.text_parts import TextParts
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.reduction import reduce_once_axes
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import parameter_shapes
+from jaxtrain.training.setup import parameter_shapes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,13 +33,15 @@ from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.compose import compose
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
+from jaxtrain.training.step import base_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,19 +522,19 @@ def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[i
 @functools.lru_cache(maxsize=4096)
 def residual_bytes(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
     """Return the bytes that `rows` keep for the backward pass, on a device and on its host."""
-    program: Any = make_program(config, layout).plain
+    setup = compose(config, layout).setup
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        state = program.abstract_state()
+        state = base_step(setup).abstract_state()
         batch = config.train.data.abstract_batch(rows)
-        batch = with_shardings(batch, program.batch_shardings(batch))
+        batch = with_shardings(batch, setup.batch_shardings(batch))
 
         def forward(weights: Any, statistics: Any, batch: Batch) -> Any:
-            trained, frozen = to_compute(weights, program.precision.compute)
+            trained, frozen = to_compute(weights, setup.precision.compute)
 
             def loss(trained: Any) -> Any:
-                whole = program.tuning.join((trained, frozen))
-                sums, statistics_ = program.sums(whole, statistics, batch, train=True)
+                whole = setup.tuning.join((trained, frozen))
+                sums, statistics_ = setup.sums(whole, statistics, batch, train=True)
                 return sums["loss"], statistics_
 
             return jax.tree.leaves(jax.vjp(loss, trained, has_aux=True)[1])

@@ -20,12 +20,15 @@ from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
 from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.compose import compose
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.backward import Backward
+from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program, resolved
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import Program, parameter_shapes, with_shardings
+from jaxtrain.training.setup import Setup, parameter_shapes
+from jaxtrain.training.state import with_shardings
+from jaxtrain.training.step import train_all
 
 # Named scopes of a layer; what stands in none of them belongs to the residual stream.
 KINDS = ("attention", "mlp", "experts", "router", "lstm")
@@ -204,22 +207,22 @@ def _first_layer(config: Config, platform: str) -> tuple[Layout, _Layer]:
     mesh = config.mesh
     devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     layout = on_platform(abstract_layout(config, devices), platform, "planned")
-    program: Any = make_program(config, layout).plain
+    setup = compose(config, layout).setup
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        return layout, _layer_of(program, config, layout.batch_devices())
+        return layout, _layer_of(setup, config, layout.batch_devices())
 
 
-def _layer_of(program: Program, config: Config, rows: int) -> _Layer:
+def _layer_of(setup: Setup, config: Config, rows: int) -> _Layer:
     """Called where the layout is current."""
-    execution, objective = program.execution, program.objective
+    execution, objective = setup.execution, setup.objective
     assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
-    shapes = parameter_shapes(program.build)
-    shapes = jax.eval_shape(lambda p: to_compute(p, program.precision.compute), shapes)
-    weights = with_shardings(shapes, program.whole.state_shardings(program.whole.shapes()).params)
+    shapes, whole = parameter_shapes(setup.build), train_all(setup)
+    shapes = jax.eval_shape(lambda p: to_compute(p, setup.precision.compute), shapes)
+    weights = with_shardings(shapes, whole.shardings(whole.shapes()).params)
     batch = config.train.data.abstract_batch(rows)
-    batch = with_shardings(batch, program.batch_shardings(batch))
-    graph = nnx.split(parameter_model(program), nnx.Param, ...)[0]
+    batch = with_shardings(batch, setup.batch_shardings(batch))
+    graph = nnx.split(parameter_model(setup), nnx.Param, ...)[0]
 
     def into_layer(weights: Any, batch: Any) -> Any:
         model: Transformer = nnx.merge(graph, weights)
@@ -230,7 +233,7 @@ def _layer_of(program: Program, config: Config, rows: int) -> _Layer:
         return layer, x, batch.positions, objective.mask(batch), model.finish(x)
 
     layer, x, positions, mask, finished = jax.eval_shape(into_layer, weights, batch)
-    model, of_first = parameter_model(program), execution.of_layer(0)
+    model, of_first = parameter_model(setup), execution.of_layer(0)
 
     def run(layer: Any, x: jax.Array, positions: Any, mask: Any) -> Any:
         y, _, auxiliary = model.run_layer(
@@ -272,9 +275,9 @@ def _residuals(layout: Layout, one: _Layer, policy: Policy) -> _Kept:
     )
 
 
-def parameter_model(program: Program) -> Any:
+def parameter_model(setup: Setup) -> Any:
     """The model with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: program.build(jax.random.key(0)))
+    return nnx.eval_shape(lambda: setup.build(jax.random.key(0)))
 
 
 def _kind(jaxpr: Any, var: Var) -> str:

@@ -11,14 +11,14 @@ from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.compose import compose
 from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_matrix_of_layers, is_pinned
 from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.program import make_program
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
-from jaxtrain.training.step import with_shardings
+from jaxtrain.training.state import with_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class StateShapes:
 def shapes_of_state(config: Config) -> StateShapes:
     """Shapes of a configuration's state, whose mesh is that of `without_layout`."""
     layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
-    return StateShapes(config, make_program(config, layout).shapes())
+    return StateShapes(config, compose(config, layout).shapes())
 
 
 # Parameters in host memory: for the copy to compute with, for the sum of squares, for the rule.
@@ -123,8 +123,8 @@ _READS = {"params": 3}
 def _arguments(state: StateShapes, layout: Layout, offload: Offload) -> Arguments:
     """The arguments of a step without its batch."""
     shapes = state.shapes
-    program = make_program(dataclasses.replace(state.config, offload=offload), layout)
-    placed = program.state_shardings(shapes)
+    program = compose(dataclasses.replace(state.config, offload=offload), layout)
+    placed = program.shardings(shapes)
     held = {"params": 0, "opt_state": 0, "exchange": 0}
     host, disk, read, together = 0, 0, 0, dict[int, int]()
     for (path, leaf), where in zip(

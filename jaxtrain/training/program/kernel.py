@@ -1,0 +1,63 @@
+"""Choice of the attention kernel for a configuration on a platform."""
+
+import dataclasses
+from typing import Any
+
+from jaxtrain.models.model import reads_pairs, reads_tokens
+from jaxtrain.nn.attention.kernels import Choice, Request, choose
+from jaxtrain.training.settings import Config
+
+
+def resolve_kernel(config: Config, platform: str) -> Choice | None:
+    """The attention kernel of a configuration on a platform: what `Attention.kernel` names, or what
+    'auto' means there; None for a model without attention.
+
+    Args:
+      config: the configuration; a Mesh.context of -1 counts as one that splits sequences.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu': of the devices that it is for.
+    """
+    request = kernel_request(config, platform)
+    if request is None:
+        return None
+    kernel = config.attention.kernel
+    return choose(request) if kernel == "auto" else Choice(kernel, "as Attention.kernel says")
+
+
+def kernel_request(config: Config, platform: str) -> Request | None:
+    """What a configuration's model asks of a kernel; None where there is no attention over text.
+
+    Of pairs it is the target's attention to the source: a kernel that can do that without a causal
+    mask can do theirs to themselves.
+    """
+    model, batch = config.train.model, config.train.data.abstract_batch(1)
+    attention = model.attention
+    if not (reads_tokens(model) or reads_pairs(model)) or attention is None:
+        return None
+    length = batch.inputs.shape[1]
+    return Request(
+        platform=platform,
+        dtype=config.precision.compute,
+        causal=attention.causal,
+        window=attention.window,
+        segment_ids=batch.segment_ids is not None,
+        cached=False,
+        head_dim=attention.key_dim,
+        T=length,
+        S=length if batch.source is None else batch.source.shape[1],
+        biased=attention.biased,
+        capped=attention.softcap is not None,
+        sinks=attention.sinks,
+        pattern=attention.pattern,
+        in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
+    )
+
+
+def resolved(config: Config, platform: str) -> Config:
+    """The configuration with the name of the kernel that runs in place of 'auto'."""
+    if config.attention.kernel != "auto":
+        return config
+    choice = resolve_kernel(config, platform)
+    kernel: Any = "reference" if choice is None else choice.kernel
+    return dataclasses.replace(
+        config, attention=dataclasses.replace(config.attention, kernel=kernel)
+    )

@@ -1,0 +1,405 @@
+"""What is trained, how its mathematics is run, and the gradient of its loss.
+
+A `Setup` has the facts that a step is composed of. It takes no step itself: see `step.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError, nearest_multiple
+from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Model
+from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.precision import Precision, to_compute
+from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
+from jaxtrain.parallel.gathering import with_slices
+from jaxtrain.parallel.sharding import Layout, reshard, shardings
+from jaxtrain.training.finetune.tuning import Tuning, Weights
+from jaxtrain.training.guard import select
+from jaxtrain.training.microbatches import accumulate, split_microbatches, with_row_ids
+from jaxtrain.training.objectives.losses import Loss, Sums
+from jaxtrain.training.objectives.objective import Objective, at_least_one
+from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.optimizers.unfreezing import Unfreezing
+from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.stages import Stages, deal
+from jaxtrain.training.reduction import local_gradients, reduce_once_axes, sum_gradients
+from jaxtrain.training.state import Applied, TrainState
+
+
+class Targets(NamedTuple):
+    """What gradients are taken with respect to, and how those of microbatches are added.
+
+    Attributes:
+      select: layout, trained parameters -> what the gradient is taken with respect to.
+      bind: layout, trained parameters, `select` of them -> the parameters to compute with.
+      add: sum of gradients, a microbatch's gradients -> their sum, in the dtype of the first.
+      finish: gradients of all microbatches -> the same where the update takes them.
+    """
+
+    select: Callable[[Layout, nnx.State], nnx.State]
+    bind: Callable[[Layout, nnx.State, nnx.State], nnx.State]
+    add: Callable[[nnx.State, nnx.State], nnx.State]
+    finish: Callable[[nnx.State], nnx.State]
+
+
+class Storage(NamedTuple):
+    """Where parameters are between steps.
+
+    Attributes:
+      shardings: layout, parameters -> a NamedSharding for each.
+      store: layout, updated parameters as the moments are sharded -> the same as they are stored,
+        within a compiled step.
+    """
+
+    shardings: Callable[[Layout, nnx.State], nnx.State]
+    store: Callable[[Layout, nnx.State], nnx.State]
+
+
+def _select(layout: Layout, trained: nnx.State) -> nnx.State:
+    """Parameters as they are; of ZeRO 2 the shards (see `GradientSlice`)."""
+    return reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
+
+
+def _bind(layout: Layout, trained: nnx.State, of: nnx.State) -> nnx.State:
+    return with_slices(trained, of) if layout.zero == 2 else of
+
+
+def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
+    """The sum of microbatches' gradients with one's more, in the dtype of the sum."""
+    return jax.tree.map(lambda x, more: x + more.astype(x.dtype), total, grads)
+
+
+ON_DEVICES = Targets(_select, _bind, add_gradients, lambda grads: grads)
+IN_DEVICE_MEMORY = Storage(
+    lambda layout, params: shardings(params, layout.parameter, layout),
+    lambda layout, params: reshard(params, layout.parameter, layout),
+)
+
+
+def apply_on_devices(
+    setup: "Setup",
+    old: TrainState,
+    grads: nnx.State,
+    good: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> Applied:
+    """The optimizer's update; what was there stays where it is not good.
+
+    Args:
+      setup: with the optimizer.
+      old: the state, its parameters sharded as the moments are.
+      grads: likewise.
+      good: as of `Gradient`.
+      extra: what the optimizer's rule takes beside gradients.
+    """
+    updates, opt_state = optax.with_extra_args_support(setup.optimizer).update(
+        grads, old.opt_state, old.params, layers=setup.layer_order, **extra
+    )
+    params: Any = apply_updates(old.params, updates, old.step, setup.layer_order)
+    return Applied(*select(good, (params, opt_state), (old.params, old.opt_state)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model, its objective, an optimizer and a layout: the facts that a step is composed of.
+
+    Attributes:
+      build: key -> module.
+      objective: what the model is trained to do.
+      optimizer: the optax transformation.
+      schedule: steps taken -> learning rate, for the metrics.
+      layout: the mesh, and where each array is on it.
+      precision: dtypes and loss scaling.
+      loss: the loss's settings.
+      execution: how the model's mathematics is run.
+      accumulation: microbatches in one optimizer step.
+      pipeline: how microbatches go through the stages, where the mesh has more than one.
+      seed: of what training draws in its steps, as dropout does.
+      tuning: which parameters are trained.
+      unfreezing: which of these wait, and for what step; the optimizer knows of it too.
+      targets: what gradients are taken with respect to.
+      storage: where parameters are between steps.
+      apply: setup, state, gradients, good, extra -> `Applied`: as of `apply_on_devices`.
+    """
+
+    build: Callable[[jax.Array], nnx.Module]
+    objective: Objective[Any]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    layout: Layout
+    precision: Precision
+    loss: Loss
+    execution: Execution
+    accumulation: int = 1
+    pipeline: Pipeline = Pipeline()
+    seed: int = 0
+    tuning: Tuning = Tuning()
+    unfreezing: Unfreezing = Unfreezing()
+    targets: Targets = ON_DEVICES
+    storage: Storage = IN_DEVICE_MEMORY
+    apply: Callable[..., Applied] = apply_on_devices
+
+    def replace(self, **changes: Any) -> "Setup":
+        """The same setup with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def stages(self) -> Stages | None:
+        """Which layers stand on which stage of the pipeline; None where there is none."""
+        ranks = self.layout.mesh.shape["pipe"]
+        if ranks == 1:
+            return None
+        shapes, pipeline = parameter_shapes(self.build), self.pipeline
+        return deal(shapes, ranks, pipeline.virtual_stages, folded=pipeline.folded)
+
+    @property
+    def layer_order(self) -> list[int] | None:
+        """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
+        return None if self.stages is None else self.stages.order.tolist()
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes in a step: microbatches."""
+        return self.accumulation * (1 if self.stages is None else self.pipeline.microbatches)
+
+    def batch_shardings(self, batch: Batch) -> Batch:
+        """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
+        spec = self.layout.activation(("batch",))
+        return jax.tree.map(lambda _: self.layout.named(spec), batch)
+
+    def validate(self, batch: Batch, model: Model) -> None:
+        """Raises UserError with every reason why no step can be taken on a batch of your own.
+
+        Args:
+          batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
+          model: the model's settings.
+        """
+        found = list(self.objective.validate(batch, model, self.loss, self.layout))
+        if not found:
+            found += self._validate_rows(jax.tree.leaves(batch)[0].shape[0])
+        if found:
+            raise UserError("\n".join(found))
+
+    def _validate_rows(self, rows: int) -> Iterator[str]:
+        devices = self.layout.batch_devices()
+        parts, times = devices * self.accumulation, f"Train.accumulation={self.accumulation}"
+        if self.stages is not None:
+            parts *= self.pipeline.microbatches
+            times += f" times Pipeline.microbatches={self.pipeline.microbatches}"
+        if rows % parts:
+            yield (
+                f"Batch.inputs has {rows} rows, which do not divide over the {devices} devices "
+                f"that split the batch times {times}; the nearest multiple of {parts} is "
+                f"{nearest_multiple(rows, parts)}"
+            )
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def gradients(
+        self, state: TrainState, batch: Batch, counts: Sums | None = None
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """Gradients of the mean loss, its metrics, the new statistics.
+
+        Args:
+          state: the state.
+          batch: the global batch, or the rows of it that are one replica's.
+          counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
+        """
+        self.layout.check_active()
+        counts = self.objective.counts(batch) if counts is None else counts
+        batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
+        # Counts are known before the first microbatch, so each contributes its share of the MEAN
+        # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
+        scale = state.loss_scale[0]
+        scales = {name: scale / at_least_one(count) for name, count in counts.items()}
+        weights = to_compute(state.weights, self.precision.compute)
+        arguments = state.statistics, scales, state.step
+        layout = self.layout.of_microbatches
+        if layout is self.layout:
+            grads, sums, statistics = self._of_batch(layout, batch, weights, *arguments)
+        else:
+            whole = reshard(weights, layout.parameter, layout)
+            with layout.current():
+                grads, sums, statistics = self._of_batch(layout, batch, whole, *arguments)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale, grads)
+        grads = self.unfreezing.mask_gradients(grads, state.step, self.layer_order)
+        return grads, self.objective.means(sums, counts), statistics
+
+    def _of_batch(
+        self, layout: Layout, batch: Batch, *arguments: Any
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
+        axes = () if self.tuning.splits_more(layout) else reduce_once_axes(layout, self.passes)
+        if not axes:
+            grads, sums, statistics = self._of_rows(layout, batch, *arguments)
+            return self.targets.finish(grads), sums, statistics
+        batch = self.objective.arrange(batch, self.execution)
+        grads, sums, statistics = local_gradients(axes, layout, self._of_rows, batch, *arguments)
+        return self.targets.finish(sum_gradients(axes, layout, grads)), sums, statistics
+
+    def _of_rows(
+        self,
+        layout: Layout,
+        batch: Batch,
+        weights: Weights,
+        statistics: nnx.State,
+        scales: Sums,
+        step: jax.Array,
+    ) -> tuple[nnx.State, Sums, nnx.State]:
+        """Gradients and sums of all microbatches of these rows, and the new statistics.
+
+        Gradients of several microbatches are in Precision.gradients, one's as they are computed.
+
+        Args:
+          layout: where everything goes, these rows being all that it knows of.
+          batch: the rows.
+          weights: the parameters in the compute dtype.
+          statistics: the running statistics.
+          scales: for each count of the objective, what the sums over it are multiplied by.
+          step: optimizer steps taken.
+        """
+        setup = self.replace(layout=layout)
+
+        def loss_fn(slices: nnx.State, statistics: nnx.State, micro: Batch) -> tuple[Any, Any]:
+            params = setup.bind(weights, slices)
+            sums, statistics = setup.sums(params, statistics, micro, train=True, step=step)
+            return self.objective.total(sums, scales), (sums, statistics)
+
+        of = self.targets.select(layout, weights[0])
+        gradient = jax.grad(loss_fn, has_aux=True)
+
+        def one(statistics: nnx.State, micro: Batch) -> tuple[nnx.State, Sums, nnx.State]:
+            if self.stages is None:
+                grads, (sums, statistics) = gradient(of, statistics, micro)
+            else:
+                grads, sums = setup._through_stages(weights, of, micro, scales, step)
+            return grads, sums, statistics
+
+        if self.accumulation == 1:
+            return one(statistics, batch)
+
+        micros = split_microbatches(batch, self.accumulation)
+        dtype = self.precision.gradients
+        return accumulate(one, self.targets.add, micros, statistics, like=of, dtype=dtype)
+
+    def sums(
+        self,
+        params: nnx.State,
+        statistics: nnx.State,
+        batch: Batch,
+        *,
+        train: bool,
+        step: jax.Array | None = None,
+    ) -> tuple[Sums, nnx.State]:
+        """The forward pass: the objective's sums over a batch, and the new running statistics.
+
+        Of a whole model; through the stages of a pipeline goes `_through_stages`.
+
+        Args:
+          params: in the dtype to compute with.
+          statistics: the running statistics.
+          batch: all rows, or a microbatch of them.
+          train: turns on what only training does.
+          step: whose random numbers are drawn, where rows are numbered; None draws none.
+        """
+        model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
+        if step is not None and batch.rows is not None:
+            draws = Draws.of_step(self.seed, step, batch.rows)
+            execution = dataclasses.replace(execution, draws=draws)
+        return self.objective.sums(model, statistics, batch, execution, self.loss, train=train)
+
+    def _through_stages(
+        self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, step: jax.Array | None
+    ) -> tuple[nnx.State, Sums]:
+        """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
+        evaluated where no number of steps is given."""
+        from jaxtrain.training.pipeline.cutting import parts_of
+        from jaxtrain.training.pipeline.engine import Engine
+
+        assert self.stages is not None, "no pipeline"
+        parts = parts_of(
+            nnx.eval_shape(lambda: self.build(jax.random.key(0))), self.objective, self.execution,
+            self.loss, train=step is not None, padded=not self.stages.valid.all(), seed=self.seed,
+        )  # fmt: skip
+        engine = Engine(
+            parts,
+            self.pipeline.table(self.stages.ranks, passes=parts.passes, train=step is not None),
+            self.stages,
+            self.layout,
+            self.bind,
+            keep_residuals=self.pipeline.backward == "residuals",
+            sum_dtype=self.precision.gradients,
+        )
+        micros = split_microbatches(
+            self.objective.arrange(batch, self.execution), self.pipeline.microbatches
+        )
+        return engine.run(weights, of, micros, scales, step)
+
+    def bind(self, weights: Weights, of: Any = None) -> nnx.State:
+        """The parameters to compute with, so that the gradient is taken with respect to `of`, which
+        is like the trained ones; None: no gradient is."""
+        trained, frozen = weights
+        if of is not None:
+            trained = self.targets.bind(self.layout, trained, of)
+        return self.tuning.join((trained, frozen))
+
+    def _graphdef(self) -> Any:
+        return nnx.split(nnx.eval_shape(lambda: self.build(jax.random.key(0))), nnx.Param, ...)[0]
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
+        """`total` plus a held-out batch's sums and counts, as the objective names them.
+
+        The total passes through every batch, so that one batch runs after the other: programs
+        that do not depend on each other starve simulated devices of threads while they wait in
+        reductions.
+        """
+        self.layout.check_active()
+        sums = self._heldout_sums(state.weights, state.statistics, batch)
+        return jax.tree.map(jnp.add, total, sums)
+
+    def _heldout_sums(self, weights: Weights, statistics: nnx.State, batch: Batch) -> Sums:
+        weights = to_compute(weights, self.precision.compute)
+        with self.precision.products():
+            if self.stages is None:
+                params = self.bind(weights)
+                sums, _ = self.sums(params, statistics, batch, train=False)
+            else:
+                no_gradient = jax.tree.map(jnp.ones_like, self.objective.counts(batch))
+                sums = self._through_stages(weights, weights[0], batch, no_gradient, None)[1]
+        sums.pop(EXPERT_LOAD, None)
+        return {**sums, **self.objective.counts(batch)}
+
+    def no_sums(self, state: TrainState, batch: Batch) -> Sums:
+        """Zeros in the form of `eval_step`'s sums, on every device."""
+        with self.layout.active():
+            shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+        return jax.device_put(zeros, self.layout.named(P()))
+
+    def model(self, state: TrainState) -> Any:
+        """The module with the state's parameters in the compute dtype, on every stage."""
+        weights = to_compute(state.weights, self.precision.compute)
+        if self.stages is not None:
+            whole = self.layout.with_manual("pipe")
+            weights = self.stages.to_layers(reshard(weights, whole.parameter, whole))
+        return nnx.merge(self._graphdef(), self.bind(weights), state.statistics)
+
+
+def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
+    """The parameters that a model would have; no array is made."""
+    return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)

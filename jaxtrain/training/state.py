@@ -1,0 +1,94 @@
+"""The train state, and what the gradient pass and the update of a step hand on."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+
+from jaxtrain.training.finetune.tuning import Weights
+from jaxtrain.training.objectives.losses import Sums
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that is saved and updated.
+
+    Attributes:
+      step: int32 scalar, optimizer steps taken.
+      params: the master parameters that are trained.
+      opt_state: the optimizer's state.
+      statistics: running statistics; empty for models that have none.
+      loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
+      exchange: what an exchange over `data` other than the synchronous one remembers, or the
+        noise scale's running means.
+      guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
+      frozen: the parameters without a gradient, which stay as they are but for routers' biases.
+    """
+
+    step: jax.Array
+    params: nnx.State
+    opt_state: optax.OptState
+    statistics: nnx.State
+    loss_scale: jax.Array
+    exchange: Any = ()
+    guard: Any = ()
+    frozen: nnx.State = dataclasses.field(default_factory=lambda: nnx.State({}))
+
+    @property
+    def weights(self) -> Weights:
+        """All parameters: trained and frozen."""
+        return self.params, self.frozen
+
+    def replace(self, **changes: Any) -> "TrainState":
+        """The state with other fields."""
+        return dataclasses.replace(self, **changes)
+
+
+class Gradient(NamedTuple):
+    """What a gradient pass hands to the update.
+
+    Attributes:
+      grads: float32, in the form of the trained parameters.
+      metrics: the step's metrics so far.
+      statistics: the new running statistics.
+      exchange: the new value of `TrainState.exchange`.
+      extra: what the optimizer takes beside gradients: `curvature`.
+      good: bool scalar, whether the update counts; None: it does. Where it is false the update
+        keeps the old bits of all that it would change but the count of steps.
+    """
+
+    grads: nnx.State
+    metrics: Sums
+    statistics: nnx.State
+    exchange: Any = ()
+    extra: Mapping[str, Any] = {}  # noqa: RUF012 - a default that nobody changes
+    good: jax.Array | None = None
+
+
+class Updated(NamedTuple):
+    """What a step gives: the new state, its metrics, and what the host has still to do (`Files`);
+    (): nothing."""
+
+    state: TrainState
+    metrics: Sums
+    pending: Any = ()
+
+
+class Applied(NamedTuple):
+    """What an optimizer's update gives: parameters, optimizer state, and as of `Updated`."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+    pending: Any = ()
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of shapes with these shardings."""
+    return jax.tree.map(
+        lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
+        shapes, shardings,
+    )  # fmt: skip
