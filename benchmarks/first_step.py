@@ -68,14 +68,13 @@ def take_first_step(config: str, workdir: str) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
 
-    from jaxtrain.training.stepper import Stepper  # noqa: PLC0415
-
     from jaxtrain import cli  # noqa: PLC0415
     from jaxtrain.run import commands  # noqa: F401, PLC0415 - what `train` imports
     from jaxtrain.run.attempts.phases import Phases  # noqa: PLC0415
+    from jaxtrain.training.compiled_step import Stepper  # noqa: PLC0415
 
     imported, all_phases = time.time(), []
-    init, step = Phases.__init__, Stepper.checked_step
+    init, step = Phases.__init__, Stepper.step_and_check
 
     @functools.wraps(init)
     def remember(self: Phases, *arguments: Any) -> None:
@@ -97,7 +96,7 @@ def take_first_step(config: str, workdir: str) -> None:
         print(json.dumps(found), file=sys.stderr, flush=True)  # noqa: T201
         os._exit(0)
 
-    Phases.__init__, Stepper.checked_step = remember, report  # type: ignore[method-assign]
+    Phases.__init__, Stepper.step_and_check = remember, report  # type: ignore[method-assign]
     cli.main(["train", config, "--workdir", workdir])
 
 

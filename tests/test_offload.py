@@ -25,6 +25,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel import gathering
+from jaxtrain.parallel.gathering import is_pinned
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import weights, with_weights
@@ -32,7 +33,7 @@ from jaxtrain.training.guard import Guard
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import offload_to_host
-from jaxtrain.training.offload.streaming import DEVICE, is_pinned, streamed
+from jaxtrain.training.offload.streaming import DEVICE, streamed
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight

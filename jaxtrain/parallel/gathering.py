@@ -161,3 +161,13 @@ def _attach(
 
     attach.defvjp(forward, backward)
     return attach(weight, slice_)
+
+
+def pinned(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """The same parts on the same devices, each in the memory of its device's host."""
+    return sharding.with_memory_kind("pinned_host")
+
+
+def is_pinned(sharding: jax.sharding.Sharding) -> bool:
+    """Whether arrays that lie so are in the memory of hosts."""
+    return sharding.memory_kind == "pinned_host"

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.parallel.gathering import is_pinned
 from jaxtrain.training.offload.files import FileArray
-from jaxtrain.training.offload.streaming import is_pinned
 
 # 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
 _FACTOR = 2654435769

@@ -1,7 +1,7 @@
 """Trainable/frozen partition of a model's parameters."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -88,3 +88,22 @@ def partition(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
         parts[0 if first("/".join(map(str, path)), variable) else 1][path] = variable
     one, other = map(nnx.from_flat_state, parts)
     return one, other
+
+
+def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
+    """The same tree, each State in it with the variables of these names alone."""
+    return over_states(lambda state: partition(state, lambda name, _: name in names)[0], tree)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The tree whose parts these are; of what stands beside its States the first part's."""
+    return over_states(lambda *states: nnx.merge_state(*states), *parts)
+
+
+def over_states(function: Callable[..., Any], *trees: Any) -> Any:
+    """`function` of the States of trees; of what stands beside them the first tree's."""
+
+    def one(first: Any, *others: Any) -> Any:
+        return function(first, *others) if isinstance(first, nnx.State) else first
+
+    return jax.tree.map(one, *trees, is_leaf=lambda x: isinstance(x, nnx.State))

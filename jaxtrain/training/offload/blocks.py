@@ -16,9 +16,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import Layout, by_name, reshard
+from jaxtrain.training.finetune.tuning import joined, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.offload.files import FileArray
-from jaxtrain.training.offload.streaming import joined, on_device, part, stacks
+from jaxtrain.training.offload.streaming import on_device, stacks
 from jaxtrain.training.optimizers.rounding import apply_updates
 
 BLOCK_BYTES = 32 << 20  # on a device, of what a rule keeps; more where one parameter's layer is

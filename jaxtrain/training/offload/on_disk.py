@@ -10,10 +10,11 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name
+from jaxtrain.training.finetune.tuning import joined, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
-from jaxtrain.training.offload.streaming import joined, on_device, part
+from jaxtrain.training.offload.streaming import on_device
 from jaxtrain.training.optimizers.average import Evaluated
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Applied, Gradient, TrainState, Updated

@@ -10,21 +10,13 @@ from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.parallel.gathering import HOST, with_slice
+from jaxtrain.parallel.gathering import HOST, is_pinned, pinned, with_slice
 from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
+from jaxtrain.training.finetune.tuning import joined, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.streaming import (
-    is_matrix_of_layers,
-    is_pinned,
-    joined,
-    on_device,
-    over_layers,
-    part,
-    pinned,
-    stacks,
-)
+from jaxtrain.training.offload.streaming import is_matrix_of_layers, on_device, over_layers, stacks
 from jaxtrain.training.optimizers.average import Evaluated
 from jaxtrain.training.optimizers.rounding import apply_updates
 from jaxtrain.training.setup import Setup, Storage, Targets, add_gradients

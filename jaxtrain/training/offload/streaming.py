@@ -6,7 +6,7 @@ Within a layer the compiler begins to read all arrays at once and writes each as
 in both directions of the link at the same time. Letter: L layers.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,24 +15,13 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.finetune.tuning import partition
+from jaxtrain.training.finetune.tuning import joined, part
 from jaxtrain.training.guard import select
 
 DEVICE = jax.memory.Space.Device
-_PINNED = "pinned_host"
 
 # (slices kept, slices given, layer) -> (slices to keep, what is made).
 OfLayer = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
-
-
-def pinned(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """The same parts on the same devices, each in the memory of its device's host."""
-    return sharding.with_memory_kind(_PINNED)
-
-
-def is_pinned(sharding: jax.sharding.Sharding) -> bool:
-    """Whether arrays that lie so are in the memory of hosts."""
-    return sharding.memory_kind == _PINNED
 
 
 def on_device(tree):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
@@ -95,25 +84,6 @@ def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
 def is_matrix_of_layers(variable: nnx.Variable) -> bool:
     """Whether a parameter is a stack of as many matrices as there are layers."""
     return logical_axes(variable)[:1] == ("layers",) and variable.get_value().ndim > 2
-
-
-def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
-    """The same tree, each State in it with the variables of these names alone."""
-    return over_states(lambda state: partition(state, lambda name, _: name in names)[0], tree)
-
-
-def joined(parts: Sequence[Any]) -> Any:
-    """The tree whose parts these are; of what stands beside its States the first part's."""
-    return over_states(lambda *states: nnx.merge_state(*states), *parts)
-
-
-def over_states(function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of the States of trees; of what stands beside them the first tree's."""
-
-    def one(first: Any, *others: Any) -> Any:
-        return function(first, *others) if isinstance(first, nnx.State) else first
-
-    return jax.tree.map(one, *trees, is_leaf=lambda x: isinstance(x, nnx.State))
 
 
 def streamed(

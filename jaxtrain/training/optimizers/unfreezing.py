@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.offload.streaming import joined, over_states, part
+from jaxtrain.training.finetune.tuning import joined, over_states, part
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.groups import LAYERS, Part, by_layer, each_named, factors_of
 

@@ -9,12 +9,13 @@ import jax
 
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.parameters import role_of
+from jaxtrain.parallel.gathering import is_pinned
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.compose import compose
 from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.streaming import is_matrix_of_layers, is_pinned
+from jaxtrain.training.offload.streaming import is_matrix_of_layers
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
