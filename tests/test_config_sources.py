@@ -187,3 +187,23 @@ def test_what_cannot_be_a_configuration_is_refused():
         with pytest.raises(UserError) as error:
             load_config(source)
         assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("former", "section", "present", "value"),
+    [
+        ("Finetune.fresh=('output',)", "finetune", "reinitialize", ("output",)),
+        ("Mixture.once=('a',)", "data", "single_epoch", ("a",)),
+        ("Mixture.between='jump'", "data", "interpolation", "jump"),
+    ],
+)
+def test_a_former_name_of_a_setting_is_read_with_a_note(former, section, present, value):
+    mixture = ["Train.data=@Mixture()", "Mixture.data=@TextData()"]
+    mixture.append("Mixture.sources={'a': 'README.md', 'b': 'LICENSE'}")
+    config = load_config("gpt_quickstart", [*(mixture if section == "data" else ()), former])
+    found = config.train.data if section == "data" else config.finetune
+    assert getattr(found, present) == value
+    name = former.partition("=")[0]
+    (note,) = [note for note in config.notes if name in note]
+    assert f"{name} is now {name.partition('.')[0]}.{present}" in note
+    assert name not in config.to_gin()

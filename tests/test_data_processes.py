@@ -38,7 +38,7 @@ def sources(folder):
             sources={"one": str(folder), "other": str(folder)},
             weights={"one": 0.3, "other": 0.7},
             stages={2: {"one": 0.5, "other": 0.5}, 9: {"one": 0.1, "other": 0.9}},
-            between="linear",
+            interpolation="linear",
         ),
     }
     images = {"source": "synthetic", "image_size": 6, "crop": "pad", "flip": True}

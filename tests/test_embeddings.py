@@ -125,7 +125,7 @@ def test_a_head_of_classes_begins_on_its_body(architecture, source, tmp_path):
     folder = source if architecture == "BertModel" else saved(tmp_path / "other", architecture)
     there = transformers.BertForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
     new = ["output", "bias"] if architecture == "BertModel" else ["output", "bias", "transform*"]
-    fresh = f"Finetune.fresh={tuple(new)!r}"
+    fresh = f"Finetune.reinitialize={tuple(new)!r}"
     own = [one for one in TOLD if architecture == "BertModel" or "pooling" not in one]
     config = load_config(f"hf:{folder}", [*own, fresh])
     trainer = Trainer(config, devices=jax.devices()[:1])

@@ -44,7 +44,7 @@ def test_named_parts_are_drawn_and_the_others_are_the_runs(mesh, source, tiny_co
     # Positions for twice the length, which the source does not have, and a matrix of the layers.
     own = ["GPT.context_length=64", *MESHES[mesh]]
     start = [f"Train.start_from={str(folder)!r}"]
-    fresh = ["Finetune.fresh=('position_embedding', 'layers/u?')"]
+    fresh = ["Finetune.reinitialize=('position_embedding', 'layers/u?')"]
     found = Trainer(load_config(tiny_config, [*own, *start, *fresh])).weights()
     drawn = Trainer(load_config(tiny_config, own)).weights()
     for name, value in found.items():
@@ -57,7 +57,7 @@ def test_named_parts_are_drawn_and_the_others_are_the_runs(mesh, source, tiny_co
 
 
 def test_what_is_missing_and_not_named_is_refused(source, tiny_config):
-    start = [f"Train.start_from={str(source[0])!r}", "Finetune.fresh=('layers/up',)"]
+    start = [f"Train.start_from={str(source[0])!r}", "Finetune.reinitialize=('layers/up',)"]
     with pytest.raises(UserError, match=r"GPT\.context_length = 32 wrote it"):
         Trainer(load_config(tiny_config, ["GPT.context_length=64", *start]))
 
@@ -75,21 +75,21 @@ def test_a_hugging_face_folder_may_lack_them_or_hold_others(tiny_config, tmp_pat
     values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     write(tmp_path / "model.safetensors", shapes, "F32", values.values())
     start = [f"Train.start_from={str(tmp_path)!r}", "GPT.vocab_size=320"]
-    fresh = ["Finetune.fresh=('token_embedding', 'layers/down')"]
+    fresh = ["Finetune.reinitialize=('token_embedding', 'layers/down')"]
     found = Trainer(load_config(tiny_config, [*start, *fresh])).weights()
     drawn = Trainer(load_config(tiny_config, ["GPT.vocab_size=320"])).weights()
     for name in ("token_embedding", "layers/down"):
         np.testing.assert_allclose(found[name], drawn[name], rtol=2 * ROUNDING)
     np.testing.assert_array_equal(found["position_embedding"], values["transformer.wpe.weight"])
     with pytest.raises(UserError, match=r"mlp\.c_proj\.weight \[128, 32\] is missing"):
-        Trainer(load_config(tiny_config, [*start, "Finetune.fresh=('token_embedding',)"]))
+        Trainer(load_config(tiny_config, [*start, "Finetune.reinitialize=('token_embedding',)"]))
 
 
 @pytest.mark.parametrize(
     ("bindings", "said"),
     [
-        (["Finetune.fresh=('output',)", "Train.start_from='there'"], "matches no parameter"),
-        (["Finetune.fresh=('layers/up',)"], r"use Finetune\.fresh=\(\)"),
+        (["Finetune.reinitialize=('output',)", "Train.start_from='there'"], "matches no parameter"),
+        (["Finetune.reinitialize=('layers/up',)"], r"use Finetune\.reinitialize=\(\)"),
     ],
 )
 def test_what_cannot_be_new_is_refused(bindings, said, tiny_config):

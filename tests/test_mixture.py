@@ -271,13 +271,22 @@ def test_a_run_tells_losses_and_epochs_by_source_and_goes_on_where_it_was(corpus
         ({"weights": {"code": 1.5, "web": -0.5}}, "['code'] = 1.5: a share is from 0 to 1"),
         ({"stages": {5: {"code": 1.0}}}, "Mixture.stages[5] has no share for 'web'"),
         ({"stages": {0: {"code": 1.0, "web": 0.0}}}, "a stage begins at step 0; use 1 or more"),
-        ({"once": ("wed",)}, "Mixture.once: 'wed' is no source; did you mean 'web'?"),
-        ({"once": ("code", "web")}, "draws from none but sources that Mixture.once ends"),
         (
-            {"once": ("code",), "stages": {9: {"code": 1.0, "web": 0.0}}},
+            {"single_epoch": ("wed",)},
+            "Mixture.single_epoch: 'wed' is no source; did you mean 'web'?",
+        ),
+        (
+            {"single_epoch": ("code", "web")},
+            "draws from none but sources that Mixture.single_epoch ends",
+        ),
+        (
+            {"single_epoch": ("code",), "stages": {9: {"code": 1.0, "web": 0.0}}},
             "Mixture.stages[9] draws from none but sources",
         ),
-        ({"between": "linear"}, "'linear' goes from Mixture.weights to Mixture.stages, of which"),
+        (
+            {"interpolation": "linear"},
+            "'linear' goes from Mixture.weights to Mixture.stages, of which",
+        ),
         ({"data": TextData(source="README.md")}, "is not read beside Mixture.sources"),
     ],
 )

@@ -20,7 +20,7 @@ from gin import config_parser
 from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
-from jaxtrain.config.registry import CONFIGURABLES, is_configurable
+from jaxtrain.config.registry import CONFIGURABLES, FORMER_NAMES, is_configurable
 from jaxtrain.config.registry import configurable as configurable
 from jaxtrain.config.values import (
     ByName,
@@ -188,6 +188,11 @@ class _Bindings:
         if not field:
             self.macros[name] = Binding(statement.value, where)
             return
+        if (present := FORMER_NAMES.get(f"{name}.{field}")) is not None:
+            self.notes.append(
+                f"{where}: {name}.{field} is now {present}; its former name still works"
+            )
+            name, _, field = present.partition(".")
         if name not in CONFIGURABLES:
             if self.lacks_modules:
                 return

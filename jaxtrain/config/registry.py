@@ -83,6 +83,18 @@ class _Configurables(dict[str, type]):
 
 CONFIGURABLES = _Configurables()
 
+# Names of settings in earlier releases, which gin files may still use.
+FORMER_NAMES = {
+    "Finetune.fresh": "Finetune.reinitialize",
+    "Mixture.between": "Mixture.interpolation",
+    "Mixture.once": "Mixture.single_epoch",
+}
+
+
+def with_present_names(bindings: Mapping[str, str]) -> dict[str, str]:
+    """Return bindings by name, each former name replaced by the present one."""
+    return {FORMER_NAMES.get(name, name): value for name, value in bindings.items()}
+
 
 def configurable(cls: T) -> T:
     """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""

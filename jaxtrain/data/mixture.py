@@ -34,18 +34,18 @@ class Mixture:
       sources: name -> what `TextData.source` takes.
       weights: name -> its share of the rows; they sum to 1. None: as many as it has.
       stages: first step -> the shares from there on, for instance to end on the best text.
-      between: 'jump' keeps a stage's shares until the next; 'linear' goes evenly from those of one
-        stage to those of the next, which has its own at its first step.
-      once: sources that leave their share to the others when each row was seen; the rest begin
-        their next epoch.
+      interpolation: 'jump' keeps a stage's shares until the next; 'linear' goes evenly from those
+        of one stage to those of the next, which has its own at its first step.
+      single_epoch: sources that leave their share to the others when each row was seen; the rest
+        begin their next epoch.
     """
 
     data: TextData
     sources: Annotated[dict[str, str], SOURCE]
     weights: dict[str, float] | None = None
     stages: dict[int, dict[str, float]] = dataclasses.field(default_factory=dict)
-    between: Literal["jump", "linear"] = "jump"
-    once: tuple[str, ...] = ()
+    interpolation: Literal["jump", "linear"] = "jump"
+    single_epoch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -66,10 +66,10 @@ class Mixture:
                 "Mixture.data: rows of sources that are mixed have one length, and TextData."
                 "packing = 'padded' gives several; use 'stream' or 'best_fit'"
             )
-        for name in self.once:
+        for name in self.single_epoch:
             if name not in self.sources:
                 raise UserError(
-                    f"Mixture.once: {name!r} is no source{did_you_mean(name, self.sources)}"
+                    f"Mixture.single_epoch: {name!r} is no source{did_you_mean(name, self.sources)}"
                 )
         for setting, weights in self._all_weights():
             self._check(setting, weights)
@@ -79,10 +79,10 @@ class Mixture:
                     f"Mixture.stages: a stage begins at step {step}; use 1 or more, for "
                     "Mixture.weights are those from the beginning"
                 )
-        if self.between == "linear" and not self.stages:
+        if self.interpolation == "linear" and not self.stages:
             raise UserError(
-                "Mixture.between = 'linear' goes from Mixture.weights to Mixture.stages, of which "
-                "there is none; add one, such as {1000: {...}}"
+                "Mixture.interpolation = 'linear' goes from Mixture.weights to Mixture.stages, of "
+                "which there is none; add one, such as {1000: {...}}"
             )
         if self.weights is None:
             self._validate_only_once("Mixture.weights", dict.fromkeys(self.sources, 1.0))
@@ -115,10 +115,10 @@ class Mixture:
         self._validate_only_once(setting, weights)
 
     def _validate_only_once(self, setting: str, weights: Mapping[str, float]) -> None:
-        if all(name in self.once for name, weight in weights.items() if weight):
+        if all(name in self.single_epoch for name, weight in weights.items() if weight):
             raise UserError(
-                f"{setting} draws from none but sources that Mixture.once ends; leave one that may "
-                "come round out of it"
+                f"{setting} draws from none but sources that Mixture.single_epoch ends; leave one "
+                "that may come round out of it"
             )
 
     @property
@@ -156,15 +156,17 @@ class Mixture:
         stages = tuple(
             (step, tuple(shares[step][name] for name in self.sources)) for step in sorted(shares)
         )
-        once = tuple(name in self.once for name in self.sources)
+        once = tuple(name in self.single_epoch for name in self.sources)
         header: dict[str, object] = {
             "kind": "mixture",
             "names": list(opened),
             "stages": stages,
             "once": once,
         }
-        if self.between != "jump":  # which had no name at first: its digests stay what they were
-            header["between"] = self.between
+        if (
+            self.interpolation != "jump"
+        ):  # which had no name at first: its digests stay what they were
+            header["between"] = self.interpolation
         first = next(iter(opened.values()))
         mixed = Dataset(
             Concatenated(tuple(_is_whole(one.train) for one in opened.values())),
@@ -173,7 +175,7 @@ class Mixture:
             self._facts(opened),
             first.tokenizer,
             "tokens",
-            Mixing(sources, stages, once, self.between == "linear"),
+            Mixing(sources, stages, once, self.interpolation == "linear"),
         )
         middle = self.data.fill_in_middle
         return mixed if middle is None else fill_in_middle(mixed, middle)

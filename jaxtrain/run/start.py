@@ -101,8 +101,8 @@ def _is_published(folder: Place) -> bool:
 def restore_parameters(
     checkpoints: Checkpoints, step: int, config: Config, setup: Setup
 ) -> nnx.State:
-    """The parameters of a checkpoint but for `Finetune.fresh`; UserError, with the settings that
-    differ, if another's."""
+    """The parameters of a checkpoint but for `Finetune.reinitialize`; UserError, with the settings
+    that differ, if another's."""
     setup = _of_model(config, setup)
     try:
         return restore.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
@@ -145,4 +145,4 @@ def _of_model(config: Config, setup: Setup) -> Setup:
 
 def _fresh(config: Config, setup: Setup) -> list[str]:
     """Names of the parameters that are drawn, and of statistics that restart."""
-    return matching(config.finetune.fresh, list(by_name(weight_shapes(setup.build))))
+    return matching(config.finetune.reinitialize, list(by_name(weight_shapes(setup.build))))

@@ -237,7 +237,7 @@ def match(
     known = {line.ours for line in lines}
     found: dict[str, StoredTensor] = {}
     problems = [
-        f"{ours} {list(shape)} is no tensor there; Finetune.fresh draws such"
+        f"{ours} {list(shape)} is no tensor there; Finetune.reinitialize draws such"
         for ours, shape in shapes.items()
         if ours not in known and ours not in unread
     ]

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
+from jaxtrain.config.registry import with_present_names
 from jaxtrain.data.ordering.shuffle import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
@@ -172,7 +173,7 @@ def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
 def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, str, str]]:
     """Settings that are others than in the saved config: name, value there, value now."""
     before, now = (
-        dict(line.split(" = ", 1) for line in bindings_of(text, *beginnings))
+        with_present_names(dict(line.split(" = ", 1) for line in bindings_of(text, *beginnings)))
         for text in (saved, config.operative())
     )
     return [(n, before[n], now[n]) for n in now if n in before and before[n] != now[n]]

@@ -29,8 +29,8 @@ class Finetune:
       unfreeze: how many steps leave parameters as they are before they are trained too, by pattern
         or role, such as {'layers/*[0:6]': 200, 'layers/*': 100}; the first that fits counts, what
         none fits is trained from the start. 'layers/*[0:6]' are the first six layers.
-      fresh: patterns of parameters that are drawn and not taken from Train.start_from, such as a
-        new head, `('output',)`; there they may be missing, or have another shape.
+      reinitialize: patterns of parameters that are drawn and not taken from Train.start_from, such
+        as a new head, `('output',)`; there they may be missing, or have another shape.
       lora_rank: the rank of adapters, which alone are trained (LoRA, arXiv 2106.09685); None: there
         are none.
       lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
@@ -52,7 +52,7 @@ class Finetune:
 
     freeze: tuple[str, ...] = ()
     unfreeze: dict[str, int] = dataclasses.field(default_factory=dict)
-    fresh: tuple[str, ...] = ()
+    reinitialize: tuple[str, ...] = ()
     lora_rank: int | None = None
     lora_alpha: float = 16.0
     lora_scale: Literal["rank", "sqrt_rank"] = "rank"
@@ -118,13 +118,16 @@ def validate(
       starts_from: `Train.start_from`.
       trains: whether anything is to be trained.
     """
-    if settings.fresh:
+    if settings.reinitialize:
         if starts_from is None:
             yield (
-                f"Finetune.fresh={settings.fresh!r} with Train.start_from=None: all parameters are "
-                "drawn; use Finetune.fresh=(), or name what the others come from"
+                f"Finetune.reinitialize={settings.reinitialize!r} with Train.start_from=None: all "
+                "parameters are drawn; use Finetune.reinitialize=(), or name what the others come "
+                "from"
             )
-        yield from _validate_unmatched("fresh", settings.fresh, list(by_name(shapes())))
+        yield from _validate_unmatched(
+            "reinitialize", settings.reinitialize, list(by_name(shapes()))
+        )
     holds_few = settings.few_bits != "none"
     if settings.lora_rank is None and not settings.freeze and not holds_few:
         return
@@ -225,7 +228,7 @@ def tuning_of(
     if settings.lora_rank is None and not settings.freeze and settings.few_bits == "none":
         return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
-    own = dataclasses.replace(settings, fresh=())  # which no part of a model depends on
+    own = dataclasses.replace(settings, reinitialize=())  # which no part of a model depends on
     found = list(validate(own, lambda: shapes))
     if found:
         raise UserError("\n".join(found))
