@@ -1,5 +1,5 @@
-"""Fits the factors of `planning.fitted` on published runs, and holds them against stacks that they
-have not seen.
+"""Fits the factors of `timing.efficiency_factors` on published runs, and holds them against
+stacks that they have not seen.
 
 Leave-one-stack-out: for each stack, on TPUs and on GPUs apart, the factors are fitted on all other
 rows and predict the stack's. What a prediction for yet another stack may be off by is the spread of
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import optimize
 
-from jaxtrain.analysis.planning.fitted import BARE_MATMUL, Fitted, generation_of
-from jaxtrain.analysis.planning.timing import Pieces
+from jaxtrain.analysis.planning.timing.efficiency_factors import BARE_MATMUL, Fitted, generation_of
+from jaxtrain.analysis.planning.timing.timing import Pieces
 from jaxtrain.parallel import chips
 
 

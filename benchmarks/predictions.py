@@ -4,7 +4,7 @@ Three files list training runs that others published, each with its source, its 
 arguments of `jaxtrain plan` that express it; `plan` predicts each of them by closed forms.
 `published_runs.csv` and `held_out_runs.csv` were collected first; `blind_runs.csv` was committed
 before any of its rows was predicted. Columns say of each row its stack, its family (dense, mixture,
-image), whether the factors of `planning.fitted` were fitted on it (`use_for_fit`), and when it was
+image), whether `timing.efficiency_factors` was fitted on it (`use_for_fit`), and when it was
 first predicted, with what result (`first_ratio`, predicted over published).
 
 The figure that a prediction for another stack deserves is that of leave-one-stack-out: the factors
@@ -38,12 +38,12 @@ from benchmarks.published_memory import (
     unfit,
 )
 from jaxtrain import load_config, plan
-from jaxtrain.analysis.planning.fitted import Fitted, efficiency_of, family_of
 from jaxtrain.analysis.planning.machines.links import devices_inside
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.textbook.facts import weights_of
-from jaxtrain.analysis.planning.timing import Pieces
+from jaxtrain.analysis.planning.timing.efficiency_factors import Fitted, efficiency_of, family_of
+from jaxtrain.analysis.planning.timing.timing import Pieces
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.picture import Picture

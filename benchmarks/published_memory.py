@@ -34,8 +34,8 @@ from rich.console import Console
 
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.machines.targets import Target, most_memory, parse_target
+from jaxtrain.analysis.planning.search.variants import slices_of
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
-from jaxtrain.analysis.planning.variants import slices_of
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.training.program import layouts

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from benchmarks.predictions import FILE
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.candidates import Candidate, Found
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
-from jaxtrain.analysis.planning.search import price, search
-from jaxtrain.analysis.planning.variants import apply_changes
+from jaxtrain.analysis.planning.search.candidates import Candidate, Found
+from jaxtrain.analysis.planning.search.search import price, search
+from jaxtrain.analysis.planning.search.variants import apply_changes
 from jaxtrain.training.settings import Config
 
 

@@ -26,9 +26,9 @@ from benchmarks.predictions import (
     within_bars,
 )
 from jaxtrain import load_config, plan
-from jaxtrain.analysis.planning.fitted import BARE_MATMUL, error_bar
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.timing import pieces
+from jaxtrain.analysis.planning.timing.efficiency_factors import BARE_MATMUL, error_bar
+from jaxtrain.analysis.planning.timing.timing import pieces
 from jaxtrain.training.program.layouts import abstract_layout
 
 ROWS = list(csv.DictReader(FILE.open(newline="")))

@@ -19,7 +19,7 @@ from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402
 from benchmarks.tpu_cycles import expected  # noqa: E402
 from jaxtrain.analysis.planning.compiled.schedule import PEAK, Scheduled  # noqa: E402
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
-from jaxtrain.analysis.planning.variants import refusal  # noqa: E402
+from jaxtrain.analysis.planning.search.variants import refusal  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
 from jaxtrain.training.pipeline.table import Work  # noqa: E402
 from jaxtrain.training.pipeline.timetables import make_schedule  # noqa: E402

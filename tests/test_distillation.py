@@ -14,8 +14,8 @@ from against_torch import trained
 from chat_model import save_model, save_tokenizer, talks, write_lines
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from jaxtrain.analysis.planning.executed import executed_flops
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
+from jaxtrain.analysis.planning.timing.executed import executed_flops
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer

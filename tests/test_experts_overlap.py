@@ -10,7 +10,7 @@ from jaxtrain import load_config
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.scheduled import simulate_schedule
+from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.nn.moe import experts
 from jaxtrain.training.compose import compose
 

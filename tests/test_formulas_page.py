@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.analysis.planning import budget, timeline
+from jaxtrain.analysis.planning.search import budget
 from jaxtrain.analysis.planning.textbook import flops, formulas, rooflines, scaling, sizes
+from jaxtrain.analysis.planning.timing import timeline
 from jaxtrain.nn.moe import experts
 
 PAGE = (Path(__file__).parent.parent / "docs" / "formulas.md").read_text()

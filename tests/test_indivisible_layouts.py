@@ -15,9 +15,9 @@ from test_planning_traffic import config_of as traffic_of
 from jaxtrain import Trainer
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
 from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.search import search
+from jaxtrain.analysis.planning.search.search import search
 from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.analysis.planning.timing import step_time
+from jaxtrain.analysis.planning.timing.timing import step_time
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.analysis.verify.verify import verify
 from jaxtrain.config.errors import UserError

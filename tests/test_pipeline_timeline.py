@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from jaxtrain.analysis.planning.timeline import (
+from jaxtrain.analysis.planning.timing.timeline import (
     closed_form_bubble,
     closed_form_peak,
     closed_form_ticks,

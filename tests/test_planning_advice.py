@@ -8,8 +8,8 @@ import pytest
 from jaxtrain.analysis.planning.advice import fixes_for, remarks
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
-from jaxtrain.analysis.planning.search import price
-from jaxtrain.analysis.planning.variants import apply_changes, bindings_of, refusal
+from jaxtrain.analysis.planning.search.search import price
+from jaxtrain.analysis.planning.search.variants import apply_changes, bindings_of, refusal
 from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 

@@ -12,13 +12,12 @@ from benchmarks.fitting import Prediction
 from benchmarks.predictions import FILE, read
 from jaxtrain import load_config, plan
 from jaxtrain.__main__ import main
-from jaxtrain.analysis.planning import search as searching
-from jaxtrain.analysis.planning import space
 from jaxtrain.analysis.planning.calibrate import by_measured, by_run
-from jaxtrain.analysis.planning.fitted import error_bar
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import _plan, silent
-from jaxtrain.analysis.planning.search import price, search
+from jaxtrain.analysis.planning.search.search import price, search, space
+from jaxtrain.analysis.planning.search.search import search as searching
+from jaxtrain.analysis.planning.timing.efficiency_factors import error_bar
 from jaxtrain.config.errors import UserError
 
 SMALL = [

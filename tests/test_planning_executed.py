@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_every_model_answers import MODELS, config_of
 
-from jaxtrain.analysis.planning.executed import (
+from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
+from jaxtrain.analysis.planning.timing.executed import (
     activation_bytes,
     executed_flops,
     of_one_row,
@@ -20,7 +21,6 @@ from jaxtrain.analysis.planning.executed import (
     trace_gradients,
     work,
 )
-from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.gemma3 import Gemma3

@@ -11,10 +11,10 @@ from conftest import needs_libtpu
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning import plan as plans
-from jaxtrain.analysis.planning.candidates import COMPILED
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
-from jaxtrain.analysis.planning.fitted import efficiency_of
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
+from jaxtrain.analysis.planning.search.candidates import COMPILED
+from jaxtrain.analysis.planning.timing.efficiency_factors import efficiency_of
 from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.parallel.chips import CHIPS
 

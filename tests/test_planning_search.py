@@ -8,15 +8,15 @@ import jax
 import pytest
 
 from jaxtrain import load_config, plan
-from jaxtrain.analysis.planning import search as searching
-from jaxtrain.analysis.planning.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.search import _list_layouts, price, search
-from jaxtrain.analysis.planning.space import meshes_and_schedules
+from jaxtrain.analysis.planning.search.candidates import SHOWN, TIE
+from jaxtrain.analysis.planning.search.search import _list_layouts, price, search
+from jaxtrain.analysis.planning.search.search import search as searching
+from jaxtrain.analysis.planning.search.space import meshes_and_schedules
+from jaxtrain.analysis.planning.search.variants import apply_changes, refusal
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
-from jaxtrain.analysis.planning.unstacked import between_layers
-from jaxtrain.analysis.planning.variants import apply_changes, refusal
+from jaxtrain.analysis.planning.timing.unstacked import between_layers
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.training.program.layouts import abstract_layout

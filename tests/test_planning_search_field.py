@@ -6,10 +6,14 @@ import re
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.candidates import TIE, Candidate, assign_ranks, rank
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
-from jaxtrain.analysis.planning.search import price, search
-from jaxtrain.analysis.planning.space import counts, meshes_and_schedules, stages_and_policies
+from jaxtrain.analysis.planning.search.candidates import TIE, Candidate, assign_ranks, rank
+from jaxtrain.analysis.planning.search.search import price, search
+from jaxtrain.analysis.planning.search.space import (
+    counts,
+    meshes_and_schedules,
+    stages_and_policies,
+)
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
 

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction, crossings, waiting
-from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.analysis.planning.timing.timeline import simulate
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.slots import sends, slots
 from jaxtrain.training.pipeline.timetables import make_schedule

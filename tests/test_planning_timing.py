@@ -11,23 +11,23 @@ from conftest import needs_libtpu
 from jax.experimental import mesh_utils
 from test_planning_memory import TINY_GPT, T, config_of
 
-from jaxtrain.analysis.planning.executed import activation_bytes, executed_flops, row_flops
-from jaxtrain.analysis.planning.fitted import (
+from jaxtrain.analysis.planning.machines import links
+from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
+from jaxtrain.analysis.planning.plan import plan
+from jaxtrain.analysis.planning.search.search import price
+from jaxtrain.analysis.planning.textbook.facts import Expected
+from jaxtrain.analysis.planning.textbook.memory import memory
+from jaxtrain.analysis.planning.timing.efficiency_factors import (
     attention_speed,
     efficiency_of,
     error_bar,
     family_of,
     scores_share,
 )
-from jaxtrain.analysis.planning.machines import links
-from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
-from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.search import price
-from jaxtrain.analysis.planning.textbook.facts import Expected
-from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.analysis.planning.timeline import simulate
-from jaxtrain.analysis.planning.timing import pieces, slow_axes, step_time
-from jaxtrain.analysis.planning.waves import quantization, waves
+from jaxtrain.analysis.planning.timing.executed import activation_bytes, executed_flops, row_flops
+from jaxtrain.analysis.planning.timing.timeline import simulate
+from jaxtrain.analysis.planning.timing.timing import pieces, slow_axes, step_time
+from jaxtrain.analysis.planning.timing.wave_quantization import quantization, waves
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat

@@ -16,7 +16,7 @@ from flax import nnx
 from test_attention import assert_equal, documents, inputs, value_and_grads
 from tiny_models import places, some_tokens
 
-from jaxtrain.analysis.planning.executed import row_flops
+from jaxtrain.analysis.planning.timing.executed import row_flops
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama

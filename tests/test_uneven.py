@@ -10,7 +10,7 @@ import pytest
 from jaxtrain import Batch, Trainer, load_config
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
-from jaxtrain.analysis.planning.search import search
+from jaxtrain.analysis.planning.search.search import search
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.program.uneven import rows_held

@@ -16,15 +16,15 @@ from rich.markup import escape
 
 from jaxtrain.analysis import doctor
 from jaxtrain.analysis.planning import side_by_side
-from jaxtrain.analysis.planning.budget import Budget, plan_budget
-from jaxtrain.analysis.planning.budget import show as show_budget
-from jaxtrain.analysis.planning.budgeted import plan_on_target, sentences
-from jaxtrain.analysis.planning.executed import stack_costs
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
+from jaxtrain.analysis.planning.search.budget import Budget, plan_budget
+from jaxtrain.analysis.planning.search.budget import show as show_budget
+from jaxtrain.analysis.planning.search.plan_on_target import plan_on_target, sentences
 from jaxtrain.analysis.planning.show import show as show_plan
-from jaxtrain.analysis.planning.timeline import draw, simulate, table
+from jaxtrain.analysis.planning.timing.executed import stack_costs
+from jaxtrain.analysis.planning.timing.timeline import draw, simulate, table
 from jaxtrain.analysis.reports.plan import plan_page, plans_page
 from jaxtrain.analysis.reports.verify import verify_page
 from jaxtrain.analysis.verify import verify as verification

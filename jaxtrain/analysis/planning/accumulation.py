@@ -4,10 +4,10 @@ import dataclasses
 from typing import Literal, get_args
 
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.search import price
+from jaxtrain.analysis.planning.search.search import price
+from jaxtrain.analysis.planning.search.variants import apply_changes, bindings_of
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
-from jaxtrain.analysis.planning.variants import apply_changes, bindings_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.settings import Config

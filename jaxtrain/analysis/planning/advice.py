@@ -7,7 +7,6 @@ from typing import Any
 import jax
 
 from jaxtrain.analysis.planning import accumulation, chunks
-from jaxtrain.analysis.planning.candidates import Price
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import find_replicated
 from jaxtrain.analysis.planning.machines.targets import (
@@ -16,8 +15,9 @@ from jaxtrain.analysis.planning.machines.targets import (
     most_memory,
     with_memory,
 )
-from jaxtrain.analysis.planning.search import price
-from jaxtrain.analysis.planning.variants import (
+from jaxtrain.analysis.planning.search.candidates import Price
+from jaxtrain.analysis.planning.search.search import price
+from jaxtrain.analysis.planning.search.variants import (
     apply_changes,
     bindings_of,
     fixes,

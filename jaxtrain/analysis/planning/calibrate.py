@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.analysis.planning.fitted import family_of
 from jaxtrain.analysis.planning.machines.calibration import Calibration
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.search import price
-from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.analysis.planning.search.search import price
+from jaxtrain.analysis.planning.search.variants import refusal, slices_of
+from jaxtrain.analysis.planning.timing.efficiency_factors import family_of
 from jaxtrain.config.buckets import BucketPath, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors

@@ -8,13 +8,6 @@ from typing import Literal
 
 from jaxtrain.analysis.planning.advice import fixes_for
 from jaxtrain.analysis.planning.calibrate import by_measured, by_run
-from jaxtrain.analysis.planning.candidates import (
-    COMPILED,
-    Candidate,
-    Found,
-    assign_ranks,
-    with_reasons,
-)
 from jaxtrain.analysis.planning.compiled.audit import Row, audit
 from jaxtrain.analysis.planning.compiled.compiled import compile_step, target_layout
 from jaxtrain.analysis.planning.compiled.placement import paddings
@@ -22,12 +15,19 @@ from jaxtrain.analysis.planning.goodput.goodput import Reliability
 from jaxtrain.analysis.planning.machines.links import names_of
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target, with_memory
 from jaxtrain.analysis.planning.result import Plan, collectives_of
-from jaxtrain.analysis.planning.search import search as search_layouts
+from jaxtrain.analysis.planning.search.candidates import (
+    COMPILED,
+    Candidate,
+    Found,
+    assign_ranks,
+    with_reasons,
+)
+from jaxtrain.analysis.planning.search.search import search as search_layouts
+from jaxtrain.analysis.planning.search.variants import refusal, slices_of
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
-from jaxtrain.analysis.planning.timing import slow_axes, step_time
-from jaxtrain.analysis.planning.variants import refusal, slices_of
+from jaxtrain.analysis.planning.timing.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.whole_run import validate_amounts
 from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.training.program import layouts

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from jaxtrain.analysis.planning import show
 from jaxtrain.analysis.planning.advice import Fix, remarks
-from jaxtrain.analysis.planning.candidates import Found
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
 from jaxtrain.analysis.planning.compiled.compiled import Compiled
@@ -22,10 +21,11 @@ from jaxtrain.analysis.planning.goodput.goodput import (
     goodput_of,
 )
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search.candidates import Found
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
-from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
 from jaxtrain.nn.attention.kernels import Choice

@@ -6,18 +6,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.analysis.planning.candidates import FAR, FSDP
 from jaxtrain.analysis.planning.goodput.show import show as show_goodput
 from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_line
+from jaxtrain.analysis.planning.search.candidates import FAR, FSDP
 from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import format_mesh, human_bytes, show_attention
 
 if TYPE_CHECKING:
-    from jaxtrain.analysis.planning.candidates import Candidate, Found
     from jaxtrain.analysis.planning.compiled.compiled import Compiled
     from jaxtrain.analysis.planning.result import Plan
+    from jaxtrain.analysis.planning.search.candidates import Candidate, Found
     from jaxtrain.run.show.picture import Picture
 
 _BAR = 30

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from jaxtrain.analysis.planning.budget import amount
+from jaxtrain.analysis.planning.search.budget import amount
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError, count_of
 

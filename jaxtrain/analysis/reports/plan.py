@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxtrain.analysis.planning import show, side_by_side
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.side_by_side import Entry
-from jaxtrain.analysis.planning.timing import StepTime
+from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.writer import changes
 from jaxtrain.run.show.html import charts

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.analysis.verify.figures import EQUAL, Arrays, Finding, NotChecked, worst
+from jaxtrain.analysis.verify.measures import EQUAL, Arrays, Finding, NotChecked, worst
 from jaxtrain.analysis.verify.runs import Bench
 from jaxtrain.analysis.verify.sample import SEED
 from jaxtrain.models.model import AttentionFacts

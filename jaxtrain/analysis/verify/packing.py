@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.analysis.verify import sample
-from jaxtrain.analysis.verify.figures import EQUAL, Finding, NotChecked
+from jaxtrain.analysis.verify.measures import EQUAL, Finding, NotChecked
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.config.errors import count_of
 from jaxtrain.data.batch import Batch

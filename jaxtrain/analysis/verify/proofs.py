@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.analysis.verify import attend, going_on, packing, sample
-from jaxtrain.analysis.verify.figures import (
+from jaxtrain.analysis.verify import attend, packing, resume, sample
+from jaxtrain.analysis.verify.measures import (
     ROUNDING,
     Claim,
     Finding,
@@ -19,7 +19,7 @@ from jaxtrain.analysis.verify.figures import (
     relative_norm,
     same_bits,
 )
-from jaxtrain.analysis.verify.going_on import STEPS_AFTER, STEPS_BEFORE
+from jaxtrain.analysis.verify.resume import STEPS_AFTER, STEPS_BEFORE
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import reads_images, reads_pairs
@@ -61,10 +61,10 @@ def claims(bench: Bench) -> Iterator[Claim]:
                     lambda: accumulation(bench))  # fmt: skip
     yield Claim("resume", f"{STEPS_BEFORE} steps + save + restore + {STEPS_AFTER} steps = "
                 f"{STEPS_BEFORE + STEPS_AFTER} steps, on {mesh_name(bench.meshes[0])}",
-                lambda: going_on.check_resume(bench))  # fmt: skip
+                lambda: resume.check_resume(bench))  # fmt: skip
     if own.exchange.method != "synchronous":
         yield Claim("exchange", f"first loss of {own.exchange.method!r} = the synchronous one",
-                    lambda: going_on.check_exchange(bench))  # fmt: skip
+                    lambda: resume.check_exchange(bench))  # fmt: skip
     if text and own.train.model.attention is not None:
         yield Claim("kernel", f"attention {attend.kernel_name(bench)} = reference",
                     lambda: attend.compare(bench))  # fmt: skip

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from jaxtrain.analysis.verify import sample
-from jaxtrain.analysis.verify.figures import Arrays, Step
 from jaxtrain.analysis.verify.islands import float32_islands
+from jaxtrain.analysis.verify.measures import Arrays, Step
 from jaxtrain.analysis.verify.meshes import MeshSizes
 from jaxtrain.analysis.verify.shrink import Small
 from jaxtrain.data.batch import Batch

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
-from jaxtrain.analysis.verify.figures import NotChecked
+from jaxtrain.analysis.verify.measures import NotChecked
 from jaxtrain.analysis.verify.meshes import DEVICES
 from jaxtrain.analysis.verify.proofs import claims
 from jaxtrain.analysis.verify.report import Proof, Report

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from jaxtrain.analysis.planning.timeline import simulate
+from jaxtrain.analysis.planning.timing.timeline import simulate
 from jaxtrain.training.pipeline.parts import crossing
 from jaxtrain.training.pipeline.schedules import Backward, Pipeline
 from jaxtrain.training.pipeline.slots import sends, slots

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 from jax.extend.core import JaxprEqn
 
-from jaxtrain.analysis.planning.executed import of_one_row, trace_gradients
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
 from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
+from jaxtrain.analysis.planning.timing.executed import of_one_row, trace_gradients
 from jaxtrain.nn.dense import SHARED
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.program.kernel import resolved

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxtrain.analysis.planning.budget import Budget
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.result import Plan
+from jaxtrain.analysis.planning.search.budget import Budget
 from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.config.errors import count_of, nearest_multiple
 from jaxtrain.training.settings import load_config

@@ -28,18 +28,13 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from jaxtrain.analysis.planning import chunks, waves
+from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
-from jaxtrain.analysis.planning.executed import (
-    activation_bytes,
-    executed_flops,
-    pad_layers,
-    row_flops,
-    score_fraction,
-    stack_costs,
-    work,
-)
-from jaxtrain.analysis.planning.fitted import (
+from jaxtrain.analysis.planning.machines import links
+from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.analysis.planning.timing import wave_quantization
+from jaxtrain.analysis.planning.timing.efficiency_factors import (
     PORTABLE,
     Fitted,
     attention_speed,
@@ -50,10 +45,16 @@ from jaxtrain.analysis.planning.fitted import (
     is_known,
     scores_share,
 )
-from jaxtrain.analysis.planning.machines import links
-from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.scheduled import simulate_schedule
-from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.analysis.planning.timing.executed import (
+    activation_bytes,
+    executed_flops,
+    pad_layers,
+    row_flops,
+    score_fraction,
+    stack_costs,
+    work,
+)
+from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
@@ -339,7 +340,7 @@ def pieces(
             others += runs * inside
     return Pieces(
         products=_product_seconds(done, target, products, peak)
-        * waves.quantization(config, layout, target),
+        * wave_quantization.quantization(config, layout, target),
         scores=scores / peak,
         activations=read / bandwidth,
         update=2 * update_bytes / bandwidth,

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain.analysis.verify.figures import EQUAL, Finding, bits, relative, same_bits
+from jaxtrain.analysis.verify.measures import EQUAL, Finding, bits, relative, same_bits
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from jaxtrain.analysis.planning import chunks
-from jaxtrain.analysis.planning.candidates import (
+from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
+from jaxtrain.analysis.planning.search.candidates import (
     FAR,
     SHOWN,
     Candidate,
@@ -22,27 +23,14 @@ from jaxtrain.analysis.planning.candidates import (
     rank,
     with_reasons,
 )
-from jaxtrain.analysis.planning.executed import stack_costs
-from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
-from jaxtrain.analysis.planning.space import (
+from jaxtrain.analysis.planning.search.space import (
     POLICIES,
     accumulate_locally,
     counts,
     meshes_and_schedules,
     stages_and_policies,
 )
-from jaxtrain.analysis.planning.textbook.facts import Facts
-from jaxtrain.analysis.planning.textbook.memory import Memory, least_memory, memory
-from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
-from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
-from jaxtrain.analysis.planning.timing import (
-    busy_seconds,
-    exposed_seconds,
-    step_time,
-)
-from jaxtrain.analysis.planning.units import human_seconds
-from jaxtrain.analysis.planning.unstacked import between_layers
-from jaxtrain.analysis.planning.variants import (
+from jaxtrain.analysis.planning.search.variants import (
     apply_changes,
     bindings_of,
     essential,
@@ -50,6 +38,18 @@ from jaxtrain.analysis.planning.variants import (
     refusal,
     slices_of,
 )
+from jaxtrain.analysis.planning.textbook.facts import Facts
+from jaxtrain.analysis.planning.textbook.memory import Memory, least_memory, memory
+from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
+from jaxtrain.analysis.planning.timing.executed import stack_costs
+from jaxtrain.analysis.planning.timing.timing import (
+    busy_seconds,
+    exposed_seconds,
+    step_time,
+)
+from jaxtrain.analysis.planning.timing.unstacked import between_layers
+from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.search.variants import bindings_of
 from jaxtrain.analysis.planning.textbook.memory import Memory
-from jaxtrain.analysis.planning.timing import StepTime
-from jaxtrain.analysis.planning.variants import bindings_of
+from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.settings import Config

@@ -4,10 +4,10 @@ import dataclasses
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
 from jaxtrain.analysis.planning.compiled.schedule import by_launch, seconds_of, waits, walk
-from jaxtrain.analysis.planning.fitted import efficiency_of
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
+from jaxtrain.analysis.planning.timing.efficiency_factors import efficiency_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config
 

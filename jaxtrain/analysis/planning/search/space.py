@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.planning.variants import apply_changes
+from jaxtrain.analysis.planning.search.variants import apply_changes
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES

@@ -1,0 +1,1 @@
+"""Predicted step time: executed FLOPs, efficiency factors, schedules, pipeline timelines."""
