@@ -9,7 +9,7 @@ import html_pages
 import jax
 import pytest
 
-import jaxtrain.training.step
+import jaxtrain.training.setup
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.verify import verify as verification
 from jaxtrain.analysis.verify.meshes import choose_meshes
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_reduced_twice_fails_the_mesh(prove, tiny_config, mon
 
 def test_a_mean_of_microbatch_means_fails_accumulation(prove, tiny_config, monkeypatch):
     """Every microbatch weighing the same, however many of its targets count."""
-    split = jaxtrain.training.step.split_microbatches
+    split = jaxtrain.training.setup.split_microbatches
 
     def equal_weights(batch, count):
         micros = split(batch, count)
@@ -184,7 +184,7 @@ def test_a_mean_of_microbatch_means_fails_accumulation(prove, tiny_config, monke
         each = micros.loss_mask.sum((1, 2), keepdims=True)
         return dataclasses.replace(micros, loss_mask=micros.loss_mask * mean / each)
 
-    monkeypatch.setattr(jaxtrain.training.step, "split_microbatches", equal_weights)
+    monkeypatch.setattr(jaxtrain.training.setup, "split_microbatches", equal_weights)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["accumulation"])
     assert (status, verdicts) == (1, {"accumulation": "FAILED"})
 
