@@ -102,14 +102,14 @@ def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, 
     program, state = for_texts(trainer.program.setup), trainer.state
     sizes = trainer.config.train.model
     if model is not None:
-        sizes, program = model, for_texts(make_step(model, make_layout(fsdp=1)))
-        state = program.create(0)
+        step = make_step(model, make_layout(fsdp=1))
+        sizes, program, state = model, for_texts(step.setup), step.create(0)
     rng = np.random.default_rng(0)
     memory, text = Memory(), list[int]()
     # Turns that go on; one that changes the end of what was said; one that restarts.
     for change, new in ((0, 5), (0, 3), (0, 20), (4, 9), (0, 1), (60, 2)):
         text = text[: max(0, len(text) - change)] + rng.integers(0, 64, new).tolist()
-        with program.setup.layout.active():
+        with program.layout.active():
             begun = memory.begin(program, sizes, state, text, new=4)
             again = Memory().begin(program, sizes, state, text, new=4)
         np.testing.assert_allclose(begun.logits_BV, again.logits_BV, atol=1e-4, rtol=1e-4)

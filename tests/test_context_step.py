@@ -121,7 +121,9 @@ def test_generation_does_not_split_its_tokens() -> None:
         state = program.create(seed=0)
         sizes = MODELS["llama"]
         drawn.append(
-            generate(program, sizes, state, prompts, max_new_tokens=5, sampling=sampling, seed=0)
+            generate(
+                program.setup, sizes, state, prompts, max_new_tokens=5, sampling=sampling, seed=0
+            )
         )
     assert drawn[0][0].tokens == drawn[1][0].tokens
 

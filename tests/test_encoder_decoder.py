@@ -311,7 +311,7 @@ def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
     sources = [row[seen == 1] for row, seen in zip(
         rows.source, rows.source_segment_ids, strict=True)]  # fmt: skip
     greedy = [one.tokens for one in targets(
-        program, sizes, state, [one.tolist() for one in sources], begin=0, ends=[-1],
+        program.setup, sizes, state, [one.tolist() for one in sources], begin=0, ends=[-1],
         max_new_tokens=4, sampling=Sampling(temperature=0.0), seed=0, batch_size=6,
     )]  # fmt: skip
     assert {len(one) for one in greedy} == {4}  # nothing ends: whole answers of the longest

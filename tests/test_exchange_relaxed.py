@@ -25,7 +25,7 @@ from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange.compression import Signs
 from jaxtrain.training.exchange.exchange import Exchange, neighbours
-from jaxtrain.training.exchange.power_sgd import narrow
+from jaxtrain.training.exchange.power_sgd import PowerSGD, narrow
 from jaxtrain.training.exchange.rules import mix_with_neighbours
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
@@ -66,10 +66,10 @@ def test_gradients_are_those_of_the_parameters_some_steps_ago(compensation):
     optimizer = make_optimizer(plain, optax.constant_schedule(RATE))
     one = program_on({"fsdp": 1}, Exchange(), optimizer=optimizer)
     fresh = one.create(seed=0)
-    gradients = jax.jit(one.gradients)
+    gradients = jax.jit(one.setup.gradients)
     past = [values(fresh.params)] * 3  # w(t - 2), w(t - 1), w(t)
     losses = []
-    with one.layout.active():
+    with one.setup.layout.active():
         for batch in BATCHES:
             then = jax.tree.unflatten(jax.tree.structure(fresh.params), past[0])
             g, metrics, _ = gradients(dataclasses.replace(fresh, params=then), batch)
@@ -195,7 +195,12 @@ def test_a_matrix_that_two_factors_make_no_smaller_is_sent_whole():
 def power(rank: int):
     """A program on a mesh, its fresh state, and what it tells of gradients: jitted."""
     program = program_on({"data": 4, "fsdp": 2}, Exchange(method="power_sgd", rank=rank))
-    return program, program.create(seed=0), jax.jit(program.tell)
+    reduction = PowerSGD(rank)
+
+    def tell(grads, state):
+        return reduction.reduce(grads, state.params, state.exchange)
+
+    return program, program.create(seed=0), jax.jit(tell)
 
 
 def told_of(rank: int, steps: list) -> list:

@@ -91,7 +91,7 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(sizes, tiny_config)
     config = load_config(tiny_config, [*mesh, f"Sharding.zero={zero}", freeze])
     program = program_of(config, layouts.layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
-    stats: Any = lower_step(program.setup, batch).compile().memory_analysis()
+    stats: Any = lower_step(program, batch).compile().memory_analysis()
     planned = argument_bytes(config, program.setup.layout)
     assert planned.total == stats.argument_size_in_bytes
     weights = [v.get_value() for part in program.abstract_state().weights

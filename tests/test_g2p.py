@@ -82,7 +82,7 @@ def test_words_are_told_as_by_its_own_code(theirs):
     state = TrainState(jnp.int32(0), params, (), nnx.State({}), jnp.array([1.0, 0.0]))
     sources = [[theirs.g2idx[letter] for letter in word] + [BEGIN] for word in WORDS]
     answers = targets(
-        program, sizes, state, sources, begin=BEGIN, ends=[END], max_new_tokens=LONGEST,
+        program.setup, sizes, state, sources, begin=BEGIN, ends=[END], max_new_tokens=LONGEST,
         sampling=Sampling(temperature=0.0), seed=0, batch_size=len(sources),
     )  # fmt: skip
     told = {

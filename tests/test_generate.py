@@ -75,7 +75,9 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
     program = make_step(sizes, make_layout())
     state = sharper(program.create(seed=0))
-    [answer] = generate(program, sizes, state, [PROMPT], max_new_tokens=10, sampling=GREEDY, seed=0)
+    [answer] = generate(
+        program.setup, sizes, state, [PROMPT], max_new_tokens=10, sampling=GREEDY, seed=0
+    )
     model, text = program.setup.model(state), list(PROMPT)
 
     # One padded shape for every length: causality keeps the padding out.
@@ -99,13 +101,13 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
 def test_a_padded_row_has_the_logits_of_the_row_alone(name):
     """Whatever stands in the padding, whose last token here would be seen first."""
     sizes = SIZES[name]
-    program = for_texts(make_step(sizes, make_layout()))
-    state = sharper(program.create(seed=0))
+    step = make_step(sizes, make_layout())
+    program, state = for_texts(step.setup), sharper(step.create(seed=0))
     tokens_BT, padding_B = decoding.pad_prompts(program, sizes, PROMPTS)
     assert tokens_BT.shape == (4, 16)
     assert padding_B.tolist() == [11, 15, 7, 15]
     tokens_BT = np.where(np.arange(16) < padding_B[:, None], 31, tokens_BT)
-    with program.setup.layout.active():
+    with program.layout.active():
         together, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=24)
         for row, prompt in enumerate(PROMPTS):
             tokens, nothing = np.array([prompt], np.int32), np.zeros(1, np.int32)
@@ -120,10 +122,10 @@ def test_an_answer_does_not_depend_on_the_prompts_beside_it():
     program = make_step(sizes, make_layout())
     state = sharper(program.create(seed=0))
     settings = {"sampling": Sampling(temperature=1.0), "seed": 1, "max_new_tokens": 8}
-    together = generate(program, sizes, state, PROMPTS, **settings)
-    apart = generate(program, sizes, state, PROMPTS, batch_size=1, **settings)
+    together = generate(program.setup, sizes, state, PROMPTS, **settings)
+    apart = generate(program.setup, sizes, state, PROMPTS, batch_size=1, **settings)
     assert [a.tokens for a in together] == [a.tokens for a in apart]
-    same = generate(program, sizes, state, [PROMPT, PROMPT], **settings)
+    same = generate(program.setup, sizes, state, [PROMPT, PROMPT], **settings)
     assert same[0].tokens == together[0].tokens
     assert same[1].tokens != same[0].tokens
 
@@ -135,7 +137,9 @@ def test_other_lengths_numbers_and_settings_of_a_bucket_compile_nothing(caplog):
 
     def write(lengths, new, sampling):
         prompts = [[1] * length for length in lengths]
-        generate(program, sizes, state, prompts, max_new_tokens=new, sampling=sampling, seed=0)
+        generate(
+            program.setup, sizes, state, prompts, max_new_tokens=new, sampling=sampling, seed=0
+        )
 
     write([3, 5, 2], 5, Sampling(temperature=0.5, top_k=3))
     with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -152,11 +156,12 @@ def test_experts_with_a_capacity_see_no_padding():
         vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
         context_length=24, num_experts=4, capacity_factor=0.5,
     )  # fmt: skip
-    program = for_texts(make_step(sizes, make_layout()))
+    step = make_step(sizes, make_layout())
+    program = for_texts(step.setup)
     tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
     assert tokens_BT.tolist() == [PROMPT]
     assert padding_B.tolist() == [0]
-    state = sharper(program.create(seed=0))
+    state = sharper(step.create(seed=0))
     prompts = [PROMPT, [2, 2], [7, 7, 7, 7, 7]]
     settings = {"sampling": GREEDY, "seed": 0, "max_new_tokens": 3}
     together = generate(program, sizes, state, prompts, **settings)
@@ -173,8 +178,8 @@ def test_generation_on_a_mesh_equals_one_device():
     for axes in MESHES:
         program = make_step(sizes, make_layout(3, **axes))
         found = generate(
-            program, sizes, program.create(seed=0), PROMPTS, max_new_tokens=12, sampling=sampling,
-            seed=3,
+            program.setup, sizes, program.create(seed=0), PROMPTS, max_new_tokens=12,
+            sampling=sampling, seed=3,
         )  # fmt: skip
         texts.append([answer.tokens for answer in found])
         told.append([answer.log_probabilities for answer in found])
@@ -189,9 +194,9 @@ def test_bfloat16_logits_on_a_mesh_are_near_those_of_one_device():
     for axes in MESHES:
         program = make_step(sizes, make_layout(3, **axes), precision=Precision(compute="bfloat16"))
         state = sharper(program.create(seed=0))
-        program = for_texts(program)
+        program = for_texts(program.setup)
         tokens_BT, padding_B = decoding.pad_prompts(program, sizes, [PROMPT])
-        with program.setup.layout.active():
+        with program.layout.active():
             logits_BV, _ = prefill(program, sizes, state, tokens_BT, padding_B, room=16)
         found.append(np.asarray(logits_BV)[:1])
     limit = 8 * 2**-8 * np.abs(found[0]).max()  # roundings of some sums a layer

@@ -49,7 +49,7 @@ def test_each_addition_is_rounded():
     """As adding the microbatches' gradients up in bfloat16 by hand."""
     one, counts = program_of(LONG), None
     micros = split_microbatches(BATCH, 4)
-    counts = one.objective.counts(BATCH)
+    counts = one.setup.objective.counts(BATCH)
     total = None
     for place in range(4):
         micro = jax.tree.map(lambda x, place=place: x[place], micros)

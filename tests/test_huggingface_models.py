@@ -274,7 +274,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     again = load_config(workdir / "config.gin")
     trainer = Trainer(again, workdir, read_only=True)
     program, model = trainer.program.setup, again.train.model
-    params = merge_adapters(program.setup, trainer.state)
+    params = merge_adapters(program, trainer.state)
     ours = receipt.logits_of(program, model, params, tokens)
     ours = ours[:, 0] if expected.ndim == 2 else ours  # a text's class
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-4)
@@ -336,7 +336,7 @@ def test_modules_that_predict_lie_where_transformers_passes_over_them(tmp_path):
     # What transformers left out comes in again, and without the setting neither do we read it.
     program, model = trainer.program.setup, trainer.config.train.model
     back = parameters.read_parameters(Folder(tmp_path / "out"), program, model)
-    ours = merge_adapters(program.setup, trainer.state)
+    ours = merge_adapters(program, trainer.state)
     assert all(
         jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(raw(a), raw(b)), ours, back))
     )

@@ -278,9 +278,9 @@ def test_loss_scaling_does_for_float16_what_it_does_otherwise():
         settings = Precision(compute="float16", loss_scale=2.0**15, matmul=matmul)
         execution = dataclasses.replace(INT8, einsum=einsum_of(matmul))
         program = make_step(MODEL, make_layout(fsdp=1), precision=settings, execution=execution)
-        batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
-        with program.layout.active():
-            grads, metrics, _ = jax.jit(program.gradients)(program.create(0), batch)
+        batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
+        with program.setup.layout.active():
+            grads, metrics, _ = jax.jit(program.setup.gradients)(program.create(0), batch)
         norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
         found[matmul] = np.array([metrics["loss"], norm])
     assert np.isfinite(found["int8"]).all()

@@ -336,10 +336,10 @@ def test_another_run_starts_from_the_merged_weights_and_writes_the_same(run, tin
 
 def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
     config = config_of(tiny_config, 4, "Sharding.zero=2")
-    program = program_of(config, layouts.layout(config)).setup
+    program = program_of(config, layouts.layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     stats: Any = lower_step(program, batch).compile().memory_analysis()
-    planned = argument_bytes(config, program.layout)
+    planned = argument_bytes(config, program.setup.layout)
     assert planned.total == stats.argument_size_in_bytes
     # ZeRO 2: moments lie over fsdp=2 along embed, heads over tensor=2. Of qkv [32, 3, 4, 8] A is
     # [32, 4] and B [3, 4, 4, 8], of out [4, 8, 32] A is [4, 8, 4] and B [4, 32]; in 2 layers.

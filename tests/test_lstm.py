@@ -160,7 +160,7 @@ def test_generation_on_a_mesh_equals_one_device() -> None:
         program = make_step(SIZES, layout)
         texts.append(
             generate(
-                program, SIZES, program.create(seed=0), [[3, 1, 4]], max_new_tokens=8,
+                program.setup, SIZES, program.create(seed=0), [[3, 1, 4]], max_new_tokens=8,
                 sampling=Sampling(top_k=10), seed=3,
             )[0].tokens
         )  # fmt: skip

@@ -340,7 +340,7 @@ def test_generation_on_an_expert_mesh_equals_one_device():
         sampling = Sampling(temperature=0.9, top_k=10)
         texts.append(
             generate(
-                program,
+                program.setup,
                 SIZES,
                 state,
                 [[3, 1, 4, 1, 5]],

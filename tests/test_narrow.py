@@ -32,7 +32,7 @@ OF_A_GPT = {"model": "GPT", "experts": False, "recurrent": False}
 def first_loss(matmul, layout, **changes):
     execution = dataclasses.replace(PLAIN, einsum=einsum_of(matmul))
     program = make_step(MODEL, layout, execution=execution, **changes)
-    batch = jax.device_put(BATCH, program.batch_shardings(BATCH))
+    batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     with layout.active():
         grads, metrics, _ = jax.jit(program.setup.gradients)(program.create(0), batch)
     assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(grads))

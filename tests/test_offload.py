@@ -32,7 +32,7 @@ from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.offload.on_host import offload_to_host
+from jaxtrain.training.offload.on_host import fetch_params, offload_to_host
 from jaxtrain.training.offload.streaming import DEVICE, streamed
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
@@ -212,7 +212,7 @@ def test_a_bad_step_leaves_every_bit_of_it():
 def test_what_is_evaluated_is_on_the_devices(settings):
     """Averages come from the hosts; new weights go there, and keep what is not theirs."""
     optimizer = make_optimizer(Optimizer(**settings), optax.constant_schedule(1e-2), streamed)
-    program = dataclasses.replace(make_step(BOTH), optimizer=optimizer)
+    program = make_step(BOTH).rebuild(optimizer=optimizer)
     state = program.create(0)
     evaluated = program.eval_state(state)
     assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(evaluated.params))
@@ -410,6 +410,8 @@ def test_a_plan_shows_them():
 def test_precision_of_the_copy_is_that_of_the_products():
     program = make_step(PARAMETERS, precision=Precision(compute="bfloat16"))
     with program.setup.layout.active():
-        held = jax.eval_shape(program._fetch, program.abstract_state())
+        held = jax.eval_shape(
+            functools.partial(fetch_params, program.setup), program.abstract_state()
+        )
     assert held.params["layers"]["up"].get_value().dtype == jnp.bfloat16
     assert held.params["layers"]["mlp_norm_scale"].get_value().dtype == jnp.float32

@@ -189,8 +189,8 @@ def test_accumulation_remat_and_a_chunked_loss_work_inside_a_stage():
         make_layout(pipe=2, fsdp=2),
         pipeline=Pipeline(microbatches=2),
         accumulation=2,
-        execution=dataclasses.replace(base.execution, remat=named.kept),
-        loss=dataclasses.replace(base.loss, chunk_size=4),
+        execution=dataclasses.replace(base.setup.execution, remat=named.kept),
+        loss=dataclasses.replace(base.setup.loss, chunk_size=4),
     )
     assert_equal(evaluate(program, BATCH), expected)
 
@@ -209,7 +209,7 @@ def test_evaluation_and_generation_equal_one_device():
         sums.append({name: float(value) for name, value in found.items()})
         greedy = Sampling(temperature=0.0)
         [answer] = generate(
-            program, model, state, [[1, 2, 3]], max_new_tokens=6, sampling=greedy, seed=0
+            program.setup, model, state, [[1, 2, 3]], max_new_tokens=6, sampling=greedy, seed=0
         )
         tokens.append(answer.tokens)
     assert sums[1] == pytest.approx(sums[0], rel=1e-5)

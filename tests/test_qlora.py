@@ -177,16 +177,16 @@ WIDE = ["GPT.embed_dim=128", "GPT.num_heads=2", "Mesh.fsdp=2", "Mesh.tensor=2", 
 def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
     adapters = ["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"]
     config = load_config(tiny_config, [*WIDE, *adapters])
-    program = program_of(config, layouts.layout(config)).setup
+    program = program_of(config, layouts.layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
     stats: Any = lower_step(program, batch).compile().memory_analysis()
-    planned = argument_bytes(config, program.layout)
+    planned = argument_bytes(config, program.setup.layout)
     assert planned.total == stats.argument_size_in_bytes
     # Half a byte a number and 4 bytes for 64 of them, over 4 devices, in 2 layers of 12 x 128^2.
     held = {n: v.get_value() for n, v in by_name(program.abstract_state().frozen).items()}
     few = sum(v.size * v.dtype.itemsize for n, v in held.items() if n.endswith(("codes", "scales")))
     assert few == 2 * 12 * 128**2 * (0.5 + 4 / 64)
-    in_float = argument_bytes(load_config(tiny_config, [*WIDE, adapters[0]]), program.layout)
+    in_float = argument_bytes(load_config(tiny_config, [*WIDE, adapters[0]]), program.setup.layout)
     assert in_float.params - planned.params == 2 * 12 * 128**2 * 4 // 4 - few // 4
 
 

@@ -178,7 +178,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
     tokens = rng.integers(0, 61, (2, 16))
     shapes = program.abstract_state().params
     was, now = (
-        logits_of(program, sizes, place_weights(shapes, values, None), tokens)
+        logits_of(program.setup, sizes, place_weights(shapes, values, None), tokens)
         for values in (before, weights)
     )
     np.testing.assert_allclose(now, was, atol=1e-4, rtol=1e-4)

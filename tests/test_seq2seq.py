@@ -188,7 +188,7 @@ def test_a_search_that_is_wide_enough_finds_the_likeliest_of_all_targets(name):
     state = dataclasses.replace(state, params=jax.tree.map(lambda x: 2 * x, state.params))
     sources = [[5, 3, 4, 4], [1], [4, 5]]
     found = targets(
-        program, sizes, state, sources, begin=begin, ends=[end], max_new_tokens=new,
+        program.setup, sizes, state, sources, begin=begin, ends=[end], max_new_tokens=new,
         sampling=BeamSearch(beams=V * V, early_stopping="never"), seed=0, batch_size=3,
     )  # fmt: skip
     every = np.array(list(itertools.product(range(V), repeat=new)))

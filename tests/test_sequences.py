@@ -134,7 +134,11 @@ def test_a_vector_of_one_one_is_a_token():
     state = programs[0].create(0)
     found = []
     for program, batch in zip(programs, (tokens, vectors), strict=True):
-        run = jax.jit(lambda s, b, p=program: p.objective.logits(p.model(s), {}, b, p.execution))
+        run = jax.jit(
+            lambda s, b, p=program: p.setup.objective.logits(
+                p.setup.model(s), {}, b, p.setup.execution
+            )
+        )
         with program.setup.layout.active():
             found.append(np.asarray(run(state, batch)))
     told = tokens.segment_ids > 0

@@ -43,22 +43,33 @@ def test_greedy_answers_are_the_plain_ones(mesh):
     near, near_state = made(MESHES[mesh], 1, spread=0.3)
     settings = {"max_new_tokens": 20, "seed": 0}
     for sampling in (GREEDY, Sampling(temperature=0.0, repetition_penalty=1.5)):
-        [plain] = generate(program, SIZES, state, [PROMPT], sampling=sampling, **settings)
-        draft = Draft(near, SIZES, near_state, 3)
+        [plain] = generate(program.setup, SIZES, state, [PROMPT], sampling=sampling, **settings)
+        draft = Draft(near.setup, SIZES, near_state, 3)
         for guesser in (draft, Lookup(SIZES.vocab_size, 3)):
-            found = speculate(program, SIZES, state, PROMPT, guesser, sampling=sampling, **settings)
+            found = speculate(
+                program.setup, SIZES, state, PROMPT, guesser, sampling=sampling, **settings
+            )
             assert found.answer.tokens == plain.tokens
             np.testing.assert_allclose(
                 found.answer.log_probabilities, plain.log_probabilities, atol=2e-4
             )
             assert found.answer.ended == plain.ended == "length"
         if sampling is GREEDY and mesh == "one":
-            found = speculate(program, SIZES, state, PROMPT, draft, sampling=sampling, **settings)
+            found = speculate(
+                program.setup, SIZES, state, PROMPT, draft, sampling=sampling, **settings
+            )
             assert 0 < found.accepted < found.guessed
             end = plain.tokens[9]
             first = plain.tokens.index(end)
             ended = speculate(
-                program, SIZES, state, PROMPT, draft, sampling=sampling, ends=[end], **settings
+                program.setup,
+                SIZES,
+                state,
+                PROMPT,
+                draft,
+                sampling=sampling,
+                ends=[end],
+                **settings,
             )
             assert ended.answer.tokens == plain.tokens[:first]
             assert ended.answer.ended == "end"
@@ -69,8 +80,8 @@ def test_a_draft_that_is_the_model_is_always_right(sampling):
     """So both caches hold what they should after each pass, whatever is counted out."""
     program, state = made(MESHES["one"], 0)
     found = speculate(
-        program, SIZES, state, PROMPT, Draft(program, SIZES, state, 3), sampling=sampling,
-        max_new_tokens=13, seed=1,
+        program.setup, SIZES, state, PROMPT, Draft(program.setup, SIZES, state, 3),
+        sampling=sampling, max_new_tokens=13, seed=1,
     )  # fmt: skip
     assert found.passes == 3  # a token of the prompt, then four of each pass
     assert found.accepted == found.guessed == 9

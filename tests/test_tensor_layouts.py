@@ -276,7 +276,7 @@ def test_generation_equals_one_device(name):
         program = make_step(MODELS["llama"], layout)
         state = program.create(seed=3)
         return generate(
-            program, MODELS["llama"], state, [[5, 9, 2]], max_new_tokens=8,
+            program.setup, MODELS["llama"], state, [[5, 9, 2]], max_new_tokens=8,
             sampling=Sampling(temperature=0.0), seed=0,
         )[0].tokens  # fmt: skip
 

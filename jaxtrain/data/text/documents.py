@@ -26,10 +26,10 @@ Reader = Callable[[Place, str], Iterator[str | BadRecord]]
 
 
 def _in_module(name: str) -> Reader:
-    """The `read` of a module of this package, imported with the first file of its format."""
+    """The `read` of a module of `formats`, imported with the first file of its format."""
 
     def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-        module = importlib.import_module(f"jaxtrain.data.text.{name}")
+        module = importlib.import_module(f"jaxtrain.data.text.formats.{name}")
         return module.read(path, text_field)
 
     return read

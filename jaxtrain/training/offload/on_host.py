@@ -58,7 +58,7 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
         return of.replace(opt_state=where)
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
-        held = _fetch(setup, state) if offload.parameters == "host" else state
+        held = fetch_params(setup, state) if offload.parameters == "host" else state
         return step.gradient(held, batch, counts)
 
     def current_state(state: TrainState) -> TrainState:
@@ -144,7 +144,7 @@ def _pinned_shardings(layout: Layout, params: nnx.State) -> nnx.State:
 _PINNED = Storage(_pinned_shardings, lambda layout, params: params)
 
 
-def _fetch(setup: Setup, state: TrainState) -> TrainState:
+def fetch_params(setup: Setup, state: TrainState) -> TrainState:
     """The state with a copy of the parameters to compute with on the devices."""
     dtype, layout = setup.precision.compute, setup.layout
 
