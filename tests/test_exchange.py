@@ -103,7 +103,7 @@ def alone(state, batches, replica: int, replicas: int):
     with program.setup.layout.active():
         for batch in batches:
             mine = jax.tree.map(lambda x: x[replica * rows : (replica + 1) * rows], batch)
-            state, _ = step(state, mine)
+            state, *_ = step(state, mine)
             seen += mine.loss_mask.sum()
     return state, seen
 

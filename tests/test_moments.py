@@ -339,7 +339,7 @@ def test_replicas_with_their_own_moments_take_them():
     batch = with_shardings(BATCH, program.setup.batch_shardings(BATCH))
     before = program.abstract_state()
     with program.setup.layout.active():
-        after, _ = jax.eval_shape(program.train_step, before, batch)
+        after, *_ = jax.eval_shape(program.train_step, before, batch)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), before
     )

@@ -54,14 +54,14 @@ def program_on(accumulation: int, **sizes: int) -> Any:
 def expected() -> list[float]:
     """The quotients after each step, from gradients of whole batches and of first microbatches."""
     plain = program_on(1, fsdp=1)
-    state, gradients = plain.create(0), jax.jit(plain.gradients)
+    state, gradients = plain.create(0), jax.jit(plain.setup.gradients)
     step, means, found = jax.jit(plain.train_step), np.zeros(2), []
 
     def square(batch: Batch) -> float:
         return float(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(
             gradients(state, batch)[0])))  # fmt: skip
 
-    with plain.layout.active():
+    with plain.setup.layout.active():
         for number, batch in enumerate(batches()):
             if number % EVERY == 0:
                 small = square(jax.tree.map(lambda x: x[0], split_microbatches(batch, PARTS)))
@@ -73,7 +73,7 @@ def expected() -> list[float]:
                 ]
                 means = DECAY * means + (1 - DECAY) * np.array(estimates)
             found.append(means[1] / means[0])
-            state, _ = step(state, batch)
+            state, *_ = step(state, batch)
     return found
 
 

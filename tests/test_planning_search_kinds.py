@@ -16,7 +16,7 @@ from jaxtrain.analysis import commands
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search.candidates import AXIS_OF, FAR, FSDP, SHOWN, kinds_of
 from jaxtrain.analysis.planning.search.search import price, search, space
-from jaxtrain.analysis.planning.search.search import search as searching
+from jaxtrain.analysis.planning.search import search as searching
 
 # A mixture of long sequences: every kind of layout has something to split.
 MIXTURE = [

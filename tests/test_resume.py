@@ -233,7 +233,7 @@ def test_a_pipelines_layers_are_put_in_order_for_a_program_around_another(change
     program = compose(config, make_layout(data=2))
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     state = restore.restore(checkpoints, SAVED, program)
-    assert_equal(in_model_order(program.setup, state), written.saved)
+    assert_equal(in_model_order(program, state), written.saved)
 
 
 def test_a_pipelines_checkpoint_of_fewer_layers_is_refused(run):
