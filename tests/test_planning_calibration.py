@@ -15,8 +15,9 @@ from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.calibrate import by_measured, by_run
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import _plan, silent
-from jaxtrain.analysis.planning.search.search import price, search, space
 from jaxtrain.analysis.planning.search import search as searching
+from jaxtrain.analysis.planning.search import space
+from jaxtrain.analysis.planning.search.search import price, search
 from jaxtrain.analysis.planning.timing.efficiency_factors import error_bar
 from jaxtrain.config.errors import UserError
 

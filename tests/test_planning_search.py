@@ -9,9 +9,9 @@ import pytest
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.targets import parse_target
+from jaxtrain.analysis.planning.search import search as searching
 from jaxtrain.analysis.planning.search.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.search.search import _list_layouts, price, search
-from jaxtrain.analysis.planning.search import search as searching
 from jaxtrain.analysis.planning.search.space import meshes_and_schedules
 from jaxtrain.analysis.planning.search.variants import apply_changes, refusal
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory

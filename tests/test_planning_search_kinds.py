@@ -14,9 +14,10 @@ from jaxtrain import load_config
 from jaxtrain.__main__ import main
 from jaxtrain.analysis import commands
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.search.candidates import AXIS_OF, FAR, FSDP, SHOWN, kinds_of
-from jaxtrain.analysis.planning.search.search import price, search, space
 from jaxtrain.analysis.planning.search import search as searching
+from jaxtrain.analysis.planning.search import space
+from jaxtrain.analysis.planning.search.candidates import AXIS_OF, FAR, FSDP, SHOWN, kinds_of
+from jaxtrain.analysis.planning.search.search import price, search
 
 # A mixture of long sequences: every kind of layout has something to split.
 MIXTURE = [
