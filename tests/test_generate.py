@@ -96,6 +96,37 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     assert len(set(answer.tokens)) > 2
 
 
+@pytest.mark.parametrize("name", ["llama", "mamba", "lstm"])
+def test_one_cpu_decodes_without_a_loop_over_layers_to_equal_answers(name, monkeypatch):
+    """Deeper models keep the loop; the cache that comes out is stacked in both."""
+    sizes = SIZES[name]
+
+    def run(most):
+        monkeypatch.setattr(decoding, "MOST_UNSTACKED", most)
+        decoding.advance.clear_cache()
+        program = make_step(sizes, make_layout())
+        state = sharper(program.create(seed=0))
+        assert decoding.unstacks_layers(program.setup.model(state), program.setup.layout) == (
+            most == 2
+        )
+        settings = {"max_new_tokens": 10, "sampling": GREEDY, "seed": 0}
+        return generate(program, sizes, state, PROMPTS, **settings)
+
+    for ours, looped in zip(run(2), run(1), strict=True):
+        assert ours.tokens == looped.tokens
+        np.testing.assert_allclose(ours.log_probabilities, looped.log_probabilities, atol=1e-5)
+
+
+def test_several_devices_and_other_platforms_decode_with_the_loop(monkeypatch):
+    program = make_step(SIZES["gpt"], make_layout())
+    model = program.setup.model(program.create(seed=0))
+    assert decoding.unstacks_layers(model, program.setup.layout)
+    assert not decoding.unstacks_layers(model, make_layout(data=2))
+    for platform in ("gpu", "tpu"):
+        monkeypatch.setattr(decoding, "platform_of", lambda mesh, platform=platform: platform)
+        assert not decoding.unstacks_layers(model, program.setup.layout)
+
+
 @pytest.mark.slow_cases("deepseek", "gpt")
 @pytest.mark.parametrize("name", SIZES)
 def test_a_padded_row_has_the_logits_of_the_row_alone(name):

@@ -5,11 +5,13 @@ Letters: B batch, T length, S longest sequence, L layers, K kv heads, H head_dim
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.matmul.contract import copies_of_kv_heads
+from jaxtrain.nn.parameters import unstack
 from jaxtrain.parallel.sharding import shard
 
 
@@ -40,12 +42,22 @@ class Cache:
 
     Attributes:
       layers: arrays with a leading layers dimension, one for each `Cached` of the model: of
-        attention keys and values, both [L, B, S, K, H]; of a recurrent layer its state.
+        attention keys and values, both [L, B, S, K, H]; of a recurrent layer its state. Of
+        unstacked layers a list of what each of them keeps.
       length: int32 scalar, how many tokens there were.
     """
 
-    layers: tuple[jax.Array, ...]
+    layers: Any
     length: jax.Array
+
+    def unstack(self) -> "Cache":
+        """The same with arrays of its own for each layer, which XLA updates in place."""
+        return dataclasses.replace(self, layers=unstack(self.layers))
+
+    def restack(self) -> "Cache":
+        """The same with a leading layers dimension: the inverse of `unstack`."""
+        arrays = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *self.layers)
+        return dataclasses.replace(self, layers=arrays)
 
 
 def empty_cache(

@@ -140,12 +140,15 @@ class Execution:
           layer_fn: one layer: its module, the activations and its part of `per_layer`, to the new
             activations and whatever is stacked into the second result.
           x: the activations that go in.
-          layers: a module from `stack`.
-          per_layer: a pytree with a leading layers dimension (a key-value cache), or None.
+          layers: a module from `stack`, or a list of one module a layer.
+          per_layer: a pytree with a leading layers dimension (a key-value cache), or None; with a
+            list of layers, a list too.
 
         Returns:
-          The activations that come out, and the stacked outputs.
+          The activations that come out, and the stacked outputs; with a list of layers a list.
         """
+        if isinstance(layers, list):
+            return self._over_unstacked(layer_fn, x, layers, per_layer)
         count = jax.tree.leaves(layers)[0].shape[0]
         block = self.layers_per_iteration or count
         if count % block:
@@ -182,6 +185,20 @@ class Execution:
         x, outs = jax.lax.scan(run_block, x, xs)
         if block > 1:
             outs = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), outs)
+        return x, outs
+
+    def _over_unstacked(
+        self, layer_fn: Callable[..., Any], x: jax.Array, layers: list[Any], per_layer: list[Any]
+    ) -> tuple[jax.Array, list[Any]]:
+        """`over_layers` of a list: no array of all layers is read or made."""
+
+        def of_named(layer: Any, x: jax.Array, extra: Any) -> Any:
+            return layer_fn(layer, name_activation(x, RESIDUAL), extra)
+
+        run, outs = remat(of_named, self.remat, prevent_cse=True), []
+        for layer, extra in zip(layers, per_layer, strict=True):
+            x, out = run(layer, x, extra)
+            outs.append(out)
         return x, outs
 
 

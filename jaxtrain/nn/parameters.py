@@ -79,6 +79,12 @@ def under(prefix: str, weights: Weights) -> Weights:
     return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
 
 
+def unstack(stacked: Any) -> list[Any]:
+    """A module or other pytree of each layer, from one with a leading layers dimension."""
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
+
+
 def stack(make: Callable[[jax.Array], Any], num_layers: int, key: jax.Array) -> Any:
     """num_layers copies of make(key) in one module, stacked on a leading "layers" dimension."""
     layers = jax.vmap(make)(jax.random.split(key, num_layers))

@@ -177,6 +177,13 @@ def hidden_states(
         )
         return x_BTD, (layer_cache, auxiliary)
 
+    if isinstance(model.layers, list):
+        assert cache is not None, "layers are unstacked for generation alone"
+        each = [(jnp.int32(number), own) for number, own in enumerate(cache.layers)]
+        x_BTD, outs = execution.over_layers(run_layer, x_BTD, model.layers, each)
+        caches, auxiliaries = map(list, zip(*outs, strict=True))
+        auxiliary = jax.tree.map(lambda *of_layers: sum(of_layers), *auxiliaries)
+        return model.finish(x_BTD), Cache(caches, cache.length + tokens_BT.shape[1]), auxiliary
     numbers = jnp.arange(jax.tree.leaves(model.layers)[0].shape[0])
     own = numbers, None if cache is None else cache.layers
     if cache is not None and leading:

@@ -14,20 +14,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.models.model import TokenModel
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.parameters import unstack
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.nn.transformer.language_model import Transformer, hidden_states, logits
+from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.run.generation.sampling import Drawing, adjust_logits, draw
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
 LEAST_LENGTH = 16  # that lengths are rounded up to
+# Layers that are decoded without a loop over them, for each of which the program compiles longer.
+MOST_UNSTACKED = 16
 ROWS = ("batch", "length")
 
 
@@ -169,7 +175,12 @@ def advance(
       room: places of the cache.
       following: makes the next logits as `next_logits` does, which None means.
     """
-    model, following = setup.model(state), following or next_logits
+    model: Any = setup.model(state)
+    unstacks = following is None and unstacks_layers(model, setup.layout)
+    if unstacks:
+        model.layers = nnx.data(unstack(model.layers))
+        texts = dataclasses.replace(texts, cache=texts.cache.unstack())
+    following = following or next_logits
 
     def is_unfinished(texts: Texts) -> jax.Array:
         return (texts.count < until) & ~texts.finished_B.all()
@@ -203,7 +214,20 @@ def advance(
             count=count,
         )
 
-    return jax.lax.while_loop(is_unfinished, step, texts)
+    texts = jax.lax.while_loop(is_unfinished, step, texts)
+    return dataclasses.replace(texts, cache=texts.cache.restack()) if unstacks else texts
+
+
+def unstacks_layers(model: Transformer, layout: Layout) -> bool:
+    """Whether `advance` decodes without a loop over layers.
+
+    XLA's loop for CPUs copies every layer's weights and cache for each token. Elsewhere, and for
+    deep models, programs stay as they are.
+    """
+    if not isinstance(model, Decoder) or model.leading:
+        return False
+    is_one_cpu = layout.mesh.size == 1 and platform_of(layout.mesh) == "cpu"
+    return is_one_cpu and jax.tree.leaves(model.layers)[0].shape[0] <= MOST_UNSTACKED
 
 
 def next_logits(
