@@ -2,7 +2,11 @@
 
 import pytest
 
+from benchmarks.cpu_rows import ROWS
+from benchmarks.first_step import CONFIGS, length_of_union
 from benchmarks.start import packages, start
+from jaxtrain.config.shipped import find_config
+from jaxtrain.training.stepper import Stepper
 
 REPORT = """\
 import time: self [us] | cumulative | imported package
@@ -28,3 +32,17 @@ def test_a_program_is_measured_to_its_first_step_and_killed_there(tmp_path):
         start(("-c", "raise SystemExit('no such step')"), "step 1/", tmp_path / "stderr")
     with pytest.raises(RuntimeError, match="wrong"):
         start(("-c", "raise SystemExit('wrong')"), None, tmp_path / "stderr")
+
+
+def test_spans_that_overlap_are_counted_once():
+    assert length_of_union([(3, 4), (0, 2), (1, 2.5), (1.5, 2)]) == 3.5
+    assert length_of_union([]) == 0
+
+
+def test_first_steps_are_those_of_shipped_configs_and_end_in_the_stepper():
+    for config in CONFIGS:
+        find_config(config)
+    assert callable(Stepper.step_and_check)
+    assert {"gpt_quickstart", "lenet_mnist5k", "lstm_quickstart"} <= {
+        row.config for row in ROWS.values()
+    }
