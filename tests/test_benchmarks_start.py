@@ -6,7 +6,7 @@ from benchmarks.cpu_rows import ROWS
 from benchmarks.first_step import CONFIGS, length_of_union
 from benchmarks.start import packages, start
 from jaxtrain.config.shipped import find_config
-from jaxtrain.training.stepper import Stepper
+from jaxtrain.training.compiled_step import Stepper
 
 REPORT = """\
 import time: self [us] | cumulative | imported package

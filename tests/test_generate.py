@@ -110,7 +110,7 @@ def test_one_cpu_decodes_without_a_loop_over_layers_to_equal_answers(name, monke
             most == 2
         )
         settings = {"max_new_tokens": 10, "sampling": GREEDY, "seed": 0}
-        return generate(program, sizes, state, PROMPTS, **settings)
+        return generate(program.setup, sizes, state, PROMPTS, **settings)
 
     for ours, looped in zip(run(2), run(1), strict=True):
         assert ours.tokens == looped.tokens
