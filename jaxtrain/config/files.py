@@ -151,9 +151,9 @@ def full_disk(error: BaseException) -> str | None:
     """
     if isinstance(error, OSError) and error.errno in _FULL:
         return os.strerror(error.errno)
-    told = next((os.strerror(one) for one in _FULL if os.strerror(one) in str(error)), None)
+    message = next((os.strerror(one) for one in _FULL if os.strerror(one) in str(error)), None)
     led_to_it = error.__cause__ or error.__context__
-    return told if told or led_to_it is None else full_disk(led_to_it)
+    return message if message or led_to_it is None else full_disk(led_to_it)
 
 
 def room(path: Path) -> str:

@@ -57,31 +57,31 @@ class ClassedRows(abc.ABC):
         """What names its settings."""
         return type(self).__name__
 
-    def pad_row(self, begun: np.ndarray, label_T: np.ndarray, told_T: np.ndarray) -> Batch:
+    def pad_row(self, row: np.ndarray, label_T: np.ndarray, is_labeled_T: np.ndarray) -> Batch:
         """Return a row [T] or [T, F], padded to `sequence_length`, with labels at the predicted
         positions."""
         place_T = np.arange(self.sequence_length, dtype=np.int32)
         return Batch(
-            np.pad(begun, ((0, len(place_T) - len(begun)), *((0, 0),) * (begun.ndim - 1))),
-            np.where(told_T, label_T, 0).astype(np.int32),
-            told_T.astype(np.float32),
-            (place_T < len(begun)).astype(np.int32),
+            np.pad(row, ((0, len(place_T) - len(row)), *((0, 0),) * (row.ndim - 1))),
+            np.where(is_labeled_T, label_T, 0).astype(np.int32),
+            is_labeled_T.astype(np.float32),
+            (place_T < len(row)).astype(np.int32),
             place_T,
         )
 
-    def label_sequence(self, begun: np.ndarray, label: int) -> Batch:
+    def label_sequence(self, row: np.ndarray, label: int) -> Batch:
         """A row with one label."""
-        place = 0 if self.place == "first" else len(begun) - 1
-        told_T = np.arange(self.sequence_length) == place
-        return self.pad_row(begun, np.full(self.sequence_length, label), told_T)
+        place = 0 if self.place == "first" else len(row) - 1
+        is_labeled_T = np.arange(self.sequence_length) == place
+        return self.pad_row(row, np.full(self.sequence_length, label), is_labeled_T)
 
-    def label_tokens(self, begun: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
+    def label_tokens(self, row: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
         """A row with labels of its places from `first` on; one stands for all."""
         label_T = np.full(self.sequence_length, -1, np.int32)
-        count = len(begun) - first
+        count = len(row) - first
         own = np.full(count, labels) if np.ndim(labels) == 0 else np.asarray(labels)[:count]
         label_T[first : first + len(own)] = own
-        return self.pad_row(begun, label_T, label_T >= 0)
+        return self.pad_row(row, label_T, label_T >= 0)
 
     def split_by_class(self, labels: Sequence[Labels]) -> np.ndarray:
         """Which of the examples with these labels are held out, bool: the same share of each."""

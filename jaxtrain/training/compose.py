@@ -35,8 +35,7 @@ def compose(config: Config, layout: Layout, workdir: Path | None = None) -> Step
 
     Accumulation, pipelines, adapters, freezing and unfreezing are fields of its setup: they are
     inside of the gradient. All else is a transform, which is left out where its setting is at its
-    default. 'auto' is resolved for the layout's devices, or for this process's where it
-    has none.
+    default. 'auto' is resolved for the layout's devices, or for this process's where it has none.
 
     Args:
       config: the configuration.
@@ -69,7 +68,7 @@ def _transforms(
         (offload != Offload(), lambda: _offload_to_host(offload)),
         (offload.optimizer_state == "disk", lambda: _offload_to_disk(parts, workdir)),
         # An update that the guard decides on too.
-        (speed is not None, lambda: _balance_experts(speed or 0.0)),
+        (speed is not None, lambda: _balance_experts(speed)),
         # Several gradients of all before, at the master parameters.
         (radius, lambda: _minimize_sharpness(radius)),
         (every, lambda: _measure_noise(every)),
@@ -104,7 +103,7 @@ def _offload_to_disk(parts: _Parts, workdir: Path | None) -> Transform:
     return offload_to_disk(Scratch(workdir), tuple(first), optax.chain(*rest))
 
 
-def _balance_experts(speed: float) -> Transform:
+def _balance_experts(speed: float | None) -> Transform:
     from jaxtrain.training.transforms import balance_experts
 
     return balance_experts(speed)

@@ -35,12 +35,12 @@ def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch]
 
 
 @transform
-def balance_experts(step: Step, speed: float) -> Step:
+def balance_experts(step: Step, speed: float | None) -> Step:
     """The step that moves the biases of routers, which are frozen, by the batch's load.
 
     Args:
       step: whose metrics have the load.
-      speed: by how much; see `balancing`.
+      speed: by how much; see `balancing`. None: they stay.
     """
 
     def update(state: TrainState, found: Gradient) -> Updated:

@@ -71,10 +71,10 @@ class SequenceData(ClassedRows):
 
     def row(self, places: np.ndarray, label: Any = 0) -> Batch:
         """As in ClassedRows: of vectors [T, F], scaled, with one label or one for each."""
-        begun = places[: self.sequence_length].astype(np.float32)
+        row = places[: self.sequence_length].astype(np.float32)
         if np.ndim(label) == 0:
-            return self.label_sequence(begun, label)
-        return self.label_tokens(begun, label)
+            return self.label_sequence(row, label)
+        return self.label_tokens(row, label)
 
     def class_names(self) -> list[str]:
         """The names of the classes, by label; raises UserError as `open` does."""

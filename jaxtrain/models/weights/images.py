@@ -123,11 +123,11 @@ def _read_resnet(config: ConfigFile) -> dict[str, Any]:
         if _kind(depth in BOTTLENECKS) == kind
     }
     config.only("depths", depths.values(), default=[3, 4, 6, 3])
-    told = config.content.get("depths") or [3, 4, 6, 3]
+    found = config.content.get("depths") or [3, 4, 6, 3]
     width = config.whole("embedding_size", 64)
     config.only("hidden_sizes", [_sizes(width, kind)], default=[256, 512, 1024, 2048])
     return {
-        "depth": next((depth for depth, counts in depths.items() if counts == told), 50),
+        "depth": next((depth for depth, counts in depths.items() if counts == found), 50),
         "width": width,
         "norm_eps": _NORM_EPS,
     }

@@ -122,15 +122,15 @@ def _apply_template(
         raise BadLineError(f"no message has the role {ANSWERS!r}, so there is nothing to learn")
     template = opened()
     try:
-        text, told = template.render_with_spans(messages, tools=tools)
+        text, spans = template.render_with_spans(messages, tools=tools)
         if template.marks:
             before = len(template.text(messages[:first], tools=tools)) if first else 0
-            told = [span for span in told if span[0] >= before]
+            spans = [span for span in spans if span[0] >= before]
         else:
-            told = _by_difference(messages, first, text, tools, template)
+            spans = _by_difference(messages, first, text, tools, template)
     except TemplateError as error:
         raise BadLineError(f"the chat template rejects it ({error})") from error
-    return Written(text, tuple(told), False)
+    return Written(text, tuple(spans), False)
 
 
 def _by_difference(
@@ -140,7 +140,7 @@ def _by_difference(
     tools: Sequence[Any] | None,
     template: ChatTemplate,
 ) -> list[Span]:
-    """Where the model's messages stand: what each adds to the text before it and the beginning of
+    """Spans of the model's messages: what each adds to the text before it and the beginning of
     an answer."""
     found = []
     for number in range(first, len(messages)):
