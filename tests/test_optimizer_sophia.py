@@ -82,7 +82,7 @@ def one_device():
         for _ in range(3):
             state, _ = step(state, batch)
         found = {
-            name: jax.jit(estimate, static_argnums=0)(program, state, batch)
+            name: jax.jit(estimate, static_argnums=0)(program.setup, state, batch)
             for name, estimate in ESTIMATES.items()
         }
     return program, state, found
@@ -118,7 +118,7 @@ def test_hutchinson_is_the_hessian_between_signs(one_device):
 def test_gauss_newton_bartlett_is_n_squares_of_drawn_targets(one_device):
     program, state, found = one_device
     with program.setup.layout.active():
-        drawn = np.asarray(jax.jit(draw_targets, static_argnums=0)(program, state, BATCH))
+        drawn = np.asarray(jax.jit(draw_targets, static_argnums=0)(program.setup, state, BATCH))
         batch = dataclasses.replace(BATCH, targets=drawn)
         gradients = jax.jit(lambda: program.setup.gradients(state, batch)[0])()
     n = float(BATCH.loss_mask.sum())
@@ -139,7 +139,7 @@ def test_drawn_targets_are_as_likely_as_the_model_says(one_device):
         )
 
         def draw(step):
-            return draw_targets(program, dataclasses.replace(state, step=step), BATCH)
+            return draw_targets(program.setup, dataclasses.replace(state, step=step), BATCH)
 
         draws = np.asarray(jax.jit(lambda: jax.lax.map(draw, jnp.arange(2000)))())
     likely = np.asarray(jax.nn.softmax(logits))
@@ -160,7 +160,7 @@ def test_estimates_and_steps_on_a_mesh_are_those_of_one_device(sizes, one_device
     batch = jax.device_put(BATCH, program.setup.batch_shardings(BATCH))
     with program.setup.layout.active():
         for name, estimate in ESTIMATES.items():
-            found = jax.jit(estimate, static_argnums=0)(program, state, batch)
+            found = jax.jit(estimate, static_argnums=0)(program.setup, state, batch)
             jax.tree.map(
                 lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
                 jax.device_get(found),
@@ -182,7 +182,7 @@ def test_the_curvature_is_taken_every_few_steps_of_the_first_microbatch(rule):
     changed = []
     with program.setup.layout.active():
         expected = jax.jit(ESTIMATES[rule.curvature], static_argnums=0)(
-            program.rebuild(accumulation=1), state, first
+            program.setup.replace(accumulation=1), state, first
         )
         expected = jax.device_get(expected)
         for _ in range(4):
