@@ -53,7 +53,7 @@ def test_the_pure_functions_run_where_the_layout_is_active(tiny_config):
         with pytest.raises(UserError, match=r"use trainer\.functions\.train_step\(state, batch\)"):
             function(trainer.state, batch)
     with trainer.layout.active():
-        _, metrics = jax.jit(program.train_step)(trainer.state, batch)
+        _, metrics, _ = jax.jit(program.train_step)(trainer.state, batch)
     assert float(metrics["loss"]) == pytest.approx(float(trainer.step(OWN)["loss"]), rel=1e-6)
 
 

@@ -9,7 +9,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]
 FILES = ("README.md", "my_model.py", "slurm.sbatch", "train.gin")
 
 
