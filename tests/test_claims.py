@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
 from claims import CLAIMS, claim_of, table
+from reporting import read_durations
 
 TESTS = Path(__file__).parent
 SUITE = """
@@ -41,6 +43,14 @@ def test_the_table_adds_up_by_claim():
     assert rows["parallelism"] == ["7", "0", "0", "2", "7"]
     assert rows["numerics"] == ["0", "1", "0", "0", "0"]
     assert rows["all"] == ["7", "1", "0", "2", "7"]
+
+
+def test_no_test_takes_so_long_that_a_busy_machine_would_end_it():
+    """Idle at most a third of the limit after which a test counts as one that hangs."""
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())
+    limit = project["tool"]["pytest"]["ini_options"]["faulthandler_timeout"]
+    long = {test: seconds for test, seconds in read_durations().items() if seconds > limit / 3}
+    assert not long
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
-"""What the headers of small configs promise: mean and spread over five seeds, trained here."""
+"""What the headers of small configs promise, mean and spread over five seeds: a sixth trains."""
 
 import re
-import statistics
 
 import jax
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.shipped import configs_folder
 
-SEEDS = range(5)
+SEEDS = 5  # that the headers' figures are from: 0 to 4
 # "Expected: 97.8 ± 0.8 % of ... (5 seeds: 96.9 to 98.9)", "Expected: ... 2.21 ± 0.02 nats ..."
 PROMISE = re.compile(r"([\d.]+) ± ([\d.]+) .*?\(5 seeds: ([\d.]+) to ([\d.]+)\)", re.S)
 # Config -> what is promised, as its header writes it, and the devices that it is run on.
@@ -29,16 +28,6 @@ def promise(name: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def results(name: str) -> list[float]:
-    """What is promised of a config, for each seed."""
-    value, count = PROMISED[name]
-    found = []
-    for seed in SEEDS:
-        config = load_config(name, [f"Train.seed = {seed}", "Mesh.simulated_devices = 0"])
-        found.append(value(Trainer(config, devices=jax.devices()[:count]).train()))
-    return found
-
-
 @pytest.mark.parametrize("name", PROMISED)
 def test_a_header_gives_mean_and_spread_of_what_its_seeds_had(name):
     mean, deviation, least, most = promise(name)
@@ -47,13 +36,13 @@ def test_a_header_gives_mean_and_spread_of_what_its_seeds_had(name):
     assert 0.3 * (most - least) <= deviation <= 0.6 * (most - least)
 
 
+# One seed: five take half an hour, and those the header's figures are from show less.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
-def test_five_seeds_keep_the_promise(name):
-    """Other processors add up in another order, and such runs part: the means are compared."""
+def test_another_seed_keeps_the_promise(name):
+    """A run is within three deviations of the mean, which is itself that of five runs only."""
     mean, deviation, _, _ = promise(name)
-    found = results(name)
-    # Two means of five, each off by deviation / sqrt(5): three times their difference's deviation.
-    allowed = 3 * deviation * (2 / len(SEEDS)) ** 0.5
-    assert abs(statistics.fmean(found) - mean) <= allowed, found
-    assert statistics.stdev(found) <= 4 * deviation, found
+    value, count = PROMISED[name]
+    config = load_config(name, [f"Train.seed = {SEEDS}", "Mesh.simulated_devices = 0"])
+    found = value(Trainer(config, devices=jax.devices()[:count]).train())
+    assert abs(found - mean) <= 3 * deviation * (1 + 1 / SEEDS) ** 0.5
