@@ -47,7 +47,7 @@ from jaxtrain.analysis.planning.timing.timing import Pieces
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.picture import Picture
-from jaxtrain.training.program.kernel import resolved
+from jaxtrain.training.kernel import resolved
 from jaxtrain.training.settings import Config
 
 FILE = Path(__file__).with_name("published_runs.csv")

@@ -38,7 +38,7 @@ from jaxtrain.analysis.planning.search.variants import slices_of
 from jaxtrain.analysis.planning.textbook.memory import Memory, memory
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
-from jaxtrain.training.program import layouts
+from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config
 
 FILES = tuple(

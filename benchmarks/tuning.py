@@ -24,11 +24,11 @@ from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.cluster.interface import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.optimizers.optimizer import make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import TrainState
 

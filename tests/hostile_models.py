@@ -206,9 +206,9 @@ def read_model(source: Path) -> None:
 
     from jaxtrain.models.weights.published import published
     from jaxtrain.run.huggingface.parameters import read_parameters
+    from jaxtrain.training import layouts
     from jaxtrain.training.compose import compose
     from jaxtrain.training.preflight import preflight
-    from jaxtrain.training.program import layouts
     from jaxtrain.training.settings import load_config
 
     config = load_config(f"hf:{source}", ["Train.global_batch_size = 8"])
@@ -281,8 +281,8 @@ def make_adapter(folder: Path) -> None:
 
 @functools.cache
 def _lora_program() -> tuple[Any, Any]:
+    from jaxtrain.training import layouts
     from jaxtrain.training.compose import compose
-    from jaxtrain.training.program import layouts
     from jaxtrain.training.settings import load_config
 
     sizes = {"vocab_size": 256, "num_layers": 2, "embed_dim": 16, "num_heads": 4,

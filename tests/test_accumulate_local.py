@@ -21,9 +21,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.layouts import abstract_layout, layout
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout, layout
 
 LLAMA = dataclasses.replace(
     MODELS["llama"], embed_dim=512, num_heads=4, num_kv_heads=4, mlp_dim=2048, num_layers=4

@@ -74,7 +74,8 @@ def test_imports_flow_one_way(path):
 
 # Who is given the whole configuration; everything else is given its own settings.
 TAKE_ALL = (
-    "training.settings", "training.compose", "training.program", "training.preflight", "run",
+    "training.settings", "training.compose", "training.layouts", "training.kernel",
+    "training.flops", "training.preflight", "run",
     "analysis", "cli",
 )  # fmt: skip
 
@@ -117,7 +118,7 @@ INTERFACES = {
 FEATURES = {
     "training.exchange.exchange": {"training.settings"},
     "training.offload.offload": {
-        "training.settings", "training.program.layouts", "training.compose",
+        "training.settings", "training.layouts", "training.compose",
     },
     "training.pipeline.schedules": {
         "training.settings", "training.compatibility", "training.setup",
@@ -126,7 +127,7 @@ FEATURES = {
     },
     "training.finetune.finetune": {
         "training.settings", "training.run_context", "training.compose",
-        "training.program.flops",
+        "training.flops",
     },
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.timing.efficiency_factors import BARE_MATMUL, error_bar
 from jaxtrain.analysis.planning.timing.timing import pieces
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 
 ROWS = list(csv.DictReader(FILE.open(newline="")))
 APART = list(csv.DictReader(HELD_OUT.open(newline="")))

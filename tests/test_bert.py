@@ -10,8 +10,8 @@ from tiny_models import count_parameters
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.bert import BERT
+from jaxtrain.training.objectives.language_modeling import mask_tokens
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.masked_token import mask_tokens
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 SHAPES = {

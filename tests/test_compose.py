@@ -7,9 +7,9 @@ import pytest
 
 from jaxtrain import load_config
 from jaxtrain.training import compose as composition
+from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program import layouts
 
 MESH = ["Mesh.data = 2", "Mesh.fsdp = 2", "Mesh.tensor = 1", "Train.global_batch_size = 8"]
 TINY = ["Train.accumulation = 2", "Train.steps = 4", "Precision.compute = 'float32'"]

@@ -10,7 +10,7 @@ import pytest
 from jaxtrain import Mesh, Optimizer, Precision, Schedule, TextData, Train, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models import GPT
-from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.optimizers.elementwise import SGD
 
 TEXT = """
 Train.model = @GPT()
@@ -107,7 +107,7 @@ import importlib
 from jaxtrain import Optimizer, TextData, Train, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models import GPT
-from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.optimizers.elementwise import SGD
 
 
 def rejected(*source, **allowed):
@@ -151,7 +151,7 @@ def test_an_optimizer_of_ones_own_is_known_as_soon_as_its_module_is_imported(tmp
         "import dataclasses\n"
         "from typing import ClassVar\n"
         "from jaxtrain.config import configurable\n"
-        "from jaxtrain.training.optimizers.direction import AdamRule\n\n\n"
+        "from jaxtrain.training.optimizers.rule import AdamRule\n\n\n"
         "@configurable\n"
         "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
         "class OwnRule(AdamRule):\n"

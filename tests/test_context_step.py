@@ -21,9 +21,9 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compose import compose as program_of
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 # -- the step equals one device ------------------------------------------------------------------

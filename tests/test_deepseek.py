@@ -20,9 +20,9 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.balancing import biases, speed_of, update_biases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.transforms import biases, speed_of, update_biases
 
 YARN = {"rope_scaling": 4.0, "rope_original_context_length": 6, "rope_score_factor": 0.707}
 V2 = {"router": "softmax", "bias_speed": 0.0, "normalize_gates": False}

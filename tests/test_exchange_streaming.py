@@ -33,8 +33,7 @@ from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange import rules
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.exchange.fragments import Fragments
-from jaxtrain.training.exchange.streaming import stream_fragments
+from jaxtrain.training.exchange.streaming import Fragments, stream_fragments
 
 DiLoCo = functools.partial(Exchange, method="diloco")
 

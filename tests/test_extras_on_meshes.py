@@ -21,9 +21,9 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training.balancing import biases, speed_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline
+from jaxtrain.training.transforms import biases, speed_of
 
 DECODER = {
     "vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2,

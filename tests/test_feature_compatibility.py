@@ -25,12 +25,12 @@ from feature_examples import (
 
 from jaxtrain.analysis import feature_matrix
 from jaxtrain.config.errors import UserError
+from jaxtrain.training import layouts
 from jaxtrain.training.compatibility import FEATURES, check_compatibility
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
 from jaxtrain.training.feature import conflicts
-from jaxtrain.training.program import layouts
-from jaxtrain.training.program.uneven import with_filling_rows
+from jaxtrain.training.layouts import with_filling_rows
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
 

@@ -17,12 +17,12 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.show.report import parameter_table, shard_bytes
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.flops import flops_per_step
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
-from jaxtrain.training.program.flops import flops_per_step
 from jaxtrain.training.settings import load_config
 
 BATCH = text_batch(rows=16, length=16, vocab_size=48)

@@ -12,9 +12,9 @@ from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import write
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import load_config
 
 

@@ -16,7 +16,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.files import Appended, FullDiskError, full_disk, room, write_atomically
 from jaxtrain.run.checkpoint.sealing import pass_over_late_complaints
 from jaxtrain.run.metrics.files import MetricsFiles, read_lines
-from jaxtrain.training.objectives.yardstick import Yardstick
+from jaxtrain.training.objectives.objective import Yardstick
 
 ROOM = rf"{os.strerror(errno.EFBIG)}; [\d,]+ bytes are free there, of the [\d,]+ of the file system"
 

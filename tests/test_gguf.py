@@ -19,8 +19,8 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.gguf import GgufFile
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import load_config
 
 SIZES = Llama(

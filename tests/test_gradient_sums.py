@@ -13,9 +13,9 @@ from test_step import BATCH, MODELS
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.microbatches import split_microbatches
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.setup import split_microbatches
 
 LLAMA = dataclasses.replace(MODELS["llama"], num_layers=4)
 SHORT = Precision(compute="float32", gradients="bfloat16")

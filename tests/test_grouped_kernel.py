@@ -21,8 +21,7 @@ from jaxtrain.nn.matmul import grouped_kernel, grouped_tiles
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.devices import OLD_GPU
-from jaxtrain.training import compose
-from jaxtrain.training.program import layouts
+from jaxtrain.training import compose, layouts
 
 # Rows, what is summed over, what comes of it, rows of each expert. In turn: rows that are nobody's
 # and an expert without; nothing divides; one has all; there are none; experts end with tiles.

@@ -19,8 +19,8 @@ from jaxtrain.run.huggingface import importing, parameters, receipt
 from jaxtrain.run.start import first_parameters
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program import layouts
 from jaxtrain.training.published import config_text
 from jaxtrain.training.settings import load_config
 

@@ -23,8 +23,8 @@ from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.commands import first_use
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import load_config
 
 README = Path(__file__).parent.parent / "README.md"

@@ -26,10 +26,10 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.compose import compose as program_of
+from jaxtrain.training.layouts import abstract_layout, layout, notes
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout, layout, notes
 from jaxtrain.training.settings import load_config
 
 PUBLISHED = Path(__file__).parents[1] / "benchmarks" / "published_runs.csv"

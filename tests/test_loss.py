@@ -18,8 +18,8 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.classification import Classification
+from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.losses import Loss, cross_entropy
-from jaxtrain.training.objectives.next_token import NextToken
 
 RNG = np.random.default_rng(0)
 LOGITS = (4 * RNG.normal(size=(3, 5, 11))).astype(np.float32)

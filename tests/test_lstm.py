@@ -32,9 +32,9 @@ from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import next_logits
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.training import layouts
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.setup import parameter_shapes
 
 V, D, L, T = 64, 32, 2, 16

@@ -18,8 +18,8 @@ from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.packing import pack
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
+from jaxtrain.training.objectives.language_modeling import Masked, MaskedToken, mask_tokens
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.masked_token import Masked, MaskedToken, mask_tokens
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.objectives.tokens import token_loss
 from jaxtrain.training.pipeline.schedules import Pipeline

@@ -21,7 +21,7 @@ from jaxtrain.run.metrics import log as metrics
 from jaxtrain.run.show import plot
 from jaxtrain.run.show.plot import loss_png
 from jaxtrain.training.guard import BadStepError
-from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
+from jaxtrain.training.objectives.objective import Baseline, Yardstick
 
 RATES = {"tokens_per_second", "step_seconds", "mfu"}
 YARDSTICK = Yardstick(baselines=(Baseline("loss", "unigram entropy", 3.25),))

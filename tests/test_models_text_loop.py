@@ -19,8 +19,8 @@ from jaxtrain.nn.layers import LayerNorm, RMSNorm
 from jaxtrain.nn.remat import POLICIES, Remat
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.parallel.tables import RULES
+from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.next_token import NextToken
 
 SIZES = {
     **MODELS,

@@ -11,12 +11,11 @@ from conftest import make_layout, make_step, transformed
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.curvature import estimate_of
-from jaxtrain.training.microbatches import split_microbatches
-from jaxtrain.training.noise import measure_noise, signal_and_noise
+from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.sophia import SophiaH
+from jaxtrain.training.setup import split_microbatches
+from jaxtrain.training.transforms import estimate_of, measure_noise, signal_and_noise
 
 WIDTHS, PARTS, ROWS, STEPS, EVERY, DECAY = (8, 16, 4), 4, 16, 5, 2, 0.95
 MODEL = MLP(widths=WIDTHS, activation="tanh")

@@ -13,8 +13,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.training.objectives.classification import Classification
-from jaxtrain.training.objectives.multi_token import MultiToken
-from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.objectives.language_modeling import MultiToken, NextToken
 from jaxtrain.training.objectives.objective import objective_named
 from jaxtrain.training.objectives.preference import DPO
 
@@ -34,7 +33,7 @@ from typing import ClassVar
 
 from jaxtrain.config import configurable
 from jaxtrain.models import GPT
-from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.objectives.language_modeling import NextToken
 
 
 class Calm(NextToken):
@@ -83,12 +82,9 @@ def test_only_models_and_its_own_file_say_an_objectives_name():
     files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
     knowing = {str(path) for path in files if said.search((PACKAGE / path).read_text())}
     assert {path for path in knowing if not path.startswith("models/")} == {
-        "training/objectives/next_token.py",
-        "training/objectives/multi_token.py",
+        "training/objectives/language_modeling.py",
         "training/objectives/classification.py",
-        "training/objectives/masked_token.py",
         "training/objectives/regression.py",
-        "training/objectives/reconstruction.py",
     }
 
 

@@ -30,6 +30,7 @@ from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.guard import Guard
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import fetch_params, offload_to_host
@@ -37,7 +38,6 @@ from jaxtrain.training.offload.streaming import DEVICE, streamed
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import Step
 

@@ -14,12 +14,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.adamw import AdamW
-from jaxtrain.training.optimizers.average import averaged_params
-from jaxtrain.training.optimizers.lion import Lion
+from jaxtrain.training.optimizers.averages import averaged_params
+from jaxtrain.training.optimizers.elementwise import SGD, AdamW, Lion
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule, notes
-from jaxtrain.training.optimizers.sgd import SGD
 
 STEPS = 20
 # name -> (shape, what the dimensions mean, whether it is decayed)

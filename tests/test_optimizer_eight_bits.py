@@ -11,7 +11,7 @@ from conftest import make_layout
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.training.optimizers import eight_bits
+from jaxtrain.training.optimizers import adam8bit
 from jaxtrain.training.optimizers.adam8bit import Adam8bit
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.preflight import preflight
@@ -40,7 +40,7 @@ def published_map(*, signed: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_is_the_published_one_and_bitsandbytes(signed):
-    found = eight_bits.dynamic_map(signed)
+    found = adam8bit.dynamic_map(signed)
     np.testing.assert_allclose(found, published_map(signed=signed), rtol=3e-7)
     functional = pytest.importorskip("bitsandbytes.functional")
     theirs = functional.create_dynamic_map(signed=signed).numpy()
@@ -54,9 +54,9 @@ def test_each_number_takes_the_nearest_of_the_map(signed):
     x = x if signed else np.abs(x)
     x[:, :8] = 0.0  # a block of nothing among the others
     variable = nnx.Param(jnp.asarray(x), axes=("height", "width"))
-    assert eight_bits.block_of(x.shape, ("height", "width")) == (4, 64)
-    coded = jax.jit(lambda v: eight_bits.encode(v, signed=signed))(variable)
-    decoded = np.asarray(eight_bits.decode(coded, signed=signed))
+    assert adam8bit.block_of(x.shape, ("height", "width")) == (4, 64)
+    coded = jax.jit(lambda v: adam8bit.encode(v, signed=signed))(variable)
+    decoded = np.asarray(adam8bit.decode(coded, signed=signed))
     for rows in range(0, 64, 4):
         block = x[rows : rows + 4].astype(np.float64)
         largest = np.abs(block).max()
@@ -77,9 +77,9 @@ def test_codes_are_bitsandbytes_up_to_its_table(signed):
     codes, largest = torch.ops.bitsandbytes.quantize_blockwise(
         torch.tensor(x), functional.create_dynamic_map(signed=signed), 256
     )
-    mine = eight_bits.encode(nnx.Param(jnp.asarray(x), axes=("layers", "place")), signed=signed)
+    mine = adam8bit.encode(nnx.Param(jnp.asarray(x), axes=("layers", "place")), signed=signed)
     np.testing.assert_array_equal(mine.largest.get_value()[:, 0], largest.numpy())
-    scaled, values = x / largest.numpy()[:, None], eight_bits.dynamic_map(signed)
+    scaled, values = x / largest.numpy()[:, None], adam8bit.dynamic_map(signed)
     ours = np.abs(scaled - values[np.asarray(mine.codes.get_value())])
     theirs = np.abs(scaled - values[codes.numpy()])
     assert (ours <= theirs + 1e-7).all()
@@ -89,7 +89,7 @@ def test_codes_are_bitsandbytes_up_to_its_table(signed):
 @pytest.mark.parametrize("name", SIZES)
 def test_blocks_have_256_numbers_within_what_devices_share(name):
     shape, axes, block = SIZES[name]
-    assert eight_bits.block_of(shape, axes) == block
+    assert adam8bit.block_of(shape, axes) == block
     kept = sum(array.bytes("float32") for array in Adam8bit().keeps(shape, axes))
     assert kept == 2 * (1 + 4 / math.prod(block)) * math.prod(shape)
     if name != "odd":
@@ -102,7 +102,7 @@ def test_twenty_steps_are_bitsandbytes():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     rng = np.random.default_rng(1)
     shape, axes = (8, 64, 64), ("layers", "height", "width")
-    assert eight_bits.block_of(shape, axes) == (1, 4, 64)  # so that runs they are
+    assert adam8bit.block_of(shape, axes) == (1, 4, 64)  # so that runs they are
     settings = Optimizer(rule=Adam8bit(b1=0.8, b2=0.9), weight_decay=0.3, clip_norm=None)
     optimizer = make_optimizer(settings, optax.constant_schedule(1e-2))
     first = rng.normal(size=shape).astype(np.float32)
@@ -137,11 +137,11 @@ def test_twenty_steps_are_bitsandbytes():
 def test_codes_on_a_mesh_are_those_of_one_device(sizes):
     rng = np.random.default_rng(2)
     shape, axes = (2, 512, 64), ("layers", "embed", "mlp")
-    assert eight_bits.block_of(shape, axes) == (1, 16, 4)
+    assert adam8bit.block_of(shape, axes) == (1, 16, 4)
 
     def there_and_back(variable):
-        coded = eight_bits.encode(variable, signed=True)
-        return coded, eight_bits.decode(coded, signed=True)
+        coded = adam8bit.encode(variable, signed=True)
+        return coded, adam8bit.decode(coded, signed=True)
 
     variable = nnx.Param(jnp.asarray(rng.normal(size=shape), jnp.float32), axes=axes)
     one = jax.device_get(jax.jit(there_and_back)(variable))

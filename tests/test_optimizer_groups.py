@@ -16,16 +16,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import group_table
 from jaxtrain.training.compose import compose
-from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.optimizers.averages import ScheduleFree
+from jaxtrain.training.optimizers.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.groups import scale_groups
-from jaxtrain.training.optimizers.lamb import LAMB
-from jaxtrain.training.optimizers.lars import LARS
 from jaxtrain.training.optimizers.muon import Muon
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.schedule_free import ScheduleFree
-from jaxtrain.training.optimizers.sgd import SGD
+from jaxtrain.training.optimizers.trust_ratio import LAMB, LARS
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 RATE, DECAY = 1e-2, 0.3

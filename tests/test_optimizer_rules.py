@@ -20,25 +20,26 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.curvature import estimate_of
 from jaxtrain.training.optimizers.adafactor import Adafactor
-from jaxtrain.training.optimizers.adagrad import Adagrad
-from jaxtrain.training.optimizers.adam import Adam
-from jaxtrain.training.optimizers.adam_sage import AdamSAGE
-from jaxtrain.training.optimizers.adan import Adan
-from jaxtrain.training.optimizers.average import averaged_params
-from jaxtrain.training.optimizers.lamb import LAMB
-from jaxtrain.training.optimizers.lars import LARS
+from jaxtrain.training.optimizers.averages import ScheduleFree, averaged_params
+from jaxtrain.training.optimizers.elementwise import (
+    Adagrad,
+    Adam,
+    AdamSAGE,
+    Adan,
+    NAdamW,
+    RAdam,
+    RMSprop,
+    memory_length,
+)
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalize
-from jaxtrain.training.optimizers.nadamw import NAdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.radam import RAdam, memory_length
-from jaxtrain.training.optimizers.rmsprop import RMSprop
 from jaxtrain.training.optimizers.rule import rules
-from jaxtrain.training.optimizers.schedule_free import ScheduleFree
+from jaxtrain.training.optimizers.trust_ratio import LAMB, LARS
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
+from jaxtrain.training.transforms import estimate_of
 
 STEPS, RATE, DECAY = 20, 1e-2, 0.3
 # name -> shape, what the dimensions mean, and the same as so many matrices (or vectors) of a size.

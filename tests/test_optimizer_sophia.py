@@ -13,18 +13,18 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.curvature import (
+from jaxtrain.training.finetune.tuning import Tuning
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.sophia import SophiaG, SophiaH
+from jaxtrain.training.preflight import preflight
+from jaxtrain.training.settings import load_config
+from jaxtrain.training.transforms import (
     draw_targets,
     estimate_of,
     gauss_newton_bartlett,
     hutchinson,
     signs,
 )
-from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.sophia import SophiaG, SophiaH
-from jaxtrain.training.preflight import preflight
-from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=16, num_layers=1, embed_dim=8, num_heads=2, context_length=8)
 BATCH = text_batch(rows=8, length=8, vocab_size=16)

@@ -16,11 +16,11 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
-from jaxtrain.training.pipeline.pair_parts import PairParts
+from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.pipeline.parts import PairParts
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.slots import sends
 from jaxtrain.training.pipeline.timetables import make_schedule
-from jaxtrain.training.program.layouts import abstract_layout
 
 pytestmark = needs_libtpu
 

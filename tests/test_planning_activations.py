@@ -7,7 +7,7 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.textbook import formulas
 from jaxtrain.analysis.planning.textbook.profile import layer_profile
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 
 B, T, D, N, K, F = 3, 16, 96, 4, 2, 80
 H = D // N

@@ -10,7 +10,7 @@ from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
 from jaxtrain.analysis.planning.search.search import price
 from jaxtrain.analysis.planning.search.variants import apply_changes, bindings_of, refusal
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 NONE = ("Train.accumulation=5", "Remat.policy='none'")

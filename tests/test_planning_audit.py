@@ -19,8 +19,8 @@ from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.parallel.sharding import Sharding, shard
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
+from jaxtrain.training.layouts import abstract_layout, layout
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout, layout
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.state import with_shardings
 

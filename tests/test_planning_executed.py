@@ -25,7 +25,7 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.models.transformers.gemma3 import Gemma3
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 DECODERS = [name for name, cls in MODELS.items() if cls.inputs == "tokens"]

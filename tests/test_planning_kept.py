@@ -9,8 +9,8 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.textbook import memory
 from jaxtrain.analysis.planning.textbook.profile import on_platform
-from jaxtrain.training.program.kernel import resolved
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.kernel import resolved
+from jaxtrain.training.layouts import abstract_layout
 
 PAIRS = [
     "Transformer.num_layers = 1", "Transformer.embed_dim = 16", "Transformer.mlp_dim = 32",

@@ -22,9 +22,9 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training import layouts
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config, load_config
 
 T, V = 16, 64

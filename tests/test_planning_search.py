@@ -19,7 +19,7 @@ from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.timing.unstacked import between_layers
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.setup import parameter_shapes
 
 KERNEL = ["Attention.kernel = 'tpu'"]

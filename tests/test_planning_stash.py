@@ -10,9 +10,9 @@ from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.profile import layer_stash
 from jaxtrain.analysis.planning.textbook.steady import waiting
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.layouts import abstract_layout
 
 ROWS, MICROBATCHES = 16, 4
 SIZES = [

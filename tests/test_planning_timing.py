@@ -33,12 +33,12 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
+from jaxtrain.training.kernel import resolved
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.timetables import make_schedule
-from jaxtrain.training.program.kernel import resolved
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")

@@ -28,9 +28,9 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.layouts import abstract_layout, layout
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.layouts import abstract_layout, layout
 from jaxtrain.training.settings import Config, load_config
 
 MIXTRAL = Mixtral(

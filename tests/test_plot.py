@@ -7,7 +7,7 @@ from PIL import Image
 
 from jaxtrain.run.show.picture import Picture
 from jaxtrain.run.show.plot import loss_figure, loss_png
-from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
+from jaxtrain.training.objectives.objective import Baseline, Yardstick
 
 
 def test_the_plot_shows_the_lines_given():

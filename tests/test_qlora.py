@@ -16,12 +16,12 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.matmul.quantized import NF4, dequantize, quantize
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.weights import merge_adapters
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import LoRA
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import train_all
 

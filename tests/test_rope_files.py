@@ -13,9 +13,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.family import model_of
 from jaxtrain.models.weights.folder import Folder
 from jaxtrain.run.huggingface import parameters, receipt
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import load_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is the peer")

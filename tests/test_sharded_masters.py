@@ -26,9 +26,9 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import Sharding, by_name, name_of
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
+from jaxtrain.training.layouts import abstract_layout, notes
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout, notes
 
 STEPS = 3
 SHARDED = {"zero": 1, "masters": "sharded"}

@@ -35,8 +35,8 @@ from jaxtrain.nn.attention.sparse import products
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import language_model
+from jaxtrain.training.kernel import resolve_kernel, resolved
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.kernel import resolve_kernel, resolved
 from jaxtrain.training.settings import load_config
 
 B, N, K, H = 2, 4, 2, 16

@@ -14,8 +14,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.training.microbatches import split_microbatches
 from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.setup import split_microbatches
 
 MODELS = {
     "gpt": GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16),

@@ -22,8 +22,8 @@ from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_ax
 from jaxtrain.parallel.tables import factor_tensor
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.preflight.preflight import check
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 GRIDS = {

@@ -13,7 +13,7 @@ from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.parallel.dividing import in_tiles
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
-from jaxtrain.training.program.layouts import shapes_of
+from jaxtrain.training.layouts import shapes_of
 from jaxtrain.training.settings import Config, load_config
 
 TABLE, UP, DOWN = ("vocab", "vocab_embed"), ("layers", "embed", "mlp"), ("layers", "mlp", "embed")

@@ -12,8 +12,8 @@ from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import plan
 from jaxtrain.analysis.planning.search.search import search
 from jaxtrain.config.errors import UserError
+from jaxtrain.training.layouts import rows_held
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.uneven import rows_held
 
 # What is left of an update is the gradient: a step of it changes the parameters by 0.1 of it.
 PLAIN = [

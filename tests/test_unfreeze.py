@@ -18,14 +18,13 @@ from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import parameter_table
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.compose import compose
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.offload.streaming import streamed
-from jaxtrain.training.optimizers.adamw import AdamW
+from jaxtrain.training.optimizers.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
-from jaxtrain.training.optimizers.sgd import SGD
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
 # The head and the last layer learn first, then the layer before it, then the embedding.

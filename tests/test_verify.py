@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.checkpoint import metadata, restore
-from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.setup import Setup

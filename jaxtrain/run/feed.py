@@ -13,7 +13,7 @@ from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process
 from jaxtrain.data.source import Dataset, Part
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.program.uneven import rows_held, with_filling_rows
+from jaxtrain.training.layouts import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import Step

@@ -37,13 +37,13 @@ from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics.log import RunMetrics
 from jaxtrain.run.show.progress import on_first_process, quiet
+from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep, Stepper
 from jaxtrain.training.compose import compose
 from jaxtrain.training.finetune.tuning import Tuning
+from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
-from jaxtrain.training.program.kernel import resolve_kernel
 from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.state import TrainState
 

@@ -10,18 +10,17 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.dot import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.balancing import biases, speed_of
 from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.guard import Guard
+from jaxtrain.training.kernel import resolved
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import chain, make_optimizer
-from jaxtrain.training.optimizers.plateau import on_plateau
-from jaxtrain.training.optimizers.schedule import make_schedule
+from jaxtrain.training.optimizers.schedule import make_schedule, on_plateau
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
-from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.step import Step, Transform, apply_transforms, base_step
+from jaxtrain.training.transforms import biases, speed_of
 
 if TYPE_CHECKING:
     from jaxtrain.nn.matmul.grouped import Grouped
@@ -83,8 +82,7 @@ def _transforms(
 
 
 def _estimate_curvature(config: Config) -> Transform:
-    from jaxtrain.training.curvature import estimate_of
-    from jaxtrain.training.transforms import estimate_curvature
+    from jaxtrain.training.transforms import estimate_curvature, estimate_of
 
     return estimate_curvature(estimate_of(config.optimizer.rule))
 
@@ -110,13 +108,13 @@ def _balance_experts(speed: float | None) -> Transform:
 
 
 def _minimize_sharpness(radius: float) -> Transform:
-    from jaxtrain.training.sharpness import minimize_sharpness
+    from jaxtrain.training.transforms import minimize_sharpness
 
     return minimize_sharpness(radius)
 
 
 def _measure_noise(every: int) -> Transform:
-    from jaxtrain.training.noise import measure_noise
+    from jaxtrain.training.transforms import measure_noise
 
     return measure_noise(every)
 

@@ -13,10 +13,10 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model, has_stages
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.program.layouts import abstract_layout, shapes_of
+from jaxtrain.training.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
+from jaxtrain.training.transforms import biases
 
 
 @dataclasses.dataclass(frozen=True)

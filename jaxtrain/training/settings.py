@@ -1,10 +1,10 @@
-"""`Config`: the settings of a run, one frozen dataclass per section."""
+"""`Config`: the settings of a run, a frozen dataclass per section; what data implies."""
 
 import dataclasses
 import html
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
@@ -14,15 +14,12 @@ import jaxtrain.training.objectives
 import jaxtrain.training.optimizers
 from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
-from jaxtrain.config.errors import (
-    UserError,
-    require_at_least,
-    require_at_most,
-)
+from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.errors import UserError, require_at_least, require_at_most
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.registry import CONFIGURABLES
 from jaxtrain.config.shipped import HUGGING_FACE, configs_folder, find_config
-from jaxtrain.config.values import PathOr
+from jaxtrain.config.values import PathOr, settings_of
 from jaxtrain.data.batch import Batch, kind_of
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
@@ -37,7 +34,6 @@ from jaxtrain.training.corruption import Corruption
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
-from jaxtrain.training.implied import infer_settings
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.objectives.objective import Objective, objective_named
 from jaxtrain.training.offload.offload import Offload
@@ -45,6 +41,55 @@ from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.pipeline.schedules import Pipeline
+
+
+def infer_settings(
+    config: Any, bound: Collection[tuple[str, str]]
+) -> Mapping[tuple[str, str], Any]:
+    """Values of settings that are not bound, from a folder of class folders on this machine.
+
+    Args:
+      config: with its defaults.
+      bound: (section, setting) of what is bound.
+
+    Returns:
+      The number of classes and the channels, for the data and for the model; nothing for other
+      data, or if the folder is not here.
+
+    Raises:
+      UserError: the folder is one level too high.
+    """
+    data, model = config.train.data, config.train.model
+    if data is None or "ImageData" not in (base.__name__ for base in type(data).__mro__):
+        return {}
+    if "://" in data.source or "tfds:" in data.source:
+        return {}
+    wanted = {
+        (type(one).__name__, name)
+        for one in (data, model)
+        for name in ("num_classes", "channels")
+        if name in settings_of(type(one))
+    } - set(bound)
+    root = place(data.source)
+    if not wanted or isinstance(root, BucketPath) or not _is_folder(root):
+        return {}
+    from jaxtrain.data.images.class_folders import look_into
+
+    found = look_into(root)
+    if found is None or len(found.class_names) < 2:
+        return {}
+    values = {"num_classes": len(found.class_names), "channels": found.channels}
+    # What is set for the data holds for the model.
+    values |= {name: getattr(data, name) for name in values if ("ImageData", name) in bound}
+    return {(section, name): values[name] for section, name in sorted(wanted)}
+
+
+def _is_folder(root: Path) -> bool:
+    try:
+        return root.is_dir()
+    except OSError:  # too long a name, or no permission: opening the data reports it
+        return False
+
 
 for _package in (
     jaxtrain.models, jaxtrain.data, jaxtrain.training.optimizers, jaxtrain.training.objectives

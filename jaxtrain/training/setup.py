@@ -1,4 +1,4 @@
-"""What is trained, how its mathematics is run, and the gradient of its loss.
+"""What is trained, how its mathematics is run, its gradient; gradient accumulation.
 
 A `Setup` has the facts that a step is composed of. It takes no step itself: see `step.py`.
 """
@@ -23,18 +23,75 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
-from jaxtrain.parallel.sharding import Layout, reshard, shardings
+from jaxtrain.parallel.sharding import Layout, reshard, shard, shardings
 from jaxtrain.training.finetune.tuning import Tuning, Weights
 from jaxtrain.training.guard import select
-from jaxtrain.training.microbatches import accumulate, split_microbatches, with_row_ids
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
-from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.optimizers.moments import apply_updates
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.stages import Stages, deal
 from jaxtrain.training.reduction import local_gradients, reduce_once_axes, sum_gradients
 from jaxtrain.training.state import Applied, TrainState
+
+
+def with_row_ids(batch: Batch) -> Batch:
+    """The batch with the numbers of its rows, counted here unless that was done before."""
+    if batch.rows is not None:
+        return batch
+    return dataclasses.replace(batch, rows=shard(jnp.arange(len(batch.targets)), ("batch",)))
+
+
+def split_microbatches(batch: Batch, count: int) -> Batch:
+    """A leading microbatch dimension; row r goes to microbatch r mod count.
+
+    Rows that lie on one device stay there: splitting into runs of rows would move them.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 1, 0)
+
+    return jax.tree.map(one, batch)
+
+
+def accumulate(
+    of_one: Callable[..., tuple[nnx.State, Sums, nnx.State]],
+    added: Callable[[nnx.State, nnx.State], nnx.State],
+    micros: Batch,
+    statistics: nnx.State,
+    *,
+    like: nnx.State,
+    dtype: str,
+) -> tuple[nnx.State, Sums, nnx.State]:
+    """Sums of gradients and metrics over microbatches, one after the other, and new statistics.
+
+    Args:
+      of_one: (statistics, microbatch) -> gradients, sums and statistics.
+      added: the sum of gradients with one microbatch's more.
+      micros: the microbatches, a leading dimension of them.
+      statistics: the running statistics.
+      like: a tree like the gradients, in whose memory their sums are.
+      dtype: of these sums.
+    """
+
+    def add(carry: Any, micro: Batch) -> tuple[Any, None]:
+        grads, sums, statistics = carry
+        more_grads, more_sums, statistics = of_one(statistics, micro)
+        sums = jax.tree.map(jnp.add, sums, more_sums)
+        return (added(grads, more_grads), sums, statistics), None
+
+    first = jax.tree.map(lambda x: x[0], micros)
+    grads, sums, _ = jax.eval_shape(of_one, statistics, first)
+    grads = jax.tree.map(lambda g: g.update(dtype=jnp.dtype(dtype)), grads)
+    none, no_sums = jax.tree.map(_zeros, (grads, sums))
+    none = jax.tree.map(lambda x, to: jax.device_put(x, jax.typeof(to).memory_space), none, like)
+    (grads, sums, statistics), _ = jax.lax.scan(add, (none, no_sums, statistics), micros)
+    return grads, sums, statistics
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype, out_sharding=shape.sharding)
 
 
 class Targets(NamedTuple):
@@ -326,8 +383,8 @@ class Setup:
     ) -> tuple[nnx.State, Sums]:
         """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
         evaluated where no number of steps is given."""
-        from jaxtrain.training.pipeline.cutting import parts_of
         from jaxtrain.training.pipeline.engine import Engine
+        from jaxtrain.training.pipeline.parts import parts_of
 
         assert self.stages is not None, "no pipeline"
         parts = parts_of(

@@ -1,21 +1,200 @@
-"""Transforms of a step that change its gradient or its update alone: curvature, balance, guard."""
+"""Transforms of a step: curvature, router balance, guard, sharpness (SAM), gradient noise scale.
 
+Sources: SAM, Foret et al. 2020 (arXiv 2010.01412), algorithm 1 with p = 2; balance without a loss,
+arXiv 2408.15664; noise scale, McCandlish et al. 2018 (arXiv 1812.06162), equations 2.9 and A.1: for
+the gradient G of the whole distribution and the covariance S of one example's, it is tr(S) / |G|^2,
+in examples. A batch of b examples has E |g|^2 = |G|^2 + tr(S) / b: the norms of two batches of
+different sizes give both.
+"""
+
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.models.model import Model
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
-from jaxtrain.parallel.sharding import reshard
-from jaxtrain.training.balancing import update_biases
+from jaxtrain.parallel.sharding import by_name, is_variable, reshard
+from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.guard import Guard, History, judge, select
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.setup import Setup
+from jaxtrain.training.objectives.objective import at_least_one
+from jaxtrain.training.optimizers.moments import hash_bits, place_in_array
+from jaxtrain.training.optimizers.rule import Rule
+from jaxtrain.training.optimizers.sophia import SophiaRule
+from jaxtrain.training.pipeline.stages import is_layer
+from jaxtrain.training.setup import ON_DEVICES, Setup, split_microbatches, with_row_ids
 from jaxtrain.training.state import Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform
+
+
+def speed_of(model: Model) -> float | None:
+    """By how much a step moves the biases of a model's routers; None: it has none."""
+    return None if model.experts is None else model.experts.bias_speed
+
+
+def biases(model: Model) -> frozenset[str]:
+    """The names of the biases of a model's routers."""
+    return frozenset() if speed_of(model) is None else biases_of(model.build)
+
+
+def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
+    """The same, of any module; no array is made."""
+    shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+    return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
+
+
+def update_biases(
+    frozen: nnx.State, load_LE: jax.Array | None, speed: float | None, order: list[int] | None
+) -> nnx.State:
+    """What is not trained, after a step: the biases moved, all else, a teacher too, as it was.
+
+    Args:
+      frozen: what is not trained.
+      load_LE: of the experts of each layer in the whole batch, those outside of the stack last;
+        None: no router has biases.
+      speed: as of `speed_of`.
+      order: the layer at each place of stacked arrays, -1 for padding; None: the model's.
+    """
+    if load_LE is None or not speed:
+        return frozen
+    found: dict[Any, Any] = dict(nnx.to_flat_state(frozen))
+    own = [p for p, one in found.items() if role_of(one) == "balance" and p[0] != TEACHER]
+    alone = [path for path in own if not is_layer(found[path])]
+    stacked = load_LE.shape[0] - len(alone)
+    places = np.arange(stacked) if order is None else np.maximum(order, 0)
+    for path in own:
+        bias = found[path].get_value()
+        load = load_LE[stacked + alone.index(path) if path in alone else places]
+        load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
+        found[path] = found[path].replace(update_bias(bias, load.astype(jnp.float32), speed))
+    return nnx.from_flat_state(found)
+
+
+def update_bias(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
+    """The biases after a step: each moved by `speed` against its expert's load error.
+
+    Source: arXiv 2408.15664, algorithm 1.
+
+    Args:
+      bias_LE: of the experts of each layer.
+      load_LE: tokens that went to them in the whole batch, or what is proportional to that.
+      speed: its update rate u; 1e-3 there.
+    """
+    error_LE = load_LE.mean(-1, keepdims=True) - load_LE
+    return bias_LE + speed * jnp.sign(error_LE)
+
+
+Estimate = Callable[[Setup, TrainState, Batch], nnx.State]
+
+
+def estimate_of(rule: Rule) -> Callable[[Setup, TrainState, Batch], Any] | None:
+    """What estimates for a rule whether an estimate is due, and that, else zeros; None: nothing."""
+    if not isinstance(rule, SophiaRule):
+        return None
+    return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)
+
+
+def _when_due(
+    estimate: Estimate, every: int, setup: Setup, state: TrainState, batch: Batch
+) -> tuple[jax.Array, nnx.State]:
+    due = state.step % every == 0
+    # One microbatch, the first, is the part of the batch that the paper takes.
+    micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, setup.accumulation))
+    # Its gradients stay on the devices, as the parameters that it is given.
+    one = setup.replace(accumulation=1, targets=ON_DEVICES)
+
+    def zeros() -> nnx.State:
+        return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), state.params)
+
+    def estimate_now() -> nnx.State:
+        of = jax.tree.map(_reshard_like, estimate(one, state, micro), state.params)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), of)
+
+    return due, jax.lax.cond(due, estimate_now, zeros)
+
+
+def hutchinson(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
+    """u * (H u) for the Hessian H of a batch's mean loss and random signs u: its diagonal, on
+    average."""
+
+    u = signs(state)
+
+    objective = setup.objective
+    rows = with_row_ids(batch) if objective.draws or setup.tuning.draws else batch
+    scales = {name: 1 / at_least_one(count) for name, count in objective.counts(batch).items()}
+
+    def loss(params: nnx.State) -> jax.Array:
+        weights = to_compute((params, state.frozen), setup.precision.compute)
+        joined = setup.tuning.join(weights)
+        sums, _ = setup.sums(joined, state.statistics, rows, train=True, step=state.step)
+        return objective.total(sums, scales)
+
+    def along_u(params: nnx.State) -> jax.Array:
+        parts = jax.tree.map(lambda g, u: (g * u).sum(), jax.grad(loss)(params), u)
+        return sum(jax.tree.leaves(parts), start=jnp.zeros(()))
+
+    # H is symmetric: the gradient of u^T g is H u. Forward mode would stop at custom rules.
+    return jax.tree.map(jnp.multiply, u, jax.grad(along_u)(state.params))
+
+
+def signs(state: TrainState) -> nnx.State:
+    """1 or -1 for each number of the parameters, float32: a hash of its place and of the step."""
+
+    def sign(path: Any, variable: Any) -> Any:
+        bits = hash_bits(path, variable, state.step, _SIGNS, None)
+        return variable.replace(jnp.where(bits >> 31 == 0, 1.0, -1.0))
+
+    return jax.tree_util.tree_map_with_path(sign, state.params, is_leaf=is_variable)
+
+
+def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
+    """n g^2 for the gradient g of the mean loss of n targets that the model itself draws: the
+    diagonal of the Gauss-Newton matrix, on average (arXiv 2305.14342, section 2.3)."""
+    drawn = dataclasses.replace(batch, targets=draw_targets(setup, state, batch))
+    gradients, _, _ = setup.gradients(state, drawn)
+    n = setup.objective.counts(batch)["weight"]
+    return jax.tree.map(lambda g: n * g * g, gradients)
+
+
+def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
+    """Targets in the form of a batch's, each drawn from the softmax of the model's logits.
+
+    The largest of logits + Gumbel noise is such a draw. The noise is a hash of the place and of the
+    step: the same on every mesh.
+    """
+    objective: Any = setup.objective
+    model = setup.model(state)
+    logits = objective.logits(model, state.statistics, batch, setup.execution)
+    bits = place_in_array(logits, state.step, _LABELS)
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
+    drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
+    if drawn.ndim < batch.targets.ndim:  # all labels of an example are the one that was drawn
+        drawn = jnp.repeat(drawn[:, None], batch.targets.shape[1], 1)
+    return jax.sharding.reshard(drawn, setup.layout.activation(("batch",)))
+
+
+def _reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x laid out as another array is."""
+    return jax.sharding.reshard(x, jax.typeof(like).sharding)
+
+
+_ESTIMATES: dict[str, Estimate] = {
+    "hutchinson": hutchinson,
+    "gauss_newton_bartlett": gauss_newton_bartlett,
+}
+# Distinguish these draws from the stochastic roundings of the same step.
+_SIGNS, _LABELS = 2**20, 2**20 + 1
 
 
 @transform
@@ -93,3 +272,111 @@ def guard_update(step: Step, settings: Guard) -> Step:
         return done._replace(state=new)
 
     return step._replace(init=init, shardings=shardings, update=update)
+
+
+_LEAST_NORM = 1e-12  # of a gradient that is divided by it
+
+
+@transform
+def minimize_sharpness(step: Step, radius: float) -> Step:
+    """The step whose gradients are taken at w + radius g / |g|, g that at w.
+
+    Metrics are those of the loss at w; `grad_norm` is of the gradient that the step is taken with,
+    and `sharpness` how much more the loss is there.
+
+    Args:
+      step: whose gradient it takes twice.
+      radius: rho, in the parameters' own units, over all of them together.
+    """
+    layout = step.setup.layout
+
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        at = step.current_state(state)
+        here = step.gradient(at, batch, counts)
+        length = radius / (optax.global_norm(here.grads) + _LEAST_NORM)
+        uphill = reshard(here.grads, layout.parameter, layout)
+
+        def move(w: jax.Array, g: jax.Array) -> jax.Array:
+            return (w.astype(jnp.float32) + length * g).astype(w.dtype)
+
+        there = at.replace(params=jax.tree.map(move, at.params, uphill))
+        found = step.gradient(there, batch, counts)
+        sharpness = found.metrics["loss"] - here.metrics["loss"]
+        return here._replace(grads=found.grads, metrics={**here.metrics, "sharpness": sharpness})
+
+    return step._replace(gradient=gradient)
+
+
+# Of the moving means of both estimates: one of a step alone is mostly noise itself.
+_DECAY = 0.95
+
+
+@transform
+def measure_noise(step: Step, every: int) -> Step:
+    """The step that measures its noise scale by its first microbatch's gradient.
+
+    Its metrics have `noise_scale`, in rows of the batch: the quotient of the means so far, 0 before
+    the first. `TrainState.exchange` has the moving means of |G|^2 and of tr(S), float32 [2], and
+    how much of them is there, since they begin with nothing, float32.
+
+    Args:
+      step: of several microbatches.
+      every: steps from one estimate to the next.
+    """
+    of_one = step.rebuild(accumulation=1)
+    parts, layout = step.setup.accumulation, step.setup.layout
+
+    def init(*arguments: Any) -> TrainState:
+        nothing = {"means": jnp.zeros(2), "weight": jnp.zeros(())}
+        return step.init(*arguments).replace(exchange=nothing)
+
+    def shardings(state: TrainState) -> TrainState:
+        everywhere = jax.tree.map(lambda _: layout.named(P()), state.exchange)
+        return step.shardings(state).replace(exchange=everywhere)
+
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        found, kept = step.gradient(state, batch, counts), state.exchange
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        large = jnp.square(optax.global_norm(found.grads))
+
+        def estimate() -> dict[str, jax.Array]:
+            micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, parts))
+            small = jnp.square(optax.global_norm(of_one.gradient(state, micro).grads))
+            pair = jnp.stack(signal_and_noise(small, large, rows // parts, rows))
+            weight = _DECAY * kept["weight"] + (1 - _DECAY)
+            return {"means": _DECAY * kept["means"] + (1 - _DECAY) * pair, "weight": weight}
+
+        kept = jax.lax.cond(state.step % every == 0, estimate, lambda: kept)
+        signal, noise = kept["means"]
+        scale = noise / jnp.where(signal == 0, 1.0, signal)
+        return found._replace(metrics={**found.metrics, "noise_scale": scale}, exchange=kept)
+
+    def base_state(state: TrainState) -> TrainState:
+        return state.replace(exchange=())
+
+    def set_weights(state: TrainState, *weights: Any) -> TrainState:
+        return step.set_weights(base_state(state), *weights).replace(exchange=state.exchange)
+
+    return step._replace(
+        init=init,
+        shardings=shardings,
+        gradient=gradient,
+        current_state=lambda state: step.current_state(base_state(state)),
+        eval_state=lambda state: step.eval_state(base_state(state)),
+        set_weights=set_weights,
+    )
+
+
+def signal_and_noise(
+    small: jax.Array, large: jax.Array, few: int, many: int
+) -> tuple[jax.Array, jax.Array]:
+    """Unbiased estimates of |G|^2 and of tr(S), either of which may come out below 0.
+
+    Args:
+      small: |g|^2 of a batch of few examples.
+      large: |g|^2 of one of many.
+      few: examples of the one.
+      many: examples of the other.
+    """
+    signal = (many * large - few * small) / (many - few)
+    return signal, (small - large) / (1 / few - 1 / many)

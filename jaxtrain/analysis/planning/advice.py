@@ -28,7 +28,7 @@ from jaxtrain.analysis.planning.search.variants import (
 from jaxtrain.parallel.chips import CHIPS, chip_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
-from jaxtrain.training.program.layouts import notes
+from jaxtrain.training.layouts import notes
 from jaxtrain.training.settings import Config
 
 # Fixes that are shown, and up to how many are combined where one alone does not suffice.

@@ -30,7 +30,7 @@ from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.analysis.planning.timing.timing import slow_axes, step_time
 from jaxtrain.analysis.planning.whole_run import validate_amounts
 from jaxtrain.config.errors import NoCompilerError, UserError
-from jaxtrain.training.program import layouts
+from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config
 
 # How hard the target's compiler tries; "none" leaves everything to closed forms.

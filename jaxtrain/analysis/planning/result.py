@@ -30,7 +30,7 @@ from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.program.kernel import resolve_kernel
+from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.settings import Config
 
 # Our loop takes this long for a step of next to no arithmetic (benchmarks/history/cpu.md, "Our loop

@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS, along_context
 from jaxtrain.nn.attention.kernels import KERNELS, TILE
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.training.program.kernel import resolved
+from jaxtrain.training.kernel import resolved
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink gradient")
 

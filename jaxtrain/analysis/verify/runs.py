@@ -20,10 +20,10 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.compilation import options_of_run
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout, is_variable, name_of
+from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import IN_DEVICE_MEMORY, ON_DEVICES
 from jaxtrain.training.state import TrainState, with_shardings

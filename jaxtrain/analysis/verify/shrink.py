@@ -31,6 +31,7 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding
+from jaxtrain.training import layouts
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.objectives.losses import Loss
@@ -38,7 +39,6 @@ from jaxtrain.training.objectives.tokens import reserved_tokens
 from jaxtrain.training.optimizers.groups import part_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config, Train
 
 # Every dimension is a multiple of all devices, so that any axes may share any dimension.

@@ -13,13 +13,13 @@ from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.metadata import bindings_of
 from jaxtrain.run.checkpoint.store import Checkpoints
-from jaxtrain.training.balancing import biases_of
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState, with_shardings
 from jaxtrain.training.step import Step, base_step
+from jaxtrain.training.transforms import biases_of
 
 
 @dataclasses.dataclass(frozen=True)

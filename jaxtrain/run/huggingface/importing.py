@@ -28,13 +28,13 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.run.huggingface.training_differences import training_differences
-from jaxtrain.training.balancing import biases_of
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
+from jaxtrain.training.transforms import biases_of
 
 # In a run's folder: the published model's config.json, tokenizer and the like, for its export.
 CARRIED_FOLDER = "huggingface"

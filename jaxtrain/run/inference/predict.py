@@ -42,8 +42,7 @@ from jaxtrain.run.inference.regression import Numbers, numbers_of
 from jaxtrain.run.inference.texts import AT_ONCE, Written, texts_of
 from jaxtrain.run.inference.vectors import vectors_of
 from jaxtrain.training.objectives.objective import Objective
-from jaxtrain.training.objectives.reconstruction import Reconstruction
-from jaxtrain.training.objectives.regression import Regression
+from jaxtrain.training.objectives.regression import Reconstruction, Regression
 from jaxtrain.training.objectives.token_classification import TokenClassification
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import Appended, write_atomically, writing
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
-from jaxtrain.training.objectives.yardstick import Yardstick
+from jaxtrain.training.objectives.objective import Yardstick
 
 METRICS_FILE = "metrics.jsonl"
 DAMAGED_FILE = "metrics.damaged.jsonl"  # lines that a resume found damaged

@@ -23,9 +23,9 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numbers_of, strict
 from jaxtrain.run.show.progress import Display
+from jaxtrain.training.flops import flops_per_step
 from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
-from jaxtrain.training.objectives.yardstick import Yardstick
-from jaxtrain.training.program.flops import flops_per_step
+from jaxtrain.training.objectives.objective import Yardstick
 from jaxtrain.training.settings import Config
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host

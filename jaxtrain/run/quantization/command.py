@@ -39,6 +39,7 @@ from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters, on_host, place_weights
+from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, validate_blocks
@@ -48,7 +49,6 @@ from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.step import base_step

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.training.objectives.yardstick import Yardstick
+from jaxtrain.training.objectives.objective import Yardstick
 
 if TYPE_CHECKING:
     from jaxtrain.run.show.picture import Picture

@@ -1,13 +1,81 @@
-"""The transform of an exchange method."""
+"""The transform of each exchange method, and that of asynchronous data parallelism itself.
 
-from jaxtrain.training.exchange.asynchronous import delay_gradients
+A parameter server takes each worker's gradient when it comes; by then the parameters have moved on.
+With as many workers as take turns, each gradient is `staleness` steps old. Here all devices take
+that step together, in one program whose numbers are those of such a run, on any mesh.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.sharding import reshard, shardings
 from jaxtrain.training.exchange.compression import Coded, Int8, Signs, TopK, compress_gradients
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.power_sgd import PowerSGD
 from jaxtrain.training.exchange.replicas import agree
 from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
 from jaxtrain.training.exchange.streaming import stream_fragments
-from jaxtrain.training.step import Transform
+from jaxtrain.training.objectives.losses import Sums
+from jaxtrain.training.state import Gradient, TrainState
+from jaxtrain.training.step import Step, Transform, transform
+
+
+@transform
+def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
+    """w(t+1) = w(t) + update of g(w(t - staleness)); before the first steps all are the first.
+
+    The loss is that of the old parameters. `TrainState.exchange` has those of the last steps, the
+    oldest first.
+
+    Args:
+      step: the synchronous one.
+      staleness: how many steps old the parameters are that a gradient is taken at.
+      compensation: lambda of what is added to a gradient for the way since, g g (w(t) - w(t -
+        staleness)) times lambda, the diagonal of its outer product standing for the Hessian
+        (DC-ASGD, arXiv 1609.08326, equation 10).
+    """
+    layout = step.setup.layout
+
+    def with_past(state: TrainState) -> TrainState:
+        """The state as if it had always had its parameters."""
+        past = tuple(jax.tree.map(jnp.copy, state.params) for _ in range(staleness))
+        return state.replace(exchange=past)
+
+    def state_shardings(state: TrainState) -> TrainState:
+        past = tuple(shardings(one, layout.parameter, layout) for one in state.exchange)
+        return step.shardings(state).replace(exchange=past)
+
+    def compensate(g: jax.Array, now: jax.Array, then: jax.Array) -> jax.Array:
+        way = now.astype(jnp.float32) - then.astype(jnp.float32)
+        return g + compensation * g * g * way
+
+    def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
+        past = (*state.exchange, state.params)
+        found = step.gradient(state.replace(params=past[0], exchange=()), batch, counts)
+        if compensation:
+            trees = found.grads, state.params, past[0]
+            grads = jax.tree.map(compensate, *(reshard(x, layout.moment, layout) for x in trees))
+            found = found._replace(grads=grads)
+        return found._replace(exchange=past[1:])
+
+    def base_state(state: TrainState) -> TrainState:
+        return state.replace(exchange=())
+
+    def set_weights(state: TrainState, *weights: Any) -> TrainState:
+        # Gradients of other parameters would mean nothing to these.
+        return with_past(step.set_weights(base_state(state), *weights))
+
+    return step._replace(
+        init=lambda *arguments: with_past(step.init(*arguments)),
+        shardings=state_shardings,
+        gradient=gradient,
+        current_state=lambda state: step.current_state(base_state(state)),
+        eval_state=lambda state: step.eval_state(base_state(state)),
+        set_weights=set_weights,
+    )
 
 
 def exchange_with(settings: Exchange) -> Transform:

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
-from jaxtrain.training.microbatches import with_row_ids
-from jaxtrain.training.setup import Setup
+from jaxtrain.training.setup import Setup, with_row_ids
 from jaxtrain.training.step import Step
 
 # The spec, inside and outside `jax.shard_map`, of what every replica has its own of.

@@ -30,8 +30,8 @@ from jaxtrain.training.objectives.losses import (
     perplexity,
     validate_unread,
 )
+from jaxtrain.training.objectives.objective import Yardstick, text_entropy
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
 from jaxtrain.training.settings import load_config
 
 

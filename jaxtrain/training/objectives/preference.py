@@ -19,8 +19,8 @@ from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.context import split_before, sum_of_sequence
 from jaxtrain.nn.transformer.language_model import Transformer, logits
 from jaxtrain.training.objectives.losses import Loss, Sums, cross_entropy, validate_unread
+from jaxtrain.training.objectives.objective import Baseline, Yardstick
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.objectives.yardstick import Baseline, Yardstick
 
 
 @configurable

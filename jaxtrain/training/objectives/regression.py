@@ -1,4 +1,4 @@
-"""Regression by least squares. Letters: B batch, K outputs."""
+"""Regression by least squares, and reconstruction by autoencoders. Letters: B batch, K outputs."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, vector_model
 from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss, Sums, validate_unread
+from jaxtrain.training.objectives.objective import Yardstick
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
-from jaxtrain.training.objectives.yardstick import Yardstick
 
 
 class Regression(AnswerObjective):
@@ -69,3 +69,23 @@ class Regression(AnswerObjective):
         """A mask below 0, or not finite."""
         del model
         yield from validate_values(batch, "loss_mask", 0, None)
+
+
+class Reconstruction(Regression):
+    """As `Regression`, of the numbers that went in; the data's targets are not read."""
+
+    name: ClassVar[str] = "reconstruction"
+
+    def labels_of(self, batch: Batch) -> jax.Array:
+        """The inputs."""
+        return batch.inputs
+
+    def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
+        """Nothing."""
+        del targets, model
+        yield from ()
+
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+        """Nothing."""
+        del batch, model, rows
+        yield from ()

@@ -20,9 +20,8 @@ from jaxtrain.nn.transformer.language_model import logits, padded_logits, vocabu
 from jaxtrain.nn.transformer.pair_module import PairModule
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import Objective, TellsLogits
+from jaxtrain.training.objectives.objective import Objective, TellsLogits, Yardstick
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
-from jaxtrain.training.objectives.yardstick import Yardstick
 
 
 class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import ClassModel, Model, TokenModel
 from jaxtrain.nn.transformer.language_model import Transformer, logits
-from jaxtrain.training.objectives.confusion import TOP, evaluation_sums
+from jaxtrain.training.objectives.classification import TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses, validate_unread
+from jaxtrain.training.objectives.objective import Yardstick, uniform_guess
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.objectives.yardstick import Yardstick, uniform_guess
 
 
 class TokenClassification(TokenObjective):

@@ -37,8 +37,13 @@ from jaxtrain.nn.transformer.language_model import (
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import Objective, TellsLogits, objective_named
-from jaxtrain.training.objectives.yardstick import Yardstick, text_entropy
+from jaxtrain.training.objectives.objective import (
+    Objective,
+    TellsLogits,
+    Yardstick,
+    objective_named,
+    text_entropy,
+)
 
 RESIDUAL = ("batch", "residual_length", "embed")
 

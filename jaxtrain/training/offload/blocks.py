@@ -20,7 +20,7 @@ from jaxtrain.training.finetune.tuning import joined, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import on_device, stacks
-from jaxtrain.training.optimizers.rounding import apply_updates
+from jaxtrain.training.optimizers.moments import apply_updates
 
 BLOCK_BYTES = 32 << 20  # on a device, of what a rule keeps; more where one parameter's layer is
 _WRITTEN_LATE = 2  # blocks computed that may wait to be written

@@ -10,9 +10,8 @@ import optax
 from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers.direction import DirectionRule
 from jaxtrain.training.optimizers.matrices import each, root_mean_square, sides
-from jaxtrain.training.optimizers.rule import Kept
+from jaxtrain.training.optimizers.rule import DirectionRule, Kept
 
 # Added to the squares, so that a row of zeros divides nothing by 0 (the paper's epsilon 1).
 _LEAST_SQUARE = 1e-30

@@ -1,19 +1,22 @@
-"""Dtype of optimizer moments; bfloat16 with stochastic rounding.
+"""Dtype of optimizer moments and parameters; stochastic rounding to bfloat16.
 
 bfloat16 has 8 bits of precision. A second moment moves by at most (1 - b2) of itself towards a
 steady gradient's square: with b2 = 0.999 that is less than half of its last bit, so that rounding
-to the nearest number leaves it where it is indefinitely.
+to the nearest number leaves it where it is indefinitely. Rounded stochastically, a number goes to
+either neighbour with the probability that makes the expected value the exact one (arXiv 1502.02551,
+section 2): steps far below the last bit add up. It is reproducible on any mesh and after a restart.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.training.optimizers.rounding import hash_bits, round_to_bfloat16
+from jaxtrain.parallel.sharding import is_variable, logical_axes
 
 Moments = Literal["float32", "bfloat16"]
 
@@ -111,3 +114,96 @@ def _cast(tree: Any, dtype: Any) -> Any:
         tree,
         is_leaf=is_variable,
     )
+
+
+# Which layer stands at each place of stacked arrays, if not the place's own: None.
+Layers = Sequence[int] | jax.Array | None
+
+# Which of an update's draws for an array is that of a parameter itself.
+_PARAMETER = 2**20 + 2
+
+
+def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = None) -> Any:
+    """The parameters after these updates, added in float32; bfloat16 ones rounded stochastically.
+
+    Args:
+      params: named arrays, float32 or bfloat16.
+      updates: like them.
+      count: of steps: no two round alike.
+      layers: which layer stands at each place of stacked arrays, if not the place's own.
+    """
+
+    def one(path: Any, param: Any, update: Any) -> Any:
+        value = param.get_value()
+        if value.dtype != jnp.bfloat16:
+            return param.replace(optax.apply_updates(value, update.get_value()))
+        exact = value.astype(jnp.float32) + update.get_value()
+        bits = hash_bits(path, param, count, _PARAMETER, layers) & jnp.uint32(0xFFFF)
+        return param.replace(round_to_bfloat16(exact, bits))
+
+    return jax.tree_util.tree_map_with_path(one, params, updates, is_leaf=is_variable)
+
+
+def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """One of the two bfloat16 neighbours of each number; over all bits, the number on average.
+
+    bfloat16 is the upper half of a float32. The lower half, in 65,536ths of the step between the
+    neighbours, is how far the number is from the one nearer zero; with as many random bits added
+    it carries into the upper half just so often. What is a bfloat16 already stays.
+
+    Args:
+      x: float32.
+      bits: uint32 like x, uniform below 2**16.
+    """
+    exact = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = (exact + bits) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(upper, jnp.float32)
+    # The sum would make another number out of a NaN; infinity has nothing to carry.
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: Layers) -> jax.Array:
+    """32 random bits for each element of a named array, uint32 like it: the same on every mesh.
+
+    Args:
+      path: where it stands in its tree.
+      variable: the array.
+      count: of updates: no two draw alike.
+      number: which of an update's draws for the array it is.
+      layers: as of `keep_moments`.
+    """
+    name = zlib.crc32(jax.tree_util.keystr(path).encode(), number)
+    stacked = logical_axes(variable)[:1] == ("layers",)
+    return place_in_array(variable.get_value(), count, name, layers if stacked else None)
+
+
+def place_in_array(x: jax.Array, count: jax.Array, number: int, layers: Layers = None) -> jax.Array:
+    """Return the same for an array without a name; `number` distinguishes it from others."""
+    key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(number))
+    return _mix(_index(x, layers) ^ key)
+
+
+def _index(x: jax.Array, layers: Layers) -> jax.Array:
+    """Each element's place in the array, row by row, modulo 2**32; laid out as the array is."""
+    sharding = jax.typeof(x).sharding
+    layout = {} if sharding.mesh.empty else {"out_sharding": sharding}
+    index = jnp.zeros((), jnp.uint32)
+    for dim in range(x.ndim):
+        stride = int(np.prod(x.shape[dim + 1 :], dtype=np.uint64)) % 2**32
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, **layout)
+        if dim == 0 and layers is not None:
+            order = jnp.asarray(layers).astype(jnp.uint32).reshape(-1, *(1,) * (x.ndim - 1))
+            place = jnp.zeros_like(place) + order
+        index = index + place * jnp.uint32(stride)
+    return index
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A permutation of the 32-bit numbers in which each bit depends on all others.
+
+    Three shifts and two products, out of a search for the least bias (C. Wellons, "Prospecting for
+    hash functions", lowbias32 of 2022).
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)

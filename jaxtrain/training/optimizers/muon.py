@@ -10,10 +10,8 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers.direction import AdamRule
-from jaxtrain.training.optimizers.matrices import Sides, each, sides
-from jaxtrain.training.optimizers.rule import Kept, validate_rate
-from jaxtrain.training.optimizers.whole import on_whole
+from jaxtrain.training.optimizers.matrices import Sides, each, on_whole, sides
+from jaxtrain.training.optimizers.rule import AdamRule, Kept, validate_rate
 
 # The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five turns of it bring
 # singular values from 0.002 on to between 0.7 and 1.2.

@@ -1,18 +1,23 @@
-"""Optimizer construction: settings to an optax gradient transformation."""
+"""Optimizer construction from settings, and gradient clipping by norm, by value, adaptive (AGC)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import ByName
+from jaxtrain.nn.parameters import role_of
+from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import groups
-from jaxtrain.training.optimizers.adamw import AdamW
-from jaxtrain.training.optimizers.average import keep_average
+from jaxtrain.training.optimizers.averages import keep_average
+from jaxtrain.training.optimizers.elementwise import AdamW
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
+from jaxtrain.training.optimizers.matrices import each, sides
 from jaxtrain.training.optimizers.moments import Moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
@@ -163,12 +168,8 @@ def make_optimizer(
         if unfreezing.steps:
             first.append(unfreezing.holding_back())
     if settings.clip_value is not None:
-        from jaxtrain.training.optimizers.clipping import clip_each
-
         first.append(clip_each(settings.clip_value))
     if settings.clip_ratio is not None:
-        from jaxtrain.training.optimizers.clipping import clip_adaptively
-
         first.append(clip_adaptively(settings.clip_ratio))
     if settings.clip_norm is not None:
         first.append(optax.clip_by_global_norm(settings.clip_norm))
@@ -180,3 +181,39 @@ def make_optimizer(
         rule = [unfreezing.waiting(optax.chain(*rule))]
     average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
     return join(first, [*rule, *scaled, *average])
+
+
+# A unit's weights count as at least this long, so that one that is 0 can begin to grow.
+_LEAST_NORM = 1e-3
+
+
+def clip_each(largest: float) -> optax.GradientTransformation:
+    """Every number of a gradient, brought to between -largest and largest."""
+
+    def one(gradient: Any) -> Any:
+        return gradient.replace(jnp.clip(gradient.get_value(), -largest, largest))
+
+    return optax.stateless(lambda updates, params: each(one, updates))
+
+
+def clip_adaptively(ratio: float) -> optax.GradientTransformation:
+    """Each unit's gradient, shortened to `ratio` times the length of the unit's weights.
+
+    A unit is a column of a matrix, what one output is made of, or a whole vector; what makes logits
+    is left alone (arXiv 2102.06171, section 4.1).
+    """
+
+    def one(gradient: Any, param: Any) -> Any:
+        if role_of(param) == "output":
+            return gradient
+        g, axes = gradient.get_value(), logical_axes(param)
+        _, rows, columns = sides(axes)
+        longest = ratio * jnp.maximum(_norm(param.get_value(), rows or columns), _LEAST_NORM)
+        norm = _norm(g, rows or columns)
+        return gradient.replace(g * jnp.where(norm > longest, longest / jnp.maximum(norm, 1e-6), 1))
+
+    return optax.stateless(lambda updates, params: each(one, updates, params))
+
+
+def _norm(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
+    return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(dims, keepdims=True))

@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import logical_axes, on_each_device, reshape
 from jaxtrain.parallel.tables import MeshAxes
-from jaxtrain.training.optimizers.matrices import Sides, sides
+from jaxtrain.training.optimizers.matrices import Sides, on_whole, sides
 from jaxtrain.training.optimizers.rule import Kept
-from jaxtrain.training.optimizers.whole import on_whole
 
 ROWS, COLUMNS = 0, 1
 

@@ -12,9 +12,8 @@ from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import preconditioners as sided
-from jaxtrain.training.optimizers.direction import DirectionRule
 from jaxtrain.training.optimizers.matrices import each
-from jaxtrain.training.optimizers.rule import Kept, validate_rate
+from jaxtrain.training.optimizers.rule import DirectionRule, Kept, validate_rate
 
 
 class Statistics(NamedTuple):

@@ -9,7 +9,7 @@ import optax
 
 from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.training.optimizers.direction import AdamRule, zeros_like
+from jaxtrain.training.optimizers.rule import AdamRule, zeros_like
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

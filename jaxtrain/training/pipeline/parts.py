@@ -1,7 +1,7 @@
-"""Pipeline parts of a model: first, middle and last stage.
+"""Parts that a pipeline cuts a model into: of text, image and encoder-decoder models.
 
-Stages pass an activation on that may be of several arrays, each with a name. A microbatch may go
-around the ring of ranks several times, each time through layers of another kind.
+Letters: B batch, T length (patches of an image, and what stands beside them), S source length,
+D embed.
 """
 
 import abc
@@ -12,13 +12,22 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.predictor import StackedPredictor
+from jaxtrain.nn.transformer.block import RESIDUAL
+from jaxtrain.nn.transformer.encoder_decoder import EncoderDecoder
+from jaxtrain.nn.transformer.language_model import enter
+from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.finetune.tuning import partition
+from jaxtrain.training.objectives.answers import AnswerObjective, countable
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
+from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, masks_of
+from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.stages import is_layer
 
 # Named arrays: a tree of them, or what is trained and what is frozen.
@@ -185,3 +194,248 @@ def _split(params: Any, first: Callable[[str, Any], bool]) -> tuple[Variables, V
         one, other = zip(*(_split(part, first) for part in params), strict=True)
         return one, other
     return partition(params, first)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextParts(Parts):
+    """Those of a `Transformer`; its stream is [B, T, D].
+
+    Attributes:
+      leading: how many layers stand before the equal ones.
+    """
+
+    objective: TokenObjective
+    leading: int = 0
+
+    travels: ClassVar[Mapping[str, int]] = {"stream": 0}
+
+    def enter(
+        self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
+    ) -> Stream:
+        """As in `Parts`."""
+        del number, before
+        model, mask = self.model(layers, outer), self.objective.mask(micro)
+        assert micro.positions is not None, "a batch of text has positions"
+        x_BTD, _ = enter(model, micro.inputs, micro.positions, mask, self.execution)
+        return {"stream": x_BTD}
+
+    def run_layers(
+        self,
+        number: int,
+        layers: Variables,
+        outer: Variables,
+        x: Stream,
+        micro: Batch,
+        numbers: jax.Array,
+    ) -> tuple[Stream, Sums]:
+        """As in `Parts`."""
+        del number
+        model, mask = self.model(layers, outer), self.objective.mask(micro)
+
+        def run_layer(layer: Any, x_BTD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
+            y_BTD, _, auxiliary = model.run_layer(layer, x_BTD, micro.positions, mask, execution)
+            return y_BTD, auxiliary
+
+        x_BTD, auxiliary = self.over_places(
+            run_layer, x["stream"], model.layers, numbers, self.execution
+        )
+        return {"stream": x_BTD}, auxiliary
+
+    @property
+    def enter_has_layers(self) -> bool:
+        """As in `Parts`: those before the equal ones."""
+        return self.leading > 0
+
+    @property
+    def head_has_layers(self) -> bool:
+        """As in `Parts`: the modules of multi-token prediction."""
+        return self.objective.tells_further
+
+    def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
+        """As in `Parts`."""
+        model = self.model(layers, outer)
+        h_BTD = model.finish(x["stream"])
+        return self.objective.of_finished(
+            model, h_BTD, micro, self.execution, self.loss, train=self.train
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageParts(Parts):
+    """Those of a `StackedPredictor`; its stream is [B, T, D]."""
+
+    objective: AnswerObjective
+
+    travels: ClassVar[Mapping[str, int]] = {"stream": 0}
+
+    def enter(
+        self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
+    ) -> Stream:
+        """As in `Parts`."""
+        del number, before
+        model = self.model(layers, outer)
+        return {"stream": model.embed(countable(micro), self.of_micro(micro))}
+
+    def run_layers(
+        self,
+        number: int,
+        layers: Variables,
+        outer: Variables,
+        x: Stream,
+        micro: Batch,
+        numbers: jax.Array,
+    ) -> tuple[Stream, Sums]:
+        """As in `Parts`; there are no auxiliary sums."""
+        del number
+        model = self.model(layers, outer)
+
+        def run_layer(layer: Any, x_BTD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
+            return model.run_layer(layer, x_BTD, execution), {}
+
+        x_BTD, _ = self.over_places(
+            run_layer, x["stream"], model.layers, numbers, self.of_micro(micro)
+        )
+        return {"stream": x_BTD}, {}
+
+    def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
+        """As in `Parts`."""
+        model = self.model(layers, outer)
+        with jax.named_scope("loss"):
+            answers_BC = model.finish(x["stream"], self.of_micro(micro))
+            return self.objective.of_predicted(answers_BC, micro, self.loss, train=self.train)
+
+
+ENCODER, DECODER = 0, 1  # the passes
+_STACKS = ("encoder_layers", "decoder_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class PairParts(Parts):
+    """Those of an `EncoderDecoder`.
+
+    The source's stream [B, S, D] goes through the encoder's stages, and from stage to stage of the
+    decoder as what was read; there the target's [B, T, D] goes beside it.
+
+    Attributes:
+      read_by_layers: `EncoderDecoder.read_by_layers`.
+    """
+
+    objective: SequenceToSequence
+    read_by_layers: frozenset[str] = frozenset()
+
+    travels: ClassVar[Mapping[str, int]] = {"source": ENCODER, "target": DECODER}
+    passes: ClassVar[int] = len(_STACKS)
+
+    def in_pass(self, number: int, name: str) -> bool:
+        """As in `Parts`."""
+        return name.split("/")[0] == _STACKS[number]
+
+    def is_shared(self, name: str) -> bool:
+        """As in `Parts`."""
+        return name in self.read_by_layers
+
+    def enter(
+        self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
+    ) -> Stream:
+        """As in `Parts`. The target has a place from the first stage on, since what stages pass on
+        has one shape; it is zeros there, and is not sent."""
+        model, execution = self.model(layers, outer), self.of_micro(micro)
+        if number == ENCODER:
+            assert micro.source is not None, "a batch of pairs has sources"
+            shape = jax.eval_shape(lambda: model.enter_target(micro.inputs, execution))
+            spec = P() if shape.sharding is None else shape.sharding.spec
+            nothing_BTD = jnp.zeros(shape.shape, shape.dtype, out_sharding=spec)
+            return {"source": model.enter_source(micro.source, execution), "target": nothing_BTD}
+        # Between stages it lies as the streams do; each gathers it once for all its layers.
+        memory_BSD = shard(model.finish_source(before["source"], execution), RESIDUAL)
+        return {"source": memory_BSD, "target": model.enter_target(micro.inputs, execution)}
+
+    def run_layers(
+        self,
+        number: int,
+        layers: Variables,
+        outer: Variables,
+        x: Stream,
+        micro: Batch,
+        numbers: jax.Array,
+    ) -> tuple[Stream, Sums]:
+        """As in `Parts`; there are no auxiliary sums."""
+        model, execution = self.model(layers, outer), self.of_micro(micro)
+        stage = self._read if number == ENCODER else self._write
+        return stage(model, x["source"], x["target"], micro, numbers, execution), {}
+
+    def _read(
+        self,
+        model: EncoderDecoder,
+        x_BSD: jax.Array,
+        x_BTD: jax.Array,
+        micro: Batch,
+        numbers: jax.Array,
+        execution: Execution,
+    ) -> Stream:
+        """What resumes from a stage of the encoder."""
+        mask = model.of_source(masks_of(micro).source, x_BSD.shape[1])
+
+        def layer(own: Any, x_BSD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
+            return model.read_layer(own, x_BSD, mask, execution), {}
+
+        with jax.named_scope("encoder"):
+            x_BSD, _ = self.over_places(layer, x_BSD, model.encoder_layers, numbers, execution)
+        return {"source": x_BSD, "target": x_BTD}
+
+    def _write(
+        self,
+        model: EncoderDecoder,
+        x_BSD: jax.Array,
+        x_BTD: jax.Array,
+        micro: Batch,
+        numbers: jax.Array,
+        execution: Execution,
+    ) -> Stream:
+        """What resumes from a stage of the decoder."""
+        masks, length = masks_of(micro), x_BTD.shape[1]
+        mask = model.of_target(masks.target, length, length)
+        memory_BSD = shard(x_BSD, HIDDEN)
+
+        def layer(own: Any, x_BTD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
+            y_BTD = model.write_layer(own, x_BTD, memory_BSD, mask, masks.of_memory, execution)
+            return y_BTD, {}
+
+        with jax.named_scope("decoder"):
+            x_BTD, _ = self.over_places(layer, x_BTD, model.decoder_layers, numbers, execution)
+        return {"source": x_BSD, "target": x_BTD}
+
+    def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
+        """As in `Parts`."""
+        model = self.model(layers, outer)
+        h_BTD = model.finish_target(x["target"], self.of_micro(micro))
+        return self.objective.of_hidden(model, h_BTD, micro, self.loss, train=self.train)
+
+
+def parts_of(
+    model: nnx.Module,
+    objective: Objective[Any],
+    execution: Execution,
+    loss: Loss,
+    *,
+    train: bool,
+    padded: bool,
+    seed: int,
+) -> Parts:
+    """What the stages of a pipeline compute; other arguments as of `Parts`.
+
+    Args:
+      model: the module, of which the shapes are enough.
+    """
+    graphdef = nnx.split(model, nnx.Param, ...)[0]
+    if isinstance(objective, TokenObjective):
+        text: Any = model
+        leading = len(text.leading)
+        return TextParts(graphdef, objective, execution, loss, train, padded, seed, None, leading)
+    if isinstance(objective, AnswerObjective):
+        assert isinstance(model, StackedPredictor), "images are of one stack"
+        return ImageParts(graphdef, objective, execution, loss, train, padded, seed)
+    assert isinstance(objective, SequenceToSequence), "what has no equal layers has no stages"
+    assert isinstance(model, EncoderDecoder), "pairs are of two stacks"
+    names = model.read_by_layers
+    return PairParts(graphdef, objective, execution, loss, train, padded, seed, None, names)

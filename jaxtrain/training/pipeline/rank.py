@@ -17,9 +17,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward
-from jaxtrain.training.pipeline.buffers import buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
-from jaxtrain.training.pipeline.slots import Slots
+from jaxtrain.training.pipeline.slots import Slots, buffer, by_rows, put, take, zeros
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.pipeline.table import Work
 

@@ -19,7 +19,7 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
-from jaxtrain.training.objectives.next_token import NextToken
+from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.settings import Config
 

@@ -13,8 +13,8 @@ from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.remat import NAMES, Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.training.compose import compose
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import base_step

@@ -16,17 +16,16 @@ from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, remat
 from jaxtrain.nn.attention import context, kernels, patterns
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, settings
+from jaxtrain.training import corruption, layouts, settings
 from jaxtrain.training.compatibility import check_compatibility
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
+from jaxtrain.training.kernel import kernel_request
 from jaxtrain.training.objectives import losses
 from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
-from jaxtrain.training.program import uneven
-from jaxtrain.training.program.kernel import kernel_request
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
 
@@ -186,7 +185,7 @@ _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (
     lambda ctx, c: check_compatibility(ctx),
     lambda ctx, c: sharding.validate(c.sharding, ctx.sizes),
     _lengths,
-    lambda ctx, c: uneven.validate(
+    lambda ctx, c: layouts.validate_batch(
         c.train,
         ctx.layout_if_any,
         microbatches=c.pipeline.microbatches,

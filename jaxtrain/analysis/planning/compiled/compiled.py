@@ -29,10 +29,10 @@ from jaxtrain.config import files
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.compilation import with_known_options, xla_options
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program import layouts
-from jaxtrain.training.program.uneven import rows_held
+from jaxtrain.training.layouts import rows_held
 from jaxtrain.training.settings import Config
 
 # Options for libtpu in addition to a run's own (figures: docs/design/planning_model.md).

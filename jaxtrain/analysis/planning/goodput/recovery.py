@@ -8,7 +8,7 @@ import jax
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.run.attempts.begin import SILENCE_SECONDS
 from jaxtrain.training.compose import compose
-from jaxtrain.training.program.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import SAMPLES, Config, Deadlines
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import format_mesh, human_bytes
-from jaxtrain.training.program import layouts
+from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import parameter_shapes
 

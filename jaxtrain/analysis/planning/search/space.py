@@ -11,8 +11,8 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.compatibility import check_compatibility
+from jaxtrain.training.kernel import resolved
 from jaxtrain.training.preflight.named import activation_names
-from jaxtrain.training.program.kernel import resolved
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
 

@@ -9,9 +9,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
-from jaxtrain.training.program.kernel import resolve_kernel
 from jaxtrain.training.settings import Config
 
 # gin's section -> the field of Config.

@@ -17,16 +17,14 @@ from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
-from jaxtrain.training.balancing import biases
 from jaxtrain.training.finetune.finetune import tuning_of
-from jaxtrain.training.pipeline.image_parts import ImageParts
-from jaxtrain.training.pipeline.pair_parts import PairParts
+from jaxtrain.training.layouts import rows_held
+from jaxtrain.training.pipeline.parts import ImageParts, PairParts, TextParts
 from jaxtrain.training.pipeline.stages import deal
-from jaxtrain.training.pipeline.text_parts import TextParts
-from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.reduction import reduce_once_axes
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import parameter_shapes
+from jaxtrain.training.transforms import biases
 
 
 @dataclasses.dataclass(frozen=True)

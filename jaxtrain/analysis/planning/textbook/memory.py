@@ -34,11 +34,10 @@ from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
+from jaxtrain.training.kernel import resolved
+from jaxtrain.training.layouts import abstract_layout, rows_held
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.program.kernel import resolved
-from jaxtrain.training.program.layouts import abstract_layout
-from jaxtrain.training.program.uneven import rows_held
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import base_step

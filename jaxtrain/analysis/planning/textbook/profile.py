@@ -21,10 +21,10 @@ from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
+from jaxtrain.training.kernel import resolved
+from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.backward import Backward
-from jaxtrain.training.program.kernel import resolved
-from jaxtrain.training.program.layouts import abstract_layout
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.state import with_shardings

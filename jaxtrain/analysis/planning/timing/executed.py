@@ -20,10 +20,10 @@ from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
+from jaxtrain.training.layouts import abstract_layout, shapes_of
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.pipeline.stages import deal
-from jaxtrain.training.program.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import IN_DEVICE_MEMORY
 from jaxtrain.training.state import with_shardings

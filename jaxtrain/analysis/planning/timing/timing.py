@@ -59,10 +59,10 @@ from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.training.flops import flops_per_step
+from jaxtrain.training.kernel import resolved
+from jaxtrain.training.layouts import filled
 from jaxtrain.training.offload.offload import Offload
-from jaxtrain.training.program.flops import flops_per_step
-from jaxtrain.training.program.kernel import resolved
-from jaxtrain.training.program.uneven import filled
 from jaxtrain.training.settings import Config
 
 # What an axis moves of weights and gradients: computation hides some of it.

@@ -1,4 +1,4 @@
-"""LARS: momentum with layer-wise trust ratios, for large image batches."""
+"""Update rules with layer-wise trust ratios, for large batches: LAMB, LARS."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -11,9 +11,25 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.groups import Decay, each_named
-from jaxtrain.training.optimizers.matrices import norm, ratio
+from jaxtrain.training.optimizers.matrices import norm, ratio, scale_by_trust_ratio
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
+from jaxtrain.training.optimizers.rule import AdamRule, Kept, Rule, validate_rate
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LAMB(AdamRule):
+    """LAMB (arXiv 1904.00962): AdamW's update, decay included, times |w| / |update| of each matrix
+    of each layer."""
+
+    name: ClassVar[str] = "lamb"
+    epsilon: float = 1e-6
+
+    def chain(
+        self, rate: optax.Schedule, *, decay: Decay, moments: Moments
+    ) -> list[optax.GradientTransformation]:
+        *update, scale = super().chain(rate, decay=decay, moments=moments)
+        return [*update, scale_by_trust_ratio(), scale]
 
 
 @configurable

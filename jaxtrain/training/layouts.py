@@ -1,0 +1,268 @@
+"""Layout of a configuration: on devices, or on an abstract mesh; batches filled up to it.
+
+A filled batch has rows past its last that have zero weight: the last row again, with a loss mask
+of 0 and of no document. Losses, gradients and router statistics are those of the rows before
+them; the work on them is idle.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
+from jaxtrain.config.partial import NotRead
+from jaxtrain.data.batch import Batch
+from jaxtrain.data.ordering.rows import without_weight
+from jaxtrain.models.model import Model
+from jaxtrain.nn.parameters import Statistic
+from jaxtrain.parallel import dividing
+from jaxtrain.parallel.devices import platform_of
+from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
+from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
+from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.settings import Config, Train
+from jaxtrain.training.setup import parameter_shapes
+
+
+def abstract_layout(config: Config, device_count: int) -> Layout:
+    """The layout on a mesh of names and sizes alone.
+
+    Raises:
+      UserError: the sizes do not fit this many devices.
+    """
+    return _layout_on(_abstract(config, shared_mesh(config, device_count), device_count), config)
+
+
+def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
+    """The layout on all devices, or on these.
+
+    Raises:
+      UserError: the devices stand in other slices than `Mesh.dcn` says.
+    """
+    devices = jax.devices() if devices is None else devices
+    mesh = make_mesh(
+        shared_mesh(config, len(devices)),
+        devices,
+        tensor_layout=config.sharding.tensor_layout,
+        tensor_depth=config.sharding.tensor_depth,
+    )
+    found = _layout_on(mesh, config)
+    if platform_of(mesh) == "tpu" and _keeps_plainly(config):
+        return dividing.in_tiles(found, shapes_of(config.train.model))
+    return found
+
+
+def shared_mesh(config: Config, device_count: int) -> Mesh:
+    """The mesh with as many devices along `fsdp` as all sizes divide by, the rest in `data`.
+
+    Shards are shared by 16 of 48 devices where embed_dim is 2048, and there are 3 copies of each:
+    exactly what Mesh.data=3 and Mesh.fsdp=16 are. Where nothing divides, or where `data` means more
+    than copies (replicas of an exchange, slices), it stays as it is.
+
+    Raises:
+      UserError: the sizes do not fit this many devices.
+    """
+    own, sizes = config.mesh, config.mesh.sizes(device_count)
+    means_more = config.exchange.method != "synchronous" or own.dcn.get("fsdp", 1) > 1
+    if sizes["fsdp"] == 1 or config.sharding.zero == 0 or means_more:
+        return own
+    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
+        plain = _layout_on(_abstract(config, own, device_count), config)
+        share = dividing.largest_fsdp(plain, shapes_of(config.train.model))
+        if share > 1:
+            rest = sizes["fsdp"] // share
+            return dataclasses.replace(own, data=sizes["data"] * rest, fsdp=share)
+    return own
+
+
+def notes(config: Config, layout: Layout) -> list[str]:
+    """A sentence for everything that lies on more devices than the configuration says, where rows
+    of the batch have zero weight, and where experts multiply more rows than their own."""
+    sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
+    found = [*dividing.notes(layout, sizes, model), *notes_of_filling(config, layout)]
+    found += _notes_of_masters(config, layout)
+    experts = model.experts
+    if experts is not None and experts.capacity_factor is None:
+        platform, name = platform_of(layout.mesh), type(model).__name__
+        from jaxtrain.nn.matmul import grouped
+
+        found += grouped.notes(platform, experts=experts.count, model=name)
+    return found
+
+
+def _notes_of_masters(config: Config, layout: Layout) -> list[str]:
+    dtypes = config.precision
+    if layout.masters == "whole" or dtypes.compute != dtypes.params:
+        return []
+    return [
+        f"Sharding.masters='sharded' with Precision.compute={dtypes.compute!r} and "
+        f"Precision.params={dtypes.params!r}: whole weights take as much as whole masters would, "
+        "and the shards come on top; Sharding.masters='whole' takes less"
+    ]
+
+
+@functools.lru_cache(maxsize=16)
+def shapes_of(model: Model) -> nnx.State:
+    """A model's parameters, of which no array is made.
+
+    Made once of a model: a search asks for thousands of layouts of one.
+    """
+    return parameter_shapes(model.build)
+
+
+def _keeps_plainly(config: Config) -> bool:
+    """Whether all that is kept of a parameter is of its own shape, on the devices of its shards.
+
+    Blocks of eight or four bits, factored moments and preconditioners are of sizes and layouts of
+    their own, as adapters, what replicas tell each other and what lies in a host's memory.
+    """
+    if config.finetune.lora_rank is not None or config.exchange.method != "synchronous":
+        return False
+    if config.offload != Offload():
+        return False
+    for variable in jax.tree.leaves(shapes_of(config.train.model), is_leaf=is_variable):
+        shape, axes = variable.get_value().shape, logical_axes(variable)
+        kept = config.optimizer.keeps(shape, axes)
+        if any((one.shape, one.axes) != (shape, axes) for one in kept):
+            return False
+    return True
+
+
+def _abstract(config: Config, mesh: Mesh, device_count: int) -> jax.sharding.AbstractMesh:
+    return abstract_mesh(
+        mesh,
+        device_count,
+        tensor_layout=config.sharding.tensor_layout,
+        tensor_depth=config.sharding.tensor_depth,
+    )
+
+
+def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Config) -> Layout:
+    num_kv_heads = None
+    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
+        attention = config.train.model.attention
+        num_kv_heads = None if attention is None else attention.num_kv_heads
+    found = Layout.of(mesh, config.sharding, num_kv_heads)
+    with contextlib.suppress(NotRead):
+        if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
+            return dividing.replicate_uneven(found, shapes_of(config.train.model))
+    return found
+
+
+def parts_of_batch(train: Train, layout: Layout, *, microbatches: int) -> int:
+    """What the rows on the devices are a multiple of; `microbatches` of a pipeline."""
+    piped = 1 if layout.mesh.shape["pipe"] == 1 else microbatches
+    return layout.batch_devices() * train.accumulation * piped
+
+
+def rows_held(config: Config, layout: Layout) -> int:
+    """Rows of a batch's arrays: the global batch's, and those that fill it."""
+    rows = config.train.global_batch_size
+    parts = parts_of_batch(config.train, layout, microbatches=config.pipeline.microbatches)
+    return -(-rows // parts) * parts if config.train.fill_batch else rows
+
+
+def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
+    """A batch of somebody's own, with the rows that `Train.fill_batch` says it gets, if any.
+
+    Raises:
+      UserError: such rows would change what is computed.
+    """
+    sizes = {getattr(leaf, "shape", ())[:1] for leaf in jax.tree.leaves(batch)}
+    if not config.train.fill_batch or len(sizes) != 1 or sizes <= {(), (0,)}:
+        return batch  # its errors are reported like those of any other
+    ((rows,),) = sizes
+    train = dataclasses.replace(config.train, global_batch_size=rows)
+    held = rows_held(dataclasses.replace(config, train=train), layout)
+    if held == rows:
+        return batch
+    if reasons := list(_cannot_be_filled(train, config.exchange.method)):
+        does_not = f"Batch.inputs has {rows} rows, which are not {held}"
+        raise UserError(
+            "\n".join(f"{does_not}, and Train.fill_batch=True {reason}" for reason in reasons)
+        )
+    places = np.arange(held)
+    last = jax.tree.map(lambda leaf: leaf[np.minimum(places, rows - 1)], batch)
+    return without_weight(last, places >= rows)
+
+
+def filled(config: Config, layout: Layout) -> Config:
+    """The configuration whose global batch is all rows that the devices work on."""
+    train = dataclasses.replace(config.train, global_batch_size=rows_held(config, layout))
+    return dataclasses.replace(config, train=train)
+
+
+def notes_of_filling(config: Config, layout: Layout) -> Iterator[str]:
+    """A sentence where rows have zero weight."""
+    rows, held = config.train.global_batch_size, rows_held(config, layout)
+    if held > rows:
+        yield (
+            f"Train.global_batch_size={rows} is filled to {held} rows, a multiple of its "
+            f"{layout.batch_devices()} devices and their microbatches: {held - rows} have "
+            f"zero weight, {(held - rows) / held:.1%} of the work"
+        )
+
+
+def validate_batch(
+    settings: Train, layout: Layout | None, *, microbatches: int, exchange: str
+) -> Iterator[str]:
+    """A sentence where the batch does not divide and is not to be filled, or cannot be.
+
+    Args:
+      settings: the batch and its accumulation.
+      layout: over how many devices the batch is split; None: that is not known.
+      microbatches: of a pipeline.
+      exchange: the method by which replicas agree.
+    """
+    batch, accumulation = settings.global_batch_size, settings.accumulation
+    devices = 1 if layout is None else layout.batch_devices()
+    times = f"Train.accumulation={accumulation}"
+    if layout is None or layout.mesh.shape["pipe"] == 1:
+        microbatches = 1
+    else:
+        times += f" times Pipeline.microbatches={microbatches}"
+    parts = devices * accumulation * microbatches
+    if batch % parts == 0:
+        return
+    over = f"the {devices} devices that split the batch times " if layout is not None else ""
+    does_not = f"Train.global_batch_size={batch} does not divide over {over}{times}"
+    nearest = f"the nearest multiple of {parts} is {nearest_multiple(batch, parts)}"
+    if settings.fill_batch:
+        for reason in _cannot_be_filled(settings, exchange):
+            yield f"{does_not}, and Train.fill_batch=True {reason}; {nearest}"
+        return
+    rest, fits = devices * microbatches, ""
+    if batch % rest == 0:
+        fits = f", or set Train.accumulation={nearest_divisor(batch // rest, accumulation)}"
+    yield f"{does_not}; {nearest}{fits}, or fill the batch: Train.fill_batch=True"
+
+
+def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
+    """Why rows without weight would change what is computed."""
+    model = settings.model
+    name = type(model).__name__
+    if _has_statistics(model):
+        yield f"would count rows that have zero weight in the running statistics of {name}"
+    if model.experts is not None and settings.data.abstract_batch(1).segment_ids is None:
+        yield (
+            f"would count rows that have zero weight in the router's losses of {name}, which tell "
+            "them by TextData.separate_documents=True"
+        )
+    if exchange != "synchronous":
+        yield f"would give replicas of Exchange.method={exchange!r} unequal rows to average"
+    if settings.noise_scale_every:
+        yield (
+            f"leaves microbatches of unequal rows, which "
+            f"Train.noise_scale_every={settings.noise_scale_every} compares"
+        )
+
+
+@functools.lru_cache(maxsize=16)  # a search asks it of thousands of layouts of one model
+def _has_statistics(model: Model) -> bool:
+    module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
+    return bool(jax.tree.leaves(nnx.state(module, Statistic)))

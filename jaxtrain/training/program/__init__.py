@@ -1,1 +1,0 @@
-"""Layout and program of a configuration."""
