@@ -101,9 +101,8 @@ def test_a_component_takes_its_own_settings(path):
 
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
-    "models.model", "models.transformers.grouped_query_sizes", "models.transformers.stacks",
-    "models.transformers.decoder_sizes", "models.transformers.gemma_sizes",
-    "models.transformers.mixture_sizes", "models.recurrent.recurrent_sizes",
+    "models.model", "models.language_model", "models.transformers.stacks",
+    "models.recurrent.recurrent_sizes",
     "models.state_space.state_space_sizes",
     *(f"models.weights.{name}" for name in (
         "config_file", "config_rows", "config_keys", "rope", "names", "family", "grouped_query",

@@ -51,7 +51,7 @@ def build(block: Block, key: jax.Array) -> Decoder:
 def test_layer_norms_around_grouped_queries_and_a_swiglu_are_stablelm():
     torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
     transformers = pytest.importorskip("transformers")
-    block = Block(attention=SIZES.grouped_query, mlp=SWIGLU, norm=LAYER_NORM)
+    block = Block(attention=SIZES.block.attention, mlp=SWIGLU, norm=LAYER_NORM)
     structure, params = nnx.split(build(block, jax.random.key(0)), nnx.Param)
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -107,7 +107,7 @@ class Mixed:
     """Grouped queries with a window and rotary positions, a GELU with biases, RMS norms."""
 
     objective = "next_token"
-    block = Block(attention=SIZES.grouped_query, mlp=BIASED_MLP, norm=RMS_NORM)
+    block = Block(attention=SIZES.block.attention, mlp=BIASED_MLP, norm=RMS_NORM)
 
     def build(self, key):
         return build(self.block, key)
@@ -120,7 +120,7 @@ def test_another_block_trains_on_a_mesh_as_on_one_device():
     assert_equal(evaluate(make_step(Mixed(), layout), batch), expected)
 
 
-@pytest.mark.parametrize("attention", [SIZES.grouped_query, MULTI_HEAD])
+@pytest.mark.parametrize("attention", [SIZES.block.attention, MULTI_HEAD])
 @pytest.mark.parametrize("mlp", [SWIGLU, BIASED_MLP])
 def test_matmul_parameters_are_those_with_two_sides(attention, mlp):
     block = Block(attention=attention, mlp=mlp, norm=LAYER_NORM)

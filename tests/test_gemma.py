@@ -9,9 +9,7 @@ from parity import assert_equal, evaluate
 from tiny_models import count_parameters
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.transformers.gemma import Gemma
-from jaxtrain.models.transformers.gemma2 import Gemma2
-from jaxtrain.models.transformers.gemma3 import Gemma3
+from jaxtrain.models.transformers.gemma import Gemma, Gemma2, Gemma3
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.pipeline.schedules import Pipeline
 

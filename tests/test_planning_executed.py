@@ -23,7 +23,7 @@ from jaxtrain.analysis.planning.timing.executed import (
 )
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import AttentionFacts
-from jaxtrain.models.transformers.gemma3 import Gemma3
+from jaxtrain.models.transformers.gemma import Gemma3
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import load_config

@@ -19,7 +19,7 @@ from jaxtrain.analysis.planning.machines.targets import tpu_devices
 from jaxtrain.analysis.planning.textbook import facts, formulas
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts, expect_traffic
-from jaxtrain.models.transformers.gemma3 import Gemma3
+from jaxtrain.models.transformers.gemma import Gemma3
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision

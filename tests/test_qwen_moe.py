@@ -31,7 +31,7 @@ def pair_of(sizes: Mixtral):
 
     shared = sizes.shared_mlp_dim
     kind, model_type = ("Qwen3Moe", "qwen3_moe") if shared is None else ("Qwen2Moe", "qwen2_moe")
-    own = {"head_dim": sizes.key_dim} if shared is None else {
+    own = {"head_dim": sizes.attention.key_dim} if shared is None else {
         "shared_expert_intermediate_size": shared
     }  # fmt: skip
     config = getattr(transformers, f"{kind}Config")(

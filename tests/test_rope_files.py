@@ -76,7 +76,8 @@ def test_frequencies_are_those_of_transformers(architecture, variant):
     if architecture == "MixtralForCausalLM":  # whose YaRN fails there without it
         content["head_dim"] = 8
     theirs = theirs_of(architecture, content)
-    ours = model_of({**content, "architectures": [architecture]}, where="config.json")[1].rotary
+    ours = model_of({**content, "architectures": [architecture]}, where="config.json")[1]
+    ours = ours.block.attention.rotary
     frequencies = ours.frequencies(2 * len(theirs.inv_freq))
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=2e-6)
     assert ours.scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
@@ -111,8 +112,8 @@ def test_frequencies_of_both_kinds_of_layers_are_those_of_transformers(variant):
     theirs = theirs_of("Gemma3ForCausalLM", content)
     ours = model_of({**content, "architectures": ["Gemma3ForCausalLM"]}, where="config.json")[1]
     for own, there in (
-        (ours.rotary, theirs.full_attention_inv_freq),
-        (ours.local_rotary, theirs.sliding_attention_inv_freq),
+        (ours.block.attention.rotary, theirs.full_attention_inv_freq),
+        (ours.block.attention.local.rotary, theirs.sliding_attention_inv_freq),
     ):
         np.testing.assert_allclose(own.frequencies(2 * len(there)), there.numpy(), rtol=2e-6)
 

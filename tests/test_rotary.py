@@ -31,7 +31,7 @@ def test_a_part_of_one_s_own_names_nothing_that_it_has_not():
         embed_dim=4096, num_heads=32, num_kv_heads=8, head_dim=128, residual_stddev=0.0025,
         rotary=Rotary(theta=500000.0),
     )  # fmt: skip
-    assert own == Llama().grouped_query
+    assert own == Llama().block.attention
     slowed = Yarn(theta=1e4, scaling=4.0, original_context_length=4096)
     # arXiv 2309.00071, section 3.2: alpha = 1 and beta = 32 for the Llama family.
     assert (slowed.low_frequency_factor, slowed.high_frequency_factor) == (1.0, 32.0)
@@ -74,7 +74,7 @@ def test_frequencies_and_factor_are_those_of_transformers(
     )  # fmt: skip
     np.testing.assert_allclose(ours.frequencies(head_dim), expected.numpy(), rtol=2e-6)
     assert ours.scale == pytest.approx(factor, rel=1e-12)
-    assert ours == sizes.grouped_query.rotary
+    assert ours == sizes.block.attention.rotary
 
 
 def test_logits_and_every_gradient_of_a_llama_equal_transformers():

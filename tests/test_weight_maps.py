@@ -18,9 +18,7 @@ from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.deepseek import DeepSeek
-from jaxtrain.models.transformers.gemma import Gemma
-from jaxtrain.models.transformers.gemma2 import Gemma2
-from jaxtrain.models.transformers.gemma3 import Gemma3
+from jaxtrain.models.transformers.gemma import Gemma, Gemma2, Gemma3
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.transformers.llama import Llama

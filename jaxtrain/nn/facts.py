@@ -1,4 +1,4 @@
-"""Facts of attention and experts, which kernels, caches, checks and plans ask of the parts."""
+"""Facts of attention, experts and layers, which kernels, caches, checks and plans ask for."""
 
 import dataclasses
 
@@ -76,3 +76,18 @@ class ExpertsFacts:
     per_token: int
     capacity_factor: float | None = None
     bias_speed: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """What checks, plans and generation ask of a layer.
+
+    Attributes:
+      attention: its attention; None: it has none.
+      experts: its experts; None: it has none.
+      cached: the arrays that it keeps of the tokens so far; empty: it cannot generate.
+    """
+
+    attention: AttentionFacts | None = None
+    experts: ExpertsFacts | None = None
+    cached: tuple[Cached, ...] = ()

@@ -7,7 +7,9 @@ Sources: DeepSeek-V2 (arXiv 2405.04434) with router='softmax', DeepSeek-V3 (arXi
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Literal
+
+import jax
 
 from jaxtrain.config.errors import (
     UserError,
@@ -17,22 +19,23 @@ from jaxtrain.config.errors import (
     require_positive,
 )
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, ExpertsFacts
-from jaxtrain.models.transformers.decoder_sizes import DecoderSizes
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.nn.attention.latent import Latent
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.moe.experts import Experts, validate_settings
 from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
 from jaxtrain.nn.moe.shared_experts import SharedExperts
-from jaxtrain.nn.transformer.block import Block
-from jaxtrain.nn.transformer.mlp import SwiGLU
+from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.transformer.decoder import Decoder, decoder
+from jaxtrain.nn.transformer.mlp import gated_mlp
 from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
 from jaxtrain.nn.transformer.rotary import Linear, Rotations, Yarn
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeepSeek(DecoderSizes):
+class DeepSeek(LanguageModel):
     """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without its prediction of a second token.
 
     Attributes:
@@ -112,12 +115,6 @@ class DeepSeek(DecoderSizes):
     predicted_tokens: int = 1
     prediction_weight: float = 0.3
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
-    settings: ClassVar[dict[str, str]] = {
-        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
-        "experts": "num_experts", "layers": "num_layers", "vocab_embed": "embed_dim",
-    }  # fmt: skip
-
     def __post_init__(self) -> None:
         require_at_least(
             1, self, "vocab_size", "num_layers", "embed_dim", "num_heads", "query_rank",
@@ -189,24 +186,10 @@ class DeepSeek(DecoderSizes):
         return "next_token" if self.predicted_tokens == 1 else "multi_token"
 
     @property
-    def attention(self) -> AttentionFacts:
-        """Latent attention, of every layer."""
-        return self.latent.facts
-
-    @property
     def experts(self) -> ExpertsFacts:
         """Of every layer but the dense ones."""
         speed = self.bias_speed if self.router == "sigmoid" else None
         return dataclasses.replace(self._routed.facts, bias_speed=speed)
-
-    @property
-    def cached(self) -> tuple[Cached, ...]:
-        """The latent of keys and values, and the key that all heads share."""
-        latent, shared = (
-            Cached(shape=(dim,), axes=("latent",), every_token=True, leading=self.dense_layers)
-            for dim in (self.key_value_rank, self.rotary_dim)
-        )
-        return latent, shared
 
     @property
     def rotary(self) -> Rotations:
@@ -234,13 +217,13 @@ class DeepSeek(DecoderSizes):
             value_dim=self.value_dim,
             rotary=self.rotary,
             query_scale=(0.1 * self.rope_score_factor * math.log(self.rope_scaling) + 1) ** 2,
-            residual_stddev=self.residual_stddev,
+            residual_stddev=residual_stddev(self.num_layers),
         )
 
     @property
     def leading(self) -> tuple[Block, ...]:
         """The dense layers."""
-        return (Block(attention=self.latent, mlp=self._dense(self.mlp_dim), norm=self.norm),) * (
+        return (Block(attention=self.latent, mlp=gated_mlp(self), norm=self.norm),) * (
             self.dense_layers
         )
 
@@ -260,10 +243,20 @@ class DeepSeek(DecoderSizes):
         return Block(
             attention=self.latent,
             mlp=SharedExperts(
-                shared=self._dense(self.shared_experts * self.expert_mlp_dim), routed=self._routed
+                shared=gated_mlp(self, self.shared_experts * self.expert_mlp_dim),
+                routed=self._routed,
             ),
             norm=self.norm,
         )
+
+    def build(self, key: jax.Array) -> Decoder:
+        """The module with newly initialized parameters."""
+        return decoder(self, key, leading=self.leading, predicting=self.predicting)
+
+    @property
+    def norm(self) -> RMSNorm:
+        """The norm before each part of a block, and after the last."""
+        return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
 
     @property
     def _routed(self) -> Experts:
@@ -279,14 +272,9 @@ class DeepSeek(DecoderSizes):
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             capacity_factor=self.capacity_factor,
-            residual_stddev=self.residual_stddev,
+            residual_stddev=residual_stddev(self.num_layers),
             balance_weight=self.balance_weight,
             router_z_weight=0.0,
             num_layers=self.layers + self.predicted_tokens - 1,
             router=router,
-        )
-
-    def _dense(self, mlp_dim: int) -> SwiGLU:
-        return SwiGLU(
-            embed_dim=self.embed_dim, mlp_dim=mlp_dim, residual_stddev=self.residual_stddev
         )

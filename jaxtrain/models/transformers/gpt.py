@@ -11,11 +11,10 @@ import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, Inputs
+from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.layers import LayerNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.transformer.block import Block, residual_stddev
@@ -25,7 +24,7 @@ from jaxtrain.nn.transformer.mlp import TwoLayers
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT:
+class GPT(LanguageModel):
     """Sizes of a GPT-2; the defaults are the 124M model.
 
     Attributes:
@@ -47,9 +46,6 @@ class GPT:
     norm_eps: float = 1e-5
     attention_pattern: Pattern | None = None
 
-    inputs: ClassVar[Inputs] = "tokens"
-    objective = "next_token"
-    experts = None
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
@@ -76,21 +72,6 @@ class GPT:
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.embed_dim // self.num_heads
-
-    @property
-    def layers(self) -> int:
-        """All blocks are one stack."""
-        return self.num_layers
-
-    @property
-    def attention(self) -> AttentionFacts:
-        """As many key-value heads as query heads."""
-        return self.block.attention.facts
-
-    @property
-    def cached(self) -> tuple[Cached, ...]:
-        """Keys and values."""
-        return self.attention.keys_and_values
 
     @property
     def block(self) -> Block:
@@ -126,16 +107,3 @@ class GPT:
             ),
             norm=self.block.norm,
         )
-
-    def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        return self.num_layers * self.block.matmul_parameters() + self.vocab_size * self.embed_dim
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N and the attention scores (arXiv 2204.02311, appendix B)."""
-        scores = self.block.attention.score_flops_per_token(sequence_length)
-        return 6 * self.matmul_parameters() + self.num_layers * scores
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,)."""
-        return shape[0] * self.flops_per_token(shape[0])

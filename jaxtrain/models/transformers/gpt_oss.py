@@ -7,15 +7,19 @@ import dataclasses
 
 from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.transformers.grouped_query_sizes import RopeType
-from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
-from jaxtrain.nn.moe.experts import Experts
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
+from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.moe.experts import mixture, validate_mixture
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.decoder import decoder
 from jaxtrain.nn.transformer.mlp import ClampedSwiGLU
+from jaxtrain.nn.transformer.rotary import RopeType, rope
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPTOSS(MixtureSizes):
+class GPTOSS(LanguageModel):
     """Sizes of a GPT-OSS; the defaults are gpt-oss-20b.
 
     Attributes:
@@ -67,17 +71,20 @@ class GPTOSS(MixtureSizes):
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
-    rope_whole_pairs = False
-    qkv_bias = True
-    out_bias = True
-    sinks = True
+    build = decoder
 
     def __post_init__(self) -> None:
-        self.check()
+        validate_grouped_query(self)
+        validate_mixture(self)
         require_positive(self, "swiglu_limit")
 
     @property
-    def mixture(self) -> Experts:
-        """Every projection has a bias, the router's too."""
-        gated = ClampedSwiGLU(self.swiglu_limit)
-        return dataclasses.replace(super().mixture, gated=gated, biases=True)
+    def block(self) -> Block:
+        """What every layer computes; all its projections have biases, the router's too."""
+        attention = grouped_query(
+            self, rope(self, whole_pairs=False), window=self.sliding_window,
+            global_every=self.global_every, biases=True, out_bias=True, sinks=True,
+        )  # fmt: skip
+        experts = mixture(self, gated=ClampedSwiGLU(self.swiglu_limit), biases=True)
+        norm = RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+        return Block(attention=attention, mlp=experts, norm=norm)

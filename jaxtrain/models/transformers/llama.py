@@ -6,15 +6,19 @@ Sources: Touvron et al. 2023 (arXiv 2302.13971), Grattafiori et al. 2024 (arXiv 
 import dataclasses
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes, RopeType
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
 from jaxtrain.nn.attention.patterns import Pattern
+from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.transformer.block import Block
-from jaxtrain.nn.transformer.mlp import SwiGLU
+from jaxtrain.nn.transformer.decoder import decoder
+from jaxtrain.nn.transformer.mlp import gated_mlp
+from jaxtrain.nn.transformer.rotary import RopeType, rope
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama(GroupedQuerySizes):
+class Llama(LanguageModel):
     """Sizes of a Llama; the defaults are Llama 3 8B.
 
     Attributes:
@@ -70,18 +74,15 @@ class Llama(GroupedQuerySizes):
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
-    def __post_init__(self) -> None:
-        self.check()
+    __post_init__ = validate_grouped_query
+    build = decoder
 
     @property
     def block(self) -> Block:
         """What every layer computes."""
-        return Block(
-            attention=self.grouped_query,
-            mlp=SwiGLU(
-                embed_dim=self.embed_dim,
-                mlp_dim=self.mlp_dim,
-                residual_stddev=self.residual_stddev,
-            ),
-            norm=self.norm,
-        )
+        norm = RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+        attention = grouped_query(
+            self, rope(self), window=self.sliding_window, pattern=self.attention_pattern,
+            biases=self.qkv_bias, norm=norm if self.qk_norm else None, fraction=self.rope_fraction,
+        )  # fmt: skip
+        return Block(attention=attention, mlp=gated_mlp(self), norm=norm)

@@ -9,16 +9,21 @@ import dataclasses
 
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.transformers.grouped_query_sizes import RopeType
-from jaxtrain.models.transformers.mixture_sizes import MixtureSizes
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
+from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.moe.experts import mixture, validate_mixture
+from jaxtrain.nn.moe.routing import Softmax
 from jaxtrain.nn.moe.shared_experts import SharedExperts
 from jaxtrain.nn.transformer.block import Block
-from jaxtrain.nn.transformer.mlp import SwiGLU
+from jaxtrain.nn.transformer.decoder import decoder
+from jaxtrain.nn.transformer.mlp import gated_mlp
+from jaxtrain.nn.transformer.rotary import RopeType, rope
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixtral(MixtureSizes):
+class Mixtral(LanguageModel):
     """Sizes of a Mixtral; the defaults are Mixtral 8x7B.
 
     Attributes:
@@ -87,20 +92,23 @@ class Mixtral(MixtureSizes):
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
 
+    build = decoder
+
     def __post_init__(self) -> None:
-        self.check()
-        if self.shared_mlp_dim is not None:
-            require_at_least(1, self, "shared_mlp_dim")
+        validate_grouped_query(self)
+        validate_mixture(self)
+        require_at_least(1, self, "shared_mlp_dim")
 
     @property
     def block(self) -> Block:
         """What every layer computes."""
-        if self.shared_mlp_dim is None:
-            return super().block
-        shared = SwiGLU(
-            embed_dim=self.embed_dim,
-            mlp_dim=self.shared_mlp_dim,
-            residual_stddev=self.residual_stddev,
-        )
-        mlp = SharedExperts(shared=shared, routed=self.mixture, gated=True)
-        return dataclasses.replace(super().block, mlp=mlp)
+        norm = RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
+        attention = grouped_query(
+            self, rope(self), window=self.sliding_window, biases=self.qkv_bias,
+            norm=norm if self.qk_norm else None,
+        )  # fmt: skip
+        mlp = mixture(self, router=Softmax(normalized=self.normalize_gates))
+        if self.shared_mlp_dim is not None:
+            shared = gated_mlp(self, self.shared_mlp_dim)
+            mlp = SharedExperts(shared=shared, routed=mlp, gated=True)
+        return Block(attention=attention, mlp=mlp, norm=norm)

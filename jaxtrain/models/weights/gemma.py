@@ -3,15 +3,13 @@
 from typing import Any
 
 from jaxtrain.config.key_table import only, used
-from jaxtrain.models.transformers.gemma import Gemma
-from jaxtrain.models.transformers.gemma2 import Gemma2
-from jaxtrain.models.transformers.gemma3 import Gemma3
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
+from jaxtrain.models.transformers.gemma import Gemma, Gemma2, Gemma3
 from jaxtrain.models.weights import grouped_query, rope
 from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, constant, ignore, number, whole, write_only
 from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL, family, layer_types
 from jaxtrain.models.weights.names import Name
+from jaxtrain.nn.transformer.decoder import DecoderSizes
 
 _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = whole("head_dim", "head_dim", 256)
@@ -62,7 +60,7 @@ _NORMS_ON_BOTH_SIDES = (
 )
 
 
-def _names(model: GroupedQuerySizes) -> tuple[Name, ...]:
+def _names(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of a model with a norm on either side of each part."""
     around, parts = grouped_query.around(model), (*grouped_query.PROJECTIONS, *_NORMS_ON_BOTH_SIDES)
     return (*around, *parts, *grouped_query.MLP)

@@ -6,12 +6,12 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.config.key_table import irrelevant, only, used
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
 from jaxtrain.models.weights import config_keys, rope
 from jaxtrain.models.weights.config_file import ConfigFile
 from jaxtrain.models.weights.config_rows import Row, constant, flag, number, whole, write_only
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
+from jaxtrain.nn.transformer.decoder import DecoderSizes
 
 # Of the layers of all of them.
 PROJECTIONS = (
@@ -50,7 +50,7 @@ family = functools.partial(
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
+def around(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of what is before and after the layers."""
     ends = (
         Name("model.embed_tokens.weight", "token_embedding", "VD->VD"),
@@ -59,7 +59,7 @@ def around(model: GroupedQuerySizes) -> tuple[Name, ...]:
     return ends if model.tie_embeddings else (*ends, Name("lm_head.weight", "output", "VD->VD"))
 
 
-def dense_names(model: GroupedQuerySizes) -> tuple[Name, ...]:
+def dense_names(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of a model whose layers have attention and one SwiGLU."""
     return (*around(model), *ATTENTION, *MLP)
 
@@ -81,7 +81,7 @@ def head_dim(default: int | None = None) -> Row:
     return Row(
         used("head_dim"),
         lambda config: {"head_dim": read_head_dim(config, default)},
-        lambda model: {"head_dim": model.key_dim},
+        lambda model: {"head_dim": model.attention.key_dim},
     )
 
 
@@ -228,7 +228,7 @@ def layer_types(default: int, key: str | None = None) -> Row:
         period = default if key is None else config.whole(key, default)
         return {"global_every": _read_global_every(config, period)}
 
-    def write(model: GroupedQuerySizes) -> Mapping[str, Any]:
+    def write(model: Any) -> Mapping[str, Any]:
         assert model.global_every is not None, "a model with layers of two kinds"
         return {"layer_types": _kinds(model.num_layers, model.global_every)}
 

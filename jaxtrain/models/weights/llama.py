@@ -53,7 +53,10 @@ _LAYER = "model.layers.{L}"
 
 
 def _phi3_names(model: Llama) -> tuple[Name, ...]:
-    queries, keys = (heads * model.key_dim for heads in (model.num_heads, model.num_kv_heads))
+    queries, keys = (
+        heads * model.block.attention.facts.key_dim
+        for heads in (model.num_heads, model.num_kv_heads)
+    )
     return (
         *around(model),
         Name(f"{_LAYER}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),

@@ -53,7 +53,7 @@ _MIXTRAL = family(
         window(None),
         Row({**ROUTER_OUTPUT, "router_jitter_noise": only(0.0)}),
         holds(qkv_bias=False, qk_norm=False, shared_mlp_dim=None, normalize_gates=True),
-        requires(lambda model: model.key_dim * model.num_heads == model.embed_dim),
+        requires(lambda model: model.attention.key_dim * model.num_heads == model.embed_dim),
     ),
     aliases={"num_experts": "num_local_experts"},
     names=lambda model: (*around(model), *ATTENTION, *_EXPERTS),

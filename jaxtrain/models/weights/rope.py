@@ -69,7 +69,7 @@ def rotary(
     whole_pairs: bool = True,
     unsaid: Mapping[str, Any] | None = None,
 ) -> Row:
-    """Return the row of rotary positions of a model with `GroupedQuerySizes`.
+    """Return the row of rotary positions of a model with `RopeSettings`.
 
     Args:
       theta: the base where the file has none.

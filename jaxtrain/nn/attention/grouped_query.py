@@ -4,20 +4,30 @@ Letters: B batch, T length, D embed, N query heads, K kv heads, H head_dim.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import ClassVar
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.errors import (
+    UserError,
+    nearest_divisor,
+    nearest_multiple,
+    require_at_least,
+    require_positive,
+)
+from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.cache import Cached, extend_cache
 from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.facts import AttentionFacts
-from jaxtrain.nn.layers import Norm, add_bias, rotate
+from jaxtrain.nn.layers import Norm, RMSNorm, add_bias, rotate
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, under
 from jaxtrain.nn.remat import name_activation
+from jaxtrain.nn.transformer.block import residual_stddev
 from jaxtrain.nn.transformer.language_model import LayerCache
 from jaxtrain.nn.transformer.rotary import Rotations
 from jaxtrain.parallel.gathering import gather
@@ -100,6 +110,11 @@ class GroupedQuery:
             softcap=self.softcap,
             sinks=self.sinks,
         )
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        return self.facts.keys_and_values
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries [D, N, H], keys and values [D, K, H], and back [N, H, D]."""
@@ -232,3 +247,156 @@ class GroupedQuery:
         turned = rotate(x_BTNH[..., : self.turned], positions_BT, radians, scale=scale)
         # What is not turned is not scaled either, as in the authors' code of Phi and GPT-NeoX.
         return jnp.concatenate([turned, x_BTNH[..., self.turned :]], axis=-1)
+
+
+class GroupedQuerySizes(Protocol):
+    """Sizes of `grouped_query`, each documented at `models.transformers.llama.Llama`.
+
+    A model may have a `head_dim` too, the width of each head; None is embed_dim / num_heads.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
+def grouped_query(
+    sizes: GroupedQuerySizes,
+    rotary: Rotations,
+    *,
+    window: int | None = None,
+    global_every: int | None = None,
+    local_rotary: Rotations | None = None,
+    norm: RMSNorm | None = None,
+    fraction: float = 1.0,
+    **more: Any,
+) -> GroupedQuery:
+    """Return the grouped-query attention of a model.
+
+    Args:
+      sizes: the model's sizes.
+      rotary: its rotary embeddings.
+      window: tokens that a query sees back, itself included; None is all of them.
+      global_every: every n-th layer sees all tokens, and only the others have the window; None: all
+        layers are alike.
+      local_rotary: the rotary embeddings of those others; None: the same.
+      norm: of each head of queries and keys, of the width of a head; None: there is none.
+      fraction: the part of each head that is turned, its first dimensions.
+      **more: other attributes of `GroupedQuery`.
+    """
+    width, local = _head_dim(sizes), None
+    if global_every is not None:
+        assert window is not None, "layers differ by their window"
+        numbers = range(1, sizes.num_layers + 1)
+        local = Local(
+            layers=tuple(number % global_every != 0 for number in numbers),
+            window=window,
+            rotary=local_rotary or rotary,
+        )
+    return GroupedQuery(
+        embed_dim=sizes.embed_dim,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=width,
+        rotary=rotary,
+        residual_stddev=residual_stddev(sizes.num_layers),
+        window=window if local is None else None,
+        norm=None if norm is None else dataclasses.replace(norm, dim=width),
+        turned=None if fraction == 1 else int(width * fraction),
+        local=local,
+        **more,
+    )
+
+
+def _head_dim(sizes: Any) -> int:
+    width = getattr(sizes, "head_dim", None)
+    return sizes.embed_dim // sizes.num_heads if width is None else width
+
+
+# Settings that are at least 1, and those that are above 0, in models that have them.
+_COUNTS = (
+    "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim",
+    "context_length", "rope_original_context_length",
+)  # fmt: skip
+_POSITIVE = ("rope_theta", "norm_eps")
+
+
+def validate_grouped_query(sizes: Any) -> None:
+    """Raises UserError if one of a decoder's settings is out of range or does not fit the others.
+
+    Args:
+      sizes: a model's settings, named as in `models.transformers.llama.Llama`, and not all of them.
+    """
+    name, fields = type(sizes).__name__, vars(sizes)
+    require_at_least(1, sizes, *(setting for setting in _COUNTS if setting in fields))
+    require_positive(sizes, *(setting for setting in _POSITIVE if setting in fields))
+    if fields.get("global_every") is not None:
+        require_at_least(1, sizes, "global_every")
+    for setting in ("attention_softcap", "logit_softcap"):
+        if fields.get(setting) is not None:
+            require_positive(sizes, setting)
+    for message in itertools.chain(_validate_heads(name, fields), _validate_rope(name, fields)):
+        raise UserError(message)
+
+
+def _validate_heads(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a message if the heads, their width, the window or the pattern do not fit."""
+    embed_dim, num_heads = fields["embed_dim"], fields["num_heads"]
+    head_dim, num_kv_heads = fields.get("head_dim"), fields["num_kv_heads"]
+    # The halves of a head are rotated against each other, so its width is even.
+    if head_dim is not None and (head_dim < 2 or head_dim % 2):
+        yield (
+            f"{name}.head_dim={head_dim} is no even number above 0; the nearest is "
+            f"{nearest_multiple(head_dim, 2)}"
+        )
+    if head_dim is None and embed_dim % (2 * num_heads):
+        yield (
+            f"{name}.embed_dim={embed_dim} does not divide by twice {name}.num_heads="
+            f"{num_heads}; the nearest embed_dim is {nearest_multiple(embed_dim, 2 * num_heads)}"
+        )
+    if num_heads % num_kv_heads:
+        yield (
+            f"{name}.num_kv_heads={num_kv_heads} does not divide {name}.num_heads={num_heads}; the "
+            f"nearest num_kv_heads is {nearest_divisor(num_heads, num_kv_heads)}"
+        )
+    window, pattern = fields.get("sliding_window"), fields.get("attention_pattern")
+    if window is not None and window < 1:
+        yield f"{name}.sliding_window={window}; use None or at least 1 token"
+    if window is not None and pattern is not None:
+        yield (
+            f"{name}.sliding_window={window} with {name}.attention_pattern=@"
+            f"{type(pattern).__name__}(): use one of them; @LongformerPattern() has a window"
+        )
+    yield from patterns.validate(pattern, num_heads=num_heads, model=name)
+
+
+def _validate_rope(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a message if the settings of rotary embeddings do not fit."""
+    scaling, fraction = fields.get("rope_scaling", 1.0), fields.get("rope_fraction", 1.0)
+    if scaling < 1:
+        yield f"{name}.rope_scaling={scaling}; use 1.0 (none) or more"
+    head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
+    turned = int(head_dim * fraction)
+    if not 0 < fraction <= 1 or turned < 2 or turned % 2:
+        yield (
+            f"{name}.rope_fraction={fraction} turns {turned} of the {head_dim} dimensions of a "
+            "head; use 1.0 (all) or what leaves an even number above 0"
+        )
+    rope_type = fields.get("rope_type", "llama3")
+    if rope_type != "llama3" and scaling == 1:
+        yield (
+            f"{name}.rope_type={rope_type!r} does nothing with {name}.rope_scaling=1.0; use the "
+            "longer context over the original one, such as 4.0, or 'llama3'"
+        )
+    low, high = (fields.get(f"rope_{end}_frequency_factor") for end in ("low", "high"))
+    if low is not None and high is not None and not 0 < low < high:
+        yield (
+            f"{name}.rope_low_frequency_factor={low} is not below "
+            f"{name}.rope_high_frequency_factor={high} and above 0; Llama 3.1 has 1.0 and 4.0, "
+            "YaRN 1.0 and 32.0"
+        )

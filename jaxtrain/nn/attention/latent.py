@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.context import QUERIES
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.cache import Cached, extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import RMSNorm, rotate
@@ -76,6 +76,15 @@ class Latent:
         """As a kernel sees it: keys and values of one width, filled up with zeros."""
         N, H = self.num_heads, self.width
         return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H)
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The latent of keys and values, and the key that all heads share."""
+        latent, shared = (
+            Cached(shape=(dim,), axes=("latent",), every_token=True)
+            for dim in (self.key_value_rank, self.rotary_dim)
+        )
+        return latent, shared
 
     def weights(self, keys: jax.Array) -> Weights:
         """Down to the latents [D, C], up to heads [C, N, H], and back [N, H, D]."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.cache import Cached, extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias
@@ -49,6 +49,11 @@ class MultiHead:
         return AttentionFacts(
             num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, pattern=self.pattern
         )
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        return self.facts.keys_and_values
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries, keys and values [3, D, N, H], and back [N, H, D]."""

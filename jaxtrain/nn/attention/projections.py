@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import extend_cache
+from jaxtrain.nn.cache import Cached, extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import add_bias
@@ -51,6 +51,11 @@ class Projections:
         """Of a query that sees all keys."""
         N, H = self.num_heads, self.head_dim
         return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        return self.facts.keys_and_values
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries, keys and values [D, N, H], and back [N, H, D]."""

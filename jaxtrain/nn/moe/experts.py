@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.errors import UserError
+from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.nn.attention.context import split, sum_of_sequence
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
@@ -25,6 +25,7 @@ from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.moe.routing import Router, Routes, Softmax
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import elementwise, name_activation
+from jaxtrain.nn.transformer.block import residual_stddev
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD, Auxiliary
 from jaxtrain.nn.transformer.mlp import Gated, swiglu
 from jaxtrain.parallel.gathering import gather
@@ -254,6 +255,56 @@ def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
       one_scale: whether all rows have a scale in common, as in float8: they stay together.
     """
     return 2 if ranks > 1 and rows >= 2 * ROWS_OF_A_PART and not one_scale else 1
+
+
+class MixtureSizes(Protocol):
+    """Sizes of `mixture`, each documented at `models.transformers.mixtral.Mixtral`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def capacity_factor(self) -> float | None: ...
+    @property
+    def balance_weight(self) -> float: ...
+    @property
+    def router_z_weight(self) -> float: ...
+
+
+def mixture(sizes: MixtureSizes, **more: Any) -> Experts:
+    """Return the experts of a model that has them in every layer; `more`: attributes of them."""
+    return Experts(
+        embed_dim=sizes.embed_dim,
+        mlp_dim=sizes.mlp_dim,
+        num_experts=sizes.num_experts,
+        experts_per_token=sizes.experts_per_token,
+        capacity_factor=sizes.capacity_factor,
+        residual_stddev=residual_stddev(sizes.num_layers),
+        balance_weight=sizes.balance_weight,
+        router_z_weight=sizes.router_z_weight,
+        num_layers=sizes.num_layers,
+        **more,
+    )
+
+
+def validate_mixture(sizes: MixtureSizes) -> None:
+    """Raises UserError if one of these settings is out of range."""
+    name = type(sizes).__name__
+    require_at_least(1, sizes, "num_experts")
+    if not 1 <= sizes.experts_per_token <= sizes.num_experts:
+        raise UserError(
+            f"{name}.experts_per_token={sizes.experts_per_token} with {name}.num_experts="
+            f"{sizes.num_experts}; use 1 to {sizes.num_experts}"
+        )
+    for message in validate_settings(sizes, "balance_weight", "router_z_weight"):
+        raise UserError(message)
 
 
 def validate_settings(model: Any, *weights: str) -> Iterator[str]:

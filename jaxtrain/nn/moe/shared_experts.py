@@ -10,6 +10,7 @@ import jax
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.facts import ExpertsFacts
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.moe.experts import Experts
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, under
@@ -35,6 +36,11 @@ class SharedExperts:
 
     num_keys: ClassVar[int] = SwiGLU.num_keys + Experts.num_keys
     scope: ClassVar[str] = "experts"
+
+    @property
+    def facts(self) -> ExpertsFacts:
+        """Of those that tokens are routed to."""
+        return self.routed.facts
 
     def weights(self, keys: jax.Array) -> Weights:
         """Of both, the shared ones' names after "shared"."""

@@ -14,10 +14,11 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.facts import AttentionFacts
+from jaxtrain.nn.facts import AttentionFacts, LayerFacts
 from jaxtrain.nn.layers import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation
@@ -37,7 +38,12 @@ class Attends(Protocol):
 
     @property
     def facts(self) -> AttentionFacts:
-        """What kernels, caches and plans ask of it."""
+        """What kernels and plans ask of it."""
+        ...
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The arrays that it keeps of the tokens so far."""
         ...
 
     def weights(self, keys: jax.Array) -> Weights:
@@ -170,9 +176,22 @@ class Block:
             add_prefix("after_mlp_norm", after),
         )
 
+    @property
+    def facts(self) -> LayerFacts:
+        """Those of both parts."""
+        return LayerFacts(
+            attention=self.attention.facts,
+            experts=getattr(self.mlp, "facts", None),  # an MLP has none
+            cached=self.attention.cached,
+        )
+
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token."""
         return self.attention.matmul_parameters() + self.mlp.matmul_parameters()
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token of the attention scores."""
+        return self.attention.score_flops_per_token(sequence_length)
 
     def __call__(
         self,

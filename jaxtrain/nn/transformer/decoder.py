@@ -5,7 +5,7 @@ Letters: B batch, T length, D embed, V vocab, L layers.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from flax import nnx
@@ -13,8 +13,8 @@ from flax import nnx
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import Norm, embed
-from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
-from jaxtrain.nn.transformer.block import RESIDUAL
+from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, stack, under
+from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
 from jaxtrain.parallel.sharding import shard
 
@@ -141,6 +141,47 @@ class Decoder(nnx.Module):
     def logit_softcap(self) -> float | None:
         """The bound that logits are flattened towards."""
         return self.softcap
+
+
+class DecoderSizes(Protocol):
+    """Sizes of a `decoder`, and what its layers compute: `layers` are those after the leading
+    ones."""
+
+    @property
+    def block(self) -> Block: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+def decoder(sizes: DecoderSizes, key: jax.Array, **more: Any) -> Decoder:
+    """Return a decoder of newly initialized blocks and embeddings; its last norm is the blocks'.
+
+    Args:
+      sizes: its sizes, its block, and whether the token embedding is the output matrix too.
+      key: for the parameters.
+      **more: other arguments of `Decoder`.
+    """
+    key_tokens, key_output, key_layers = jax.random.split(key, 3)
+    shape, axes = (sizes.vocab_size, sizes.embed_dim), ("vocab", "vocab_embed")
+    output = None
+    if not sizes.tie_embeddings:
+        output = param(key_output, shape, axes, normal(0.02), role="output")
+    block = sizes.block
+    return Decoder(
+        block,
+        key_layers,
+        num_layers=sizes.layers,
+        token_embedding=param(key_tokens, shape, axes, normal(0.02), role="embedding"),
+        norm=block.norm,
+        output=output,
+        **more,
+    )
 
 
 def _init(parts: "Sequence[Layer | PredictionModule]", key: jax.Array) -> list[Weights]:

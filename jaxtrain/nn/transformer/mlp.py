@@ -6,7 +6,7 @@ Letters: B batch, T length, D embed, F mlp.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import elementwise, name_activation
+from jaxtrain.nn.transformer.block import residual_stddev
 from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.devices import platform_of
 
@@ -76,6 +77,27 @@ class SwiGLU:
         h_BTF = elementwise(lambda gate, up: self.function(gate) * up, gate_BTF, up_BTF)
         h_BTF = self.dropout(h_BTF, execution.draws, execution.layer)
         return execution.contract("BTF,FD->BTD", h_BTF, own["down"], out), {}
+
+
+class MLPSizes(Protocol):
+    """Sizes of a `gated_mlp`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def mlp_dim(self) -> int: ...
+
+
+def gated_mlp(sizes: MLPSizes, mlp_dim: int | None = None, **more: Any) -> SwiGLU:
+    """Return the SwiGLU of a model; `mlp_dim`: another width inside, `more`: its attributes."""
+    return SwiGLU(
+        embed_dim=sizes.embed_dim,
+        mlp_dim=sizes.mlp_dim if mlp_dim is None else mlp_dim,
+        residual_stddev=residual_stddev(sizes.num_layers),
+        **more,
+    )
 
 
 def gelu(x: jax.Array) -> jax.Array:

@@ -4,11 +4,14 @@ Letters: H head_dim.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+
+RopeType = Literal["llama3", "yarn", "linear"]
 
 
 class Rotations(Protocol):
@@ -132,3 +135,34 @@ class Yarn:
         """Return the (fractional) pair that makes `turns` turns in the original context."""
         wavelength = self.original_context_length / (turns * 2 * math.pi)
         return half * math.log(wavelength) / math.log(self.theta)
+
+
+class RopeSettings(Protocol):
+    """The settings of rotary embeddings, each documented at `models.transformers.llama.Llama`."""
+
+    @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rope_type(self) -> RopeType: ...
+    @property
+    def rope_scaling(self) -> float: ...
+    @property
+    def rope_low_frequency_factor(self) -> float: ...
+    @property
+    def rope_high_frequency_factor(self) -> float: ...
+    @property
+    def rope_original_context_length(self) -> int: ...
+
+
+def rope(sizes: RopeSettings, *, whole_pairs: bool = True) -> Rotations:
+    """Return the rotary embeddings of these settings; `whole_pairs` as in `Yarn`."""
+    if sizes.rope_type == "linear":
+        return Linear(theta=sizes.rope_theta, scaling=sizes.rope_scaling)
+    kind = functools.partial(Yarn, whole_pairs=whole_pairs) if sizes.rope_type == "yarn" else Rotary
+    return kind(
+        theta=sizes.rope_theta,
+        scaling=sizes.rope_scaling,
+        low_frequency_factor=sizes.rope_low_frequency_factor,
+        high_frequency_factor=sizes.rope_high_frequency_factor,
+        original_context_length=sizes.rope_original_context_length,
+    )

@@ -10,9 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.transformers.grouped_query_sizes import GroupedQuerySizes
-from jaxtrain.nn.transformer.block import Block
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
+from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.transformer.decoder import decoder
 from jaxtrain.nn.transformer.mlp import TwoLayers
+from jaxtrain.nn.transformer.rotary import Rotary
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
@@ -22,7 +26,7 @@ def relu_squared(x: jax.Array) -> jax.Array:
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MyModel(GroupedQuerySizes):
+class MyModel(LanguageModel):
     """Sizes of the model: each field is a setting of the config, `MyModel.num_layers = 4`.
 
     Attributes:
@@ -53,20 +57,21 @@ class MyModel(GroupedQuerySizes):
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
 
-    def __post_init__(self) -> None:
-        self.check()
+    __post_init__ = validate_grouped_query
+    build = decoder
 
     @property
     def block(self) -> Block:
         """What every layer computes: x + attention(norm(x)), then x + mlp(norm(x))."""
+        rotary = Rotary(theta=self.rope_theta, scaling=self.rope_scaling)
         return Block(
-            attention=self.grouped_query,
+            attention=grouped_query(self, rotary, window=self.sliding_window),
             mlp=TwoLayers(
                 embed_dim=self.embed_dim,
                 mlp_dim=self.mlp_dim,
-                residual_stddev=self.residual_stddev,
+                residual_stddev=residual_stddev(self.num_layers),
                 function=relu_squared,
                 biases=False,
             ),
-            norm=self.norm,
+            norm=RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps),
         )

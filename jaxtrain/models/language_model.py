@@ -1,0 +1,111 @@
+"""Facts of a language model, from its settings and the parts that its `block` is made of.
+
+Letters: T length, D embed, V vocab, N of 6N.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
+
+from jaxtrain.models.model import Inputs
+from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
+from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
+
+
+class LayerPart(Protocol):
+    """A layer that has facts: a `Block`, or a layer with a recurrence."""
+
+    @property
+    def facts(self) -> LayerFacts:
+        """Its attention, its experts and what it caches."""
+        ...
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        ...
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token besides those of these parameters."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """Facts of a model of tokens, for plans, generation and checks.
+
+    A model that inherits this has the sizes below as fields, returns its layer from `block` and
+    its module from `build`.
+    """
+
+    inputs: ClassVar[Inputs] = "tokens"
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
+        "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
+        "layers": "num_layers", "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+
+    @property
+    def block(self) -> LayerPart:
+        """What every layer computes."""
+        ...
+
+    @property
+    def objective(self) -> str:
+        """The name of the training objective."""
+        return "next_token"
+
+    @property
+    def leading(self) -> Sequence[LayerPart]:
+        """The first of the `num_layers` layers, if they differ from the others."""
+        return ()
+
+    @property
+    def predicting(self) -> Sequence[PredictionModule]:
+        """Modules after the layers, each of which predicts one more token in training."""
+        return ()
+
+    @property
+    def layers(self) -> int:
+        """All layers but the leading ones are one stack."""
+        return self.num_layers - len(self.leading)
+
+    @property
+    def attention(self) -> AttentionFacts | None:
+        """That of every layer."""
+        return self.block.facts.attention
+
+    @property
+    def experts(self) -> ExpertsFacts | None:
+        """Those of every layer but the leading ones."""
+        return self.block.facts.experts
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """What every layer caches in generation."""
+        leading = len(self.leading)
+        return tuple(dataclasses.replace(one, leading=leading) for one in self.block.facts.cached)
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token (the N of 6N)."""
+        around = sum(part.matmul_parameters() for part in (*self.leading, *self.predicting))
+        outputs = (1 + len(self.predicting)) * self.vocab_size * self.embed_dim
+        return self.layers * self.block.matmul_parameters() + around + outputs
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token: 6 N, and the attention scores or the recurrence (arXiv
+        2204.02311, appendix B)."""
+        layers = self.num_layers + len(self.predicting)
+        others = layers * self.block.other_flops_per_token(sequence_length)
+        return 6 * self.matmul_parameters() + others
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one sequence of shape (T,), or (T, F)."""
+        return shape[0] * self.flops_per_token(shape[0])
