@@ -101,9 +101,7 @@ def test_a_component_takes_its_own_settings(path):
 
 # What models implement, and what name maps are made of: no architecture itself.
 INTERFACES = {
-    "models.model", "models.language_model", "models.transformers.stacks",
-    "models.recurrent.recurrent_sizes",
-    "models.state_space.state_space_sizes",
+    "models.model", "models.language_model",
     *(f"models.weights.{name}" for name in (
         "config_file", "config_rows", "config_keys", "rope", "names", "family", "grouped_query",
         "sentences", "safetensors", "folder", "awq", "mxfp4", "float8", "gguf", "gguf_keys",

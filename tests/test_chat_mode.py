@@ -16,7 +16,7 @@ from conftest import make_layout, make_step
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.chat.chat_template import CHATML
-from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.run.generation.chat import Chat
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.run.generation.prefix_cache import Memory

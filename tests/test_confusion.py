@@ -15,7 +15,7 @@ from test_text_classification import texts
 from jaxtrain.__main__ import main
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
-from jaxtrain.models.recurrent.gru import GRU
+from jaxtrain.models.recurrent.rnn import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.run.metrics.files import class_names

@@ -13,7 +13,7 @@ from jaxtrain.__main__ import main
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.tagged import TaggedText
-from jaxtrain.models.recurrent.gru import GRU
+from jaxtrain.models.recurrent.rnn import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.training.preflight.preflight import check
 

@@ -11,7 +11,7 @@ from conftest import make_layout, make_step
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.transformers.gpt import GPT

@@ -23,7 +23,7 @@ from jaxtrain.analysis.planning.textbook.profile import layer_profile
 from jaxtrain.analysis.planning.textbook.sizes import lstm_parameters
 from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution

@@ -8,8 +8,7 @@ from against_torch import GRADIENTS, OUTPUTS, assert_same_step, filled, name_of,
 from conftest import make_layout, make_step, text_batch
 from flax import nnx
 
-from jaxtrain.models.recurrent.gru import GRU
-from jaxtrain.models.recurrent.rnn import RNN
+from jaxtrain.models.recurrent.rnn import GRU, RNN
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution

@@ -16,9 +16,7 @@ from jaxtrain.analysis.verify.verify import verify
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.vectors.sequences import SequenceData
-from jaxtrain.models.recurrent.gru import GRU
-from jaxtrain.models.recurrent.lstm import LSTM
-from jaxtrain.models.recurrent.rnn import RNN
+from jaxtrain.models.recurrent.rnn import GRU, LSTM, RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights.names import Name

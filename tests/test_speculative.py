@@ -9,7 +9,7 @@ import pytest
 from conftest import make_layout, make_step
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.recurrent.lstm import LSTM
+from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.run.generation.generate import generate

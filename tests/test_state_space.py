@@ -38,8 +38,8 @@ def pair_of(sizes: Mamba | Mamba2):
     from against_transformers import Pair, draw, transformers  # noqa: PLC0415
 
     name = type(sizes).__name__
-    own = {"time_step_rank": sizes.layer.step_rank} if isinstance(sizes, Mamba) else {
-        "num_heads": sizes.layer.num_heads, "head_dim": sizes.head_dim, "n_groups": 1,
+    own = {"time_step_rank": sizes.block.step_rank} if isinstance(sizes, Mamba) else {
+        "num_heads": sizes.block.num_heads, "head_dim": sizes.head_dim, "n_groups": 1,
         "chunk_size": 4, "tie_word_embeddings": True,
     }  # fmt: skip
     config = getattr(transformers, f"{name}Config")(

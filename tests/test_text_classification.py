@@ -18,9 +18,7 @@ from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.labelled import LabelledText
 from jaxtrain.data.text.source import TextData
-from jaxtrain.models.recurrent.gru import GRU
-from jaxtrain.models.recurrent.lstm import LSTM
-from jaxtrain.models.recurrent.rnn import RNN
+from jaxtrain.models.recurrent.rnn import GRU, LSTM, RNN
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights.family import family_of

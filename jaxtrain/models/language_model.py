@@ -1,15 +1,17 @@
-"""Facts of a language model, from its settings and the parts that its `block` is made of.
+"""Facts of language models and encoder-decoders, from their settings and their layers' parts.
 
-Letters: T length, D embed, V vocab, N of 6N.
+Letters: S source length, T length, D embed, V vocab, N of 6N.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
-from jaxtrain.models.model import Inputs
+from jaxtrain.models.model import Inputs, classifies, features_of
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
+from jaxtrain.nn.transformer.block import Block
+from jaxtrain.nn.transformer.cross_block import CrossBlock
 from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
 
 
@@ -89,15 +91,22 @@ class LanguageModel(Protocol):
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """What every layer caches in generation."""
+        """What every layer caches in generation; nothing if the model classifies."""
+        model: Any = self
+        if classifies(model):
+            return ()
         leading = len(self.leading)
         return tuple(dataclasses.replace(one, leading=leading) for one in self.block.facts.cached)
 
     def matmul_parameters(self) -> int:
         """Parameters that take part in a matrix product for every token (the N of 6N)."""
         around = sum(part.matmul_parameters() for part in (*self.leading, *self.predicting))
-        outputs = (1 + len(self.predicting)) * self.vocab_size * self.embed_dim
-        return self.layers * self.block.matmul_parameters() + around + outputs
+        model: Any = self
+        rows = self.vocab_size * (1 + len(self.predicting))
+        if classifies(model):
+            rows = model.num_classes
+        rows += features_of(model) or 0
+        return self.layers * self.block.matmul_parameters() + around + rows * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs a token: 6 N, and the attention scores or the recurrence (arXiv
@@ -109,3 +118,64 @@ class LanguageModel(Protocol):
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one sequence of shape (T,), or (T, F)."""
         return shape[0] * self.flops_per_token(shape[0])
+
+
+class EncoderDecoderModel(Protocol):
+    """Facts of a model of pairs: an encoder and a decoder of as many layers.
+
+    A model that inherits this has the sizes below as fields, returns what a layer of each stack
+    computes from `encoder` and `decoder`, and its module from `build`.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def embed_dim(self) -> int: ...
+
+    @property
+    def encoder(self) -> Block:
+        """What every layer of the encoder computes."""
+        ...
+
+    @property
+    def decoder(self) -> CrossBlock:
+        """What every layer of the decoder computes."""
+        ...
+
+    objective: str = "sequence_to_sequence"
+    inputs: ClassVar[Inputs] = "pairs"
+    experts: None = None
+
+    @property
+    def layers(self) -> int:
+        """Of each of the two stacks."""
+        return self.num_layers
+
+    @property
+    def attention(self) -> AttentionFacts:
+        """Of the source and to it a query sees all, of the target what is written."""
+        return self.encoder.attention.facts
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """What every layer of the decoder caches of the target's tokens so far."""
+        return self.decoder.attention.cached
+
+    def flops(self, shape: tuple[int, ...]) -> float:
+        """Training FLOPs of one pair of S and T tokens: of the stacks, and of the logits."""
+        return sum(self.flops_of_stacks(shape)) + 6.0 * shape[1] * self.vocab_size * self.embed_dim
+
+    def flops_of_stacks(self, shape: tuple[int, ...]) -> tuple[float, float]:
+        """Those of the encoder's layers and of the decoder's: 6 a parameter and token, scores of
+        all keys, and of half of them where the target sees its own."""
+        S, T = shape
+        encoder, decoder = self.encoder, self.decoder
+        of_memory = decoder.cross.matmul_parameters() // 2  # its keys and values
+        read = S * (6 * encoder.matmul_parameters() + encoder.attention.score_flops_per_token(S))
+        own = decoder.matmul_parameters() - of_memory
+        scores = decoder.attention.score_flops_per_token(T) / 2
+        scores += decoder.cross.score_flops_per_token(S)
+        written = 6 * S * of_memory + T * (6 * own + scores)
+        return self.num_layers * read, self.num_layers * written

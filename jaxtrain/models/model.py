@@ -319,8 +319,8 @@ def embeds(model: Model) -> TypeGuard[EmbeddingModel]:
     return isinstance(model, EmbeddingModel) and model.pooling is not None
 
 
-def tells_classes(model: Model) -> bool:
-    """Return whether the model classifies tokens or texts."""
+def classifies(model: Model) -> TypeGuard[ClassModel]:
+    """Whether a model classifies tokens or texts."""
     return reads_tokens(model) and model.objective == "token_classification"
 
 

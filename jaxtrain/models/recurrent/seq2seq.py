@@ -14,14 +14,9 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.models.recurrent.recurrent_sizes import (
-    RecurrentLayer,
-    one_or_both_ways,
-    require_even_halves,
-)
 from jaxtrain.nn.cache import Cached
-from jaxtrain.nn.recurrent.gru import gru_layer
-from jaxtrain.nn.recurrent.recurrent import Recurrent
+from jaxtrain.nn.recurrent.bidirectional import RecurrentLayer, in_directions, validate_directions
+from jaxtrain.nn.recurrent.recurrent import Recurrent, gru_layer
 from jaxtrain.nn.recurrent.seq2seq import GlobalAttention, RecurrentPair
 
 
@@ -61,7 +56,7 @@ class Seq2Seq:
 
     def __post_init__(self) -> None:
         require_at_least(1, self, "vocab_size", "num_layers", "embed_dim", "context_length")
-        require_even_halves(self)
+        validate_directions(self)
 
     @property
     def layers(self) -> int:
@@ -71,8 +66,7 @@ class Seq2Seq:
     @property
     def cached(self) -> tuple[Cached, ...]:
         """A layer's state."""
-        D = self.embed_dim
-        return (Cached(shape=(D,), axes=("embed",), every_token=False, dtype="float32"),)
+        return self.decoder.facts.cached
 
     @property
     def decoder(self) -> Recurrent:
@@ -82,7 +76,7 @@ class Seq2Seq:
     @property
     def encoder(self) -> RecurrentLayer:
         """What every layer of the encoder computes."""
-        return one_or_both_ways(self, lambda state_dim: gru_layer(self.embed_dim, state_dim))
+        return in_directions(self, gru_layer)
 
     @property
     def looking(self) -> GlobalAttention | None:

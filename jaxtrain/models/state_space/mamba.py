@@ -14,13 +14,18 @@ import jax.numpy as jnp
 
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
+from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.layers import RMSNorm, add_bias
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
 from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, selective_scan, steps
+from jaxtrain.nn.recurrent.state_space import (
+    StateSpaceLayer,
+    state_space_decoder,
+    validate_state_space,
+)
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.block import RESIDUAL
 from jaxtrain.nn.transformer.language_model import LayerCache
@@ -29,7 +34,7 @@ from jaxtrain.parallel.gathering import gather
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba(StateSpaceSizes):
+class Mamba(LanguageModel):
     """Sizes of a Mamba; the defaults are the 130M model.
 
     Attributes:
@@ -54,13 +59,21 @@ class Mamba(StateSpaceSizes):
     context_length: int = 2048
     norm_eps: float = 1e-5
 
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    build = state_space_decoder
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        validate_state_space(self)
         if self.step_rank is not None:
             require_at_least(1, self, "step_rank")
 
     @property
-    def layer(self) -> "MambaLayer":
+    def block(self) -> "MambaLayer":
         """What every layer computes."""
         rank = math.ceil(self.embed_dim / 16) if self.step_rank is None else self.step_rank
         return MambaLayer(
@@ -69,18 +82,8 @@ class Mamba(StateSpaceSizes):
             state_dim=self.state_dim,
             step_rank=rank,
             conv_width=self.conv_width,
-            norm=self.norm,
+            norm=RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps),
             num_layers=self.num_layers,
-        )
-
-    @property
-    def cached(self) -> tuple[Cached, ...]:
-        """The last inputs of the convolution, and the states: as many for any length."""
-        layer = self.layer
-        places, states = (layer.conv_width - 1, layer.inner_dim), (layer.inner_dim, self.state_dim)
-        return (
-            Cached(shape=places, axes=("narrow", "mlp"), every_token=False),
-            Cached(shape=states, axes=("mlp", "state"), every_token=False, dtype="float32"),
         )
 
 
@@ -124,6 +127,15 @@ class MambaLayer(StateSpaceLayer):
             "skip": param(key, (F,), ("mlp",), constant(1.0)),
             "out": param(keys[5], (F, D), ("mlp", "embed"), uniform(F, self.num_layers)),
         }
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The last inputs of the convolution, and the states."""
+        places, states = (self.conv_width - 1, self.inner_dim), (self.inner_dim, self.state_dim)
+        return (
+            Cached(shape=places, axes=("narrow", "mlp"), every_token=False),
+            Cached(shape=states, axes=("mlp", "state"), every_token=False, dtype="float32"),
+        )
 
     def matmul_parameters(self) -> int:
         """All but the convolution, the rates, biases and norms."""

@@ -18,13 +18,18 @@ from jaxtrain.config.errors import (
     require_at_least,
 )
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.state_space.state_space_sizes import StateSpaceLayer, StateSpaceSizes
+from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import add_bias, rms_norm
+from jaxtrain.nn.layers import RMSNorm, add_bias, rms_norm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
 from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, steps
+from jaxtrain.nn.recurrent.state_space import (
+    StateSpaceLayer,
+    state_space_decoder,
+    validate_state_space,
+)
 from jaxtrain.nn.recurrent.state_space_dual import state_space_dual
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.block import RESIDUAL
@@ -37,7 +42,7 @@ MOST_RATE = 16.0  # of a fresh layer's heads, which are drawn evenly from 1 on
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mamba2(StateSpaceSizes):
+class Mamba2(LanguageModel):
     """Sizes of a Mamba 2; the defaults are the 130M model.
 
     Attributes:
@@ -62,8 +67,16 @@ class Mamba2(StateSpaceSizes):
     context_length: int = 2048
     norm_eps: float = 1e-5
 
+    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    settings: ClassVar[dict[str, str]] = {
+        "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
+        "vocab_embed": "embed_dim",
+    }  # fmt: skip
+
+    build = state_space_decoder
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        validate_state_space(self)
         require_at_least(1, self, "head_dim")
         if self.expand * self.embed_dim % self.head_dim:
             nearest = nearest_multiple(self.embed_dim, self.head_dim)
@@ -73,7 +86,7 @@ class Mamba2(StateSpaceSizes):
             )
 
     @property
-    def layer(self) -> "Mamba2Layer":
+    def block(self) -> "Mamba2Layer":
         """What every layer computes."""
         return Mamba2Layer(
             embed_dim=self.embed_dim,
@@ -81,22 +94,9 @@ class Mamba2(StateSpaceSizes):
             head_dim=self.head_dim,
             state_dim=self.state_dim,
             conv_width=self.conv_width,
-            norm=self.norm,
+            norm=RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps),
             num_layers=self.num_layers,
         )
-
-    @property
-    def cached(self) -> tuple[Cached, ...]:
-        """The last inputs of both convolutions, and the states: as many for any length."""
-        layer, before = self.layer, self.conv_width - 1
-        states = (layer.num_heads, layer.head_dim, layer.state_dim)
-        return (
-            Cached(shape=(before, layer.inner_dim), axes=("narrow", "mlp"), every_token=False),
-            Cached(shape=(before, 2 * self.state_dim), axes=("narrow", "narrow"),
-                   every_token=False),
-            Cached(shape=states, axes=("mlp", "head_dim", "state"), every_token=False,
-                   dtype="float32"),
-        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +147,18 @@ class Mamba2Layer(StateSpaceLayer):
             "gated_norm_scale": param(key, (F,), ("mlp",), constant(1.0), role="norm"),
             "out": param(keys[7], (F, D), ("mlp", "embed"), uniform(F, self.num_layers)),
         }
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """The last inputs of both convolutions, and the states."""
+        before, states = self.conv_width - 1, (self.num_heads, self.head_dim, self.state_dim)
+        return (
+            Cached(shape=(before, self.inner_dim), axes=("narrow", "mlp"), every_token=False),
+            Cached(shape=(before, 2 * self.state_dim), axes=("narrow", "narrow"),
+                   every_token=False),
+            Cached(shape=states, axes=("mlp", "head_dim", "state"), every_token=False,
+                   dtype="float32"),
+        )  # fmt: skip
 
     def matmul_parameters(self) -> int:
         """All but the convolutions, the rates, biases and norms."""

@@ -16,7 +16,8 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.model import AttentionFacts, Inputs, validate_features
+from jaxtrain.models.language_model import LanguageModel
+from jaxtrain.models.model import validate_features
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.execution import HIDDEN
 from jaxtrain.nn.layers import LayerNorm, add_bias, embed, map_of_vectors
@@ -33,7 +34,7 @@ _SPREAD = normal(0.02)
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BERT:
+class BERT(LanguageModel):
     """Sizes of a BERT; the defaults are the base model.
 
     Attributes:
@@ -74,8 +75,6 @@ class BERT:
     pooling: Pooling | None = None
     normalized: bool = False
 
-    inputs: ClassVar[Inputs] = "tokens"
-    experts = None
     cached = ()
     # Which setting gives a logical axis its size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
@@ -109,16 +108,6 @@ class BERT:
             )
 
     @property
-    def layers(self) -> int:
-        """All blocks are one stack."""
-        return self.num_layers
-
-    @property
-    def attention(self) -> AttentionFacts:
-        """Every token sees every other of its document."""
-        return dataclasses.replace(self.block.attention.facts, causal=False)
-
-    @property
     def norm(self) -> LayerNorm:
         """The norm after the embedding, after each part of a block, and in the head."""
         return LayerNorm(dim=self.embed_dim, epsilon=self.norm_eps)
@@ -129,7 +118,7 @@ class BERT:
         D, N, spread = self.embed_dim, self.num_heads, 0.02
         return Block(
             attention=MultiHead(
-                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=spread
+                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=spread, causal=False
             ),
             mlp=TwoLayers(
                 embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=spread, function=exact_gelu
@@ -143,22 +132,9 @@ class BERT:
         return BERTModel(self, key)
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token (the N of 6N)."""
-        D, told = self.embed_dim, self.vocab_size
-        if self.objective == "token_classification":
-            told = self.num_classes
-        head = 0 if self.pooling is not None else D * D
-        around = told + (self.features or 0)
-        return self.num_layers * self.block.matmul_parameters() + head + around * D
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N, logits of all tokens, and attention in full."""
-        scores = 12 * sequence_length * self.embed_dim
-        return 6.0 * self.matmul_parameters() + self.num_layers * scores
-
-    def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one sequence of shape (T,), or (T, F)."""
-        return shape[0] * self.flops_per_token(shape[0])
+        """Parameters that take part in a matrix product for every token, the head's with them."""
+        head = 0 if self.pooling is not None else self.embed_dim**2
+        return super().matmul_parameters() + head
 
 
 def _head(sizes: BERT, key: jax.Array) -> dict[str, nnx.Param]:

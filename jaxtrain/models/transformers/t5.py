@@ -13,8 +13,8 @@ import jax
 
 from jaxtrain.config.errors import UserError, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
+from jaxtrain.models.language_model import EncoderDecoderModel
 from jaxtrain.models.model import AttentionFacts
-from jaxtrain.models.transformers.stacks import Stacks
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.layers import RMSNorm
@@ -30,7 +30,7 @@ INSIDE = 5  # the place of an MLP's own dropout among those of a layer
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5(Stacks):
+class T5(EncoderDecoderModel):
     """Sizes of a T5; the defaults are the small model's of version 1.0.
 
     Attributes:
@@ -87,11 +87,6 @@ class T5(Stacks):
                 f"T5.distance={self.distance} is not beyond the {self.buckets // 2} distances that "
                 f"have a bucket each; use at least {self.buckets // 2 + 1}"
             )
-
-    @property
-    def head_width(self) -> int:
-        """head_dim."""
-        return self.head_dim
 
     @property
     def attention(self) -> AttentionFacts:

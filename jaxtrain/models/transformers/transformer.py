@@ -12,7 +12,7 @@ import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
-from jaxtrain.models.transformers.stacks import Stacks
+from jaxtrain.models.language_model import EncoderDecoderModel
 from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
 from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.layers import LayerNorm
@@ -26,7 +26,7 @@ from jaxtrain.nn.transformer.positional_embedding import Learned, Places, Sinuso
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transformer(Stacks):
+class Transformer(EncoderDecoderModel):
     """Sizes of an encoder-decoder; the defaults are the base model's of the paper.
 
     Attributes:
@@ -73,11 +73,6 @@ class Transformer(Stacks):
                 f"Transformer.embed_dim={self.embed_dim} does not divide by Transformer.num_heads="
                 f"{self.num_heads}; the nearest embed_dim is {nearest}"
             )
-
-    @property
-    def head_width(self) -> int:
-        """embed_dim over the heads."""
-        return self.embed_dim // self.num_heads
 
     @property
     def norm(self) -> LayerNorm:
@@ -134,7 +129,7 @@ class Transformer(Stacks):
         """As Xavier's initializer draws them, which the paper's code takes."""
         D, spread = self.embed_dim, 1 / math.sqrt(self.embed_dim)
         return {
-            "embed_dim": D, "num_heads": self.num_heads, "head_dim": self.head_width,
+            "embed_dim": D, "num_heads": self.num_heads, "head_dim": D // self.num_heads,
             "residual_stddev": spread, "stddev": spread, "query_stddev": spread,
         }  # fmt: skip
 

@@ -86,7 +86,7 @@ class ViT:
     @property
     def attention(self) -> AttentionFacts:
         """Every token sees every other."""
-        return dataclasses.replace(self.block.attention.facts, causal=False)
+        return self.block.attention.facts
 
     @property
     def least_pixels(self) -> int:
@@ -109,7 +109,7 @@ class ViT:
         D, N, stddev = self.embed_dim, self.num_heads, residual_stddev(self.num_layers)
         return Block(
             attention=MultiHead(
-                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=stddev
+                embed_dim=D, num_heads=N, head_dim=D // N, residual_stddev=stddev, causal=False
             ),
             mlp=TwoLayers(
                 embed_dim=D, mlp_dim=self.mlp_dim, residual_stddev=stddev, function=exact_gelu

@@ -29,7 +29,7 @@ _MAMBA_NAMES = (
 
 
 def _mamba2_names(model: Mamba2) -> tuple[Name, ...]:
-    inner, states, heads = model.layer.inner_dim, 2 * model.state_dim, model.layer.num_heads
+    inner, states, heads = model.block.inner_dim, 2 * model.state_dim, model.block.num_heads
     return (
         Name("backbone.embeddings.weight", "token_embedding", "VD->VD"),
         Name(f"{_LAYER}.norm.weight", "layers/norm_scale", "LD->D"),
@@ -123,13 +123,13 @@ FAMILIES = (
         model_type="mamba",
         model=Mamba,
         rows=_rows(
-            derive("intermediate_size", _inner_dim, lambda model: model.layer.inner_dim),
+            derive("intermediate_size", _inner_dim, lambda model: model.block.inner_dim),
             _EXPAND,
             whole("state_size", "state_dim", 16),
             Row(
                 used("time_step_rank"),
                 _read_step_rank,
-                lambda model: {"time_step_rank": model.layer.step_rank},
+                lambda model: {"time_step_rank": model.block.step_rank},
             ),
             tied=constant("tie_word_embeddings", True),
         ),
@@ -144,7 +144,7 @@ FAMILIES = (
             derive(
                 "num_heads",
                 lambda config: _inner_dim(config) // max(config.whole("head_dim", 64), 1),
-                lambda model: model.layer.num_heads,
+                lambda model: model.block.num_heads,
                 default=128,
             ),
             whole("head_dim", "head_dim", 64),

@@ -32,6 +32,7 @@ class MultiHead:
       head_dim: width of each.
       residual_stddev: spread of the weight that makes the result.
       pattern: which keys a query sees; None: all before it.
+      causal: whether the model's mask is: for `facts` and FLOPs, as the objective masks.
     """
 
     embed_dim: int
@@ -39,16 +40,18 @@ class MultiHead:
     head_dim: int
     residual_stddev: float
     pattern: Pattern | None = None
+    causal: bool = True
 
     num_keys: ClassVar[int] = 2
 
     @property
     def facts(self) -> AttentionFacts:
-        """Of causal attention."""
+        """With as many heads of keys and values as of queries."""
         N, H = self.num_heads, self.head_dim
         return AttentionFacts(
-            num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, pattern=self.pattern
-        )
+            num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=self.causal,
+            pattern=self.pattern,
+        )  # fmt: skip
 
     @property
     def cached(self) -> tuple[Cached, ...]:
@@ -72,14 +75,14 @@ class MultiHead:
         return 4 * self.num_heads * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
-        """6 T N H: attention is causal (arXiv 2204.02311, appendix B, halved).
+        """12 T N H (arXiv 2204.02311, appendix B), halved if attention is causal.
 
         With a pattern 12 N H times the mean number of keys that a query sees.
         """
         if self.pattern is not None:
             keys = self.pattern.mean_keys(sequence_length)
             return 12 * self.num_heads * self.head_dim * keys
-        return 6 * sequence_length * self.num_heads * self.head_dim
+        return (6 if self.causal else 12) * sequence_length * self.num_heads * self.head_dim
 
     def __call__(
         self,

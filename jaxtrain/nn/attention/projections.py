@@ -55,7 +55,8 @@ class Projections:
     @property
     def cached(self) -> tuple[Cached, ...]:
         """Keys and values."""
-        return self.facts.keys_and_values
+        shape, axes = (self.num_heads, self.head_dim), ("heads", "head_dim")
+        return (Cached(shape=shape, axes=axes, every_token=True),) * 2
 
     def weights(self, keys: jax.Array) -> Weights:
         """Projections to queries, keys and values [D, N, H], and back [N, H, D]."""

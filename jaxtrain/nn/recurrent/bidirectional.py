@@ -5,15 +5,36 @@ Letters: B batch, T length, D embed (of what goes in and comes out; each directi
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.transformer.decoder import Layer
 from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+
+
+class RecurrentLayer(Layer, Protocol):
+    """A layer with a recurrence."""
+
+    @property
+    def facts(self) -> LayerFacts:
+        """What it caches."""
+        ...
+
+    def matmul_parameters(self) -> int:
+        """Parameters that take part in a matrix product for every token."""
+        ...
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Training FLOPs a token besides those of these parameters."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +43,14 @@ class BothWays:
 
     Attributes:
       one_way: the form, from D numbers to D / 2.
-      one_way_parameters: of it, in matrix products.
     """
 
-    one_way: Layer
-    one_way_parameters: int
+    one_way: RecurrentLayer
+
+    @property
+    def facts(self) -> LayerFacts:
+        """Nothing is cached."""
+        return LayerFacts()
 
     def weights(self, key: jax.Array) -> Weights:
         """Those of both, each behind the name of its direction."""
@@ -38,7 +62,12 @@ class BothWays:
 
     def matmul_parameters(self) -> int:
         """Of both."""
-        return 2 * self.one_way_parameters
+        return 2 * self.one_way.matmul_parameters()
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Nothing else is counted."""
+        del sequence_length
+        return 0
 
     def __call__(
         self,
@@ -61,3 +90,34 @@ class BothWays:
             under("backward", own), jnp.flip(x_BTD, 1), positions_BT, turned, execution
         )
         return jnp.concatenate([first, jnp.flip(last, 1)], -1), None, {}
+
+
+class Directed(Protocol):
+    """Sizes of a model whose layers may read in both directions."""
+
+    @property
+    def embed_dim(self) -> int: ...
+    @property
+    def bidirectional(self) -> bool: ...
+
+
+def in_directions(sizes: Directed, layer: Callable[[int, int], RecurrentLayer]) -> RecurrentLayer:
+    """Return a model's layer: in one direction, or in both with half of the width each.
+
+    Args:
+      sizes: the model's.
+      layer: returns a layer of one direction, from a width of inputs to one of its state.
+    """
+    if not sizes.bidirectional:
+        return layer(sizes.embed_dim, sizes.embed_dim)
+    return BothWays(layer(sizes.embed_dim, sizes.embed_dim // 2))
+
+
+def validate_directions(sizes: Directed) -> None:
+    """Raises UserError where two directions cannot have half of the width each."""
+    if sizes.bidirectional and sizes.embed_dim % 2:
+        name = type(sizes).__name__
+        raise UserError(
+            f"{name}.embed_dim={sizes.embed_dim} with {name}.bidirectional=True: each direction "
+            f"has half of it; use {sizes.embed_dim + 1}"
+        )

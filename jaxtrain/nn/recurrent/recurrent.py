@@ -1,6 +1,10 @@
-"""Layer of a recurrent language model with one state.
+"""Recurrent layers with one state: the Elman network (RNN) and the gated recurrent unit (GRU).
 
-Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H).
+Sources: Elman 1990, "Finding Structure in Time"; Cho et al. 2014 (arXiv 1406.1078). The cells are
+those of `torch.nn.RNN` and `torch.nn.GRU`, whose reset gate multiplies the state's product and not
+the state.
+Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H; of a GRU 3 H:
+reset and update gate and candidate, in this order).
 """
 
 import dataclasses
@@ -10,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.recurrent.recurrence import Cell, goes_on, recurrence
@@ -20,6 +26,12 @@ from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
 STATE = ("batch", "embed")
+
+
+def state_facts(state_dim: int, *, states: int = 1) -> LayerFacts:
+    """Return the facts of a layer that caches so many states of this width."""
+    one = Cached(shape=(state_dim,), axes=("embed",), every_token=False, dtype="float32")
+    return LayerFacts(cached=(one,) * states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +52,11 @@ class Recurrent:
     cell: Cell
     name: str
 
+    @property
+    def facts(self) -> LayerFacts:
+        """Its state is cached."""
+        return state_facts(self.state_dim)
+
     def weights(self, key: jax.Array) -> Weights:
         """From inputs [D, G] and states [H, G] to what the cell reads, and two biases."""
         D, H, G = self.embed_dim, self.state_dim, self.gates * self.state_dim
@@ -56,6 +73,11 @@ class Recurrent:
     def matmul_parameters(self) -> int:
         """All but the biases."""
         return self.gates * self.state_dim * (self.embed_dim + self.state_dim)
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Nothing else is counted."""
+        del sequence_length
+        return 0
 
     def __call__(
         self,
@@ -83,3 +105,26 @@ class Recurrent:
             h_TBD, after = recurrence(self.cell, x_TBG, weight_DG, bias_G, goes_on(mask), before)
             h_BTH = shard(jnp.swapaxes(h_TBD, 0, 1), HIDDEN)
             return h_BTH, None if cache is None else (after,), {}
+
+
+def rnn_layer(embed_dim: int, state_dim: int) -> Recurrent:
+    """Return an Elman layer from `embed_dim` inputs to a state of `state_dim`."""
+    return Recurrent(embed_dim, state_dim, 1, _elman, "rnn")
+
+
+def gru_layer(embed_dim: int, state_dim: int) -> Recurrent:
+    """Return a GRU layer from `embed_dim` inputs to a state of `state_dim`."""
+    return Recurrent(embed_dim, state_dim, 3, _gated, "gru")
+
+
+def _elman(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
+    """tanh of both."""
+    del h_BD
+    return jnp.tanh(x_BG + u_BG)
+
+
+def _gated(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
+    """Between the state and a candidate, as the update gate says."""
+    (x_r, x_z, x_n), (u_r, u_z, u_n) = jnp.split(x_BG, 3, axis=-1), jnp.split(u_BG, 3, axis=-1)
+    r, z = jax.nn.sigmoid(x_r + u_r), jax.nn.sigmoid(x_z + u_z)
+    return (1 - z) * jnp.tanh(x_n + r * u_n) + z * h_BD

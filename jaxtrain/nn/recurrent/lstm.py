@@ -1,28 +1,26 @@
-"""LSTM language model: embedding, stacked LSTM layers, output matrix.
+"""LSTM layer, with a backward pass of its own.
 
 Sources: Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers et
-al. 2000; stacked as in Zaremba et al. 2014 (arXiv 1409.2329), without its dropout. The cell is
-`torch.nn.LSTM`'s, its two biases as one.
-Letters: B batch, T length, D embed and state, G = 4 D (input, forget, candidate and output gate,
-in this order), V vocab, L layers.
+al. 2000. The cell is `torch.nn.LSTM`'s, its two biases as one.
+Letters: B batch, T length, D embed, H state, G = 4 H (input, forget, candidate and output gate, in
+this order).
 """
 
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.reader import configurable
-from jaxtrain.models.recurrent.recurrent_sizes import RecurrentSizes
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.recurrent.recurrence import goes_on
-from jaxtrain.nn.recurrent.recurrent import STATE
+from jaxtrain.nn.recurrent.recurrent import STATE, state_facts
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
 from jaxtrain.parallel.gathering import gather
@@ -30,40 +28,6 @@ from jaxtrain.parallel.sharding import shard
 
 # What a layer carries from place to place: its output h and its cell c, float32 [B, D].
 State = tuple[jax.Array, jax.Array]
-
-
-@configurable
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LSTM(RecurrentSizes):
-    """Sizes of an LSTM language model; the defaults are the medium one of arXiv 1409.2329.
-
-    Attributes:
-      vocab_size: rows of the embedding table and of the output matrix.
-      num_layers: LSTM layers.
-      embed_dim: width of the embedding and of every layer's state.
-      context_length: the longest sequence, in tokens; the state starts from zero at its beginning
-        and at that of every document.
-      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are distinguished; of 'token_classification' alone.
-      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each place in place of a token; None: tokens
-        are read. Of 'token_classification' alone.
-    """
-
-    vocab_size: int = 10000
-    num_layers: int = 2
-    embed_dim: int = 650
-    context_length: int = 1024
-    objective: Literal["next_token", "token_classification"] = "next_token"
-    num_classes: int = 2
-    bidirectional: bool = False
-    features: int | None = None
-
-    states: ClassVar[int] = 2  # its output and its cell
-
-    def one_way(self, state_dim: int) -> "LSTMLayer":
-        """What a layer computes in one direction, with a state of this width."""
-        return LSTMLayer(self.embed_dim, state_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +41,11 @@ class LSTMLayer:
 
     embed_dim: int
     state_dim: int
+
+    @property
+    def facts(self) -> LayerFacts:
+        """Its output and its cell are cached."""
+        return state_facts(self.state_dim, states=2)
 
     def weights(self, key: jax.Array) -> Weights:
         """From inputs [D, G] and states [H, G] to the gates, and the gates' biases."""
@@ -93,6 +62,11 @@ class LSTMLayer:
     def matmul_parameters(self) -> int:
         """All but the biases."""
         return 4 * self.state_dim * (self.embed_dim + self.state_dim)
+
+    def other_flops_per_token(self, sequence_length: int) -> float:
+        """Nothing else is counted."""
+        del sequence_length
+        return 0
 
     def __call__(
         self,
