@@ -26,7 +26,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.contract import contract
-from jaxtrain.nn.matmul.dot import einsum_of, sides
+from jaxtrain.nn.matmul.einsum import einsum_of, sides
 from jaxtrain.nn.matmul.int8 import int8_einsum, quantize
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat

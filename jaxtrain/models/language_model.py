@@ -5,14 +5,16 @@ Letters: S source length, T length, D embed, V vocab, N of 6N.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxtrain.models.model import Inputs, classifies, features_of
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
-from jaxtrain.nn.transformer.block import Block
-from jaxtrain.nn.transformer.cross_block import CrossBlock
-from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.transformer.block import Block
+    from jaxtrain.nn.transformer.cross_block import CrossBlock
+    from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
 
 
 class LayerPart(Protocol):
@@ -70,7 +72,7 @@ class LanguageModel(Protocol):
         return ()
 
     @property
-    def predicting(self) -> Sequence[PredictionModule]:
+    def predicting(self) -> "Sequence[PredictionModule]":
         """Modules after the layers, each of which predicts one more token in training."""
         return ()
 
@@ -135,12 +137,12 @@ class EncoderDecoderModel(Protocol):
     def embed_dim(self) -> int: ...
 
     @property
-    def encoder(self) -> Block:
+    def encoder(self) -> "Block":
         """What every layer of the encoder computes."""
         ...
 
     @property
-    def decoder(self) -> CrossBlock:
+    def decoder(self) -> "CrossBlock":
         """What every layer of the decoder computes."""
         ...
 

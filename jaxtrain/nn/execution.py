@@ -14,7 +14,7 @@ from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.matmul.contract import StructuredWeight, contract, project
-from jaxtrain.nn.matmul.dot import Einsum, einsum
+from jaxtrain.nn.matmul.einsum import Einsum, einsum
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, name_activation, remat
 from jaxtrain.parallel.sharding import shard
 

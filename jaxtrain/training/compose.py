@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import optax
 
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.matmul.dot import einsum_of
+from jaxtrain.nn.matmul.einsum import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.finetune import tuning_of

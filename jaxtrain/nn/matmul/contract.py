@@ -14,8 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.matmul.dot import Einsum, einsum, sides, spec_of
-from jaxtrain.nn.matmul.layouts import as_matrix, product
+from jaxtrain.nn.matmul.einsum import Einsum, as_matrix, einsum, product, sides, spec_of
 from jaxtrain.parallel.gathering import GradientSlice, Groups, gather
 from jaxtrain.parallel.sharding import (
     Layout,

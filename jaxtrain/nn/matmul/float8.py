@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.matmul.dot import contraction, sides, spec_of
+from jaxtrain.nn.matmul.einsum import contraction, sides, spec_of
 from jaxtrain.parallel.sharding import current_layout
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.matmul.contract import StructuredWeight, contract
-from jaxtrain.nn.matmul.dot import Einsum
+from jaxtrain.nn.matmul.einsum import Einsum
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.matmul.dot import contraction, sides, spec_of
+from jaxtrain.nn.matmul.einsum import contraction, sides, spec_of
 from jaxtrain.nn.remat import PRODUCT
 from jaxtrain.parallel.sharding import on_each_device, parts_of, without
 

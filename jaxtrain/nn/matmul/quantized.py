@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.matmul.contract import StructuredWeight, contract
-from jaxtrain.nn.matmul.dot import Einsum
+from jaxtrain.nn.matmul.einsum import Einsum
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 

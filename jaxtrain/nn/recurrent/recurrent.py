@@ -29,7 +29,7 @@ STATE = ("batch", "embed")
 
 
 def state_facts(state_dim: int, *, states: int = 1) -> LayerFacts:
-    """Return the facts of a layer that caches so many states of this width."""
+    """Return the facts of a layer that caches one or more states of this width."""
     one = Cached(shape=(state_dim,), axes=("embed",), every_token=False, dtype="float32")
     return LayerFacts(cached=(one,) * states)
 
