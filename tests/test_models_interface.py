@@ -19,7 +19,6 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import (
     ImageModel,
     Model,
-    PairModel,
     TokenModel,
     VectorModel,
     reads_tokens,
@@ -50,7 +49,7 @@ def small(cls: type) -> Any:
 
 MODELS = {cls.__name__: small(cls) for cls in models()}
 KINDS = {
-    "tokens": TokenModel, "pairs": PairModel, "images": ImageModel, "vectors": VectorModel
+    "tokens": TokenModel, "pairs": TokenModel, "images": ImageModel, "vectors": VectorModel
 }  # fmt: skip
 TEXT = [name for name, model in MODELS.items() if reads_tokens(model)]
 
@@ -196,7 +195,7 @@ def test_flops_of_a_sequence_are_those_of_its_tokens(name):
 
 
 def test_the_type_checker_knows_that_every_model_says_all_of_it(tmp_path):
-    lines = ["from jaxtrain.models.model import ImageModel, PairModel, TokenModel, VectorModel"]
+    lines = ["from jaxtrain.models.model import ImageModel, TokenModel, VectorModel"]
     for name, model in MODELS.items():
         kind = KINDS[model.inputs].__name__
         lines += [f"from {type(model).__module__} import {name}", f"_{name}: {kind} = {name}()"]

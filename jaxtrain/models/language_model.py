@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from jaxtrain.models.model import Inputs, classifies, features_of
+from jaxtrain.models.model import Inputs, classifies, features_of, token_classes_of
 from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
 
@@ -106,7 +106,7 @@ class LanguageModel(Protocol):
         model: Any = self
         rows = self.vocab_size * (1 + len(self.predicting))
         if classifies(model):
-            rows = model.num_classes
+            rows = token_classes_of(model) or 0
         rows += features_of(model) or 0
         return self.layers * self.block.matmul_parameters() + around + rows * self.embed_dim
 

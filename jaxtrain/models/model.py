@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [
-    "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "PairModel",
-    "TokenModel", "VectorModel",
+    "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "TokenModel",
+    "VectorModel",
 ]  # fmt: skip
 
 Inputs = Literal["tokens", "images", "pairs", "vectors"]
@@ -27,10 +27,11 @@ Inputs = Literal["tokens", "images", "pairs", "vectors"]
 class Model(Protocol):
     """What is required of an architecture's settings, a frozen dataclass of sizes.
 
-    What a model says besides stands in `TokenModel`, `PairModel`, `ImageModel` and `VectorModel`.
+    `TokenModel`, `ImageModel` and `VectorModel` have the further attributes of each kind of input;
+    the functions `..._of` below those that only some models have.
 
     Attributes:
-      inputs: what it reads: rows of tokens (or of vectors, see `SequenceModel`), images, pairs of
+      inputs: what it reads: rows of tokens (or of vectors, see `features_of`), images, pairs of
         rows of tokens (source and target), or vectors of numbers.
       settings: logical axis -> the field that gives it its size, for messages.
     """
@@ -93,16 +94,19 @@ class Unstacked:
 
 @runtime_checkable
 class TokenModel(Model, Protocol):
-    """Further attributes of a model whose inputs are tokens; its module is a `Transformer`."""
+    """Further attributes of a model whose inputs are tokens, or pairs of rows of tokens.
+
+    Its module is a `Transformer`, or of pairs a `PairModule`.
+    """
 
     @property
     def vocab_size(self) -> int:
-        """Different tokens."""
+        """Different tokens, of sources and targets alike."""
         ...
 
     @property
     def context_length(self) -> int:
-        """The longest sequence, in tokens."""
+        """The longest sequence, source or target, in tokens."""
         ...
 
     @property
@@ -112,99 +116,7 @@ class TokenModel(Model, Protocol):
 
     @property
     def layers(self) -> int:
-        """Equal layers in one module."""
-        ...
-
-
-@runtime_checkable
-class ClassModel(TokenModel, Protocol):
-    """Further attributes of a model that classifies tokens or texts."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        ...
-
-
-@runtime_checkable
-class SequenceModel(ClassModel, Protocol):
-    """Further attributes of a model that may read a vector instead of a token at each position;
-    everything else is as for tokens."""
-
-    @property
-    def features(self) -> int | None:
-        """Size of such a vector; None: it reads tokens."""
-        ...
-
-
-@runtime_checkable
-class EmbeddingModel(TokenModel, Protocol):
-    """Further attributes of a model that may embed a text as one vector."""
-
-    @property
-    def pooling(self) -> "Pooling | None":
-        """How the tokens' hidden states are pooled; None: no embedding."""
-        ...
-
-    @property
-    def normalized(self) -> bool:
-        """Whether the embedding is normalized to length 1."""
-        ...
-
-
-@runtime_checkable
-class MultiTokenModel(TokenModel, Protocol):
-    """Further attributes of a model that may predict tokens after the next one.
-
-    Where it does, its module is a `PredictsMore`.
-    """
-
-    @property
-    def predicted_tokens(self) -> int:
-        """Tokens that are predicted at each position, the next one included."""
-        ...
-
-    @property
-    def prediction_weight(self) -> float:
-        """Weight of the mean loss of the others."""
-        ...
-
-
-@runtime_checkable
-class PairModel(Model, Protocol):
-    """Further attributes of a model whose inputs are pairs; its module is a `PairModule`.
-
-    Its `layers` are those of each of its two stacks.
-    """
-
-    @property
-    def vocab_size(self) -> int:
-        """Different tokens, of sources and targets."""
-        ...
-
-    @property
-    def context_length(self) -> int:
-        """The longest source, and the longest target, in tokens."""
-        ...
-
-    @property
-    def embed_dim(self) -> int:
-        """Width of what goes from layer to layer."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """Equal layers in each of the two stacks."""
-        ...
-
-
-@runtime_checkable
-class StackModel(PairModel, Protocol):
-    """Further attributes of a model of pairs whose two stacks a pipeline runs one after the
-    other."""
-
-    def flops_of_stacks(self, shape: tuple[int, ...]) -> tuple[float, float]:
-        """Training FLOPs of one example in the encoder's layers, and in the decoder's."""
+        """Equal layers in one module, or in each of an encoder and a decoder."""
         ...
 
 
@@ -229,29 +141,8 @@ class ImageModel(Model, Protocol):
 
 
 @runtime_checkable
-class PatchModel(ImageModel, Protocol):
-    """What is asked besides of a model of images whose equal layers a pipeline goes through; its
-    module is a `StackedPredictor`."""
-
-    @property
-    def tokens(self) -> int:
-        """What goes from layer to layer of an image: its patches, and what stands beside them."""
-        ...
-
-    @property
-    def embed_dim(self) -> int:
-        """Width of each of them."""
-        ...
-
-    @property
-    def layers(self) -> int:
-        """Equal layers in one module."""
-        ...
-
-
-@runtime_checkable
 class VectorModel(Model, Protocol):
-    """What is asked besides of a model whose inputs are vectors; its module is a `Predictor`."""
+    """Further attributes of a model whose inputs are vectors; its module is a `Predictor`."""
 
     @property
     def features(self) -> int:
@@ -269,7 +160,7 @@ def reads_tokens(model: Model) -> TypeGuard[TokenModel]:
     return model.inputs == "tokens"
 
 
-def reads_pairs(model: Model) -> TypeGuard[PairModel]:
+def reads_pairs(model: Model) -> TypeGuard[TokenModel]:
     """Whether a model's inputs are pairs of rows of tokens."""
     return model.inputs == "pairs"
 
@@ -284,11 +175,49 @@ def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
     return model.inputs == "vectors"
 
 
+# -- what only some models have -------------------------------------------------------------------
+
+
 def features_of(model: Model) -> int | None:
-    """Numbers of the vectors that a model reads one after the other in place of tokens; None: it
-    reads something else."""
+    """Return the size of the vectors that a model reads in place of tokens; None: it reads none."""
     # A protocol would ask for all the rest too, which a section that was rejected may not have.
     return getattr(model, "features", None) if reads_tokens(model) else None
+
+
+def token_classes_of(model: Model) -> int | None:
+    """Return the number of classes of tokens or texts; None: the model cannot classify them."""
+    return getattr(model, "num_classes", None) if reads_tokens(model) else None
+
+
+def pooling_of(model: Model) -> "tuple[Pooling, bool] | None":
+    """Return how a model makes one vector of a text: how it pools the tokens' hidden states, and
+    whether it normalizes the result to length 1; None: it makes none."""
+    pooling = getattr(model, "pooling", None)
+    return None if pooling is None else (pooling, getattr(model, "normalized", False))
+
+
+def predicted_tokens_of(model: Model) -> int:
+    """Return how many tokens a model predicts at each position, the next one included."""
+    return getattr(model, "predicted_tokens", 1)
+
+
+def patches_of(model: Model) -> tuple[int, int] | None:
+    """Return the positions and the width of what an image is from layer to layer; None: the model
+    has no equal layers of images."""
+    sizes: Any = model
+    has_patches = reads_images(model) and hasattr(model, "tokens")
+    return (sizes.tokens, sizes.embed_dim) if has_patches else None
+
+
+def stack_flops(model: Model, shape: tuple[int, ...]) -> tuple[float, ...]:
+    """Return the training FLOPs of one example in the layers of an encoder, and of a decoder.
+
+    Args:
+      model: the settings of a model with two stacks: `passes_of` it is 2.
+      shape: of the example's inputs.
+    """
+    sizes: Any = model
+    return sizes.flops_of_stacks(shape)
 
 
 def validate_features(model: Any) -> None:
@@ -296,7 +225,7 @@ def validate_features(model: Any) -> None:
     of tokens.
 
     Args:
-      model: the settings of a `SequenceModel`.
+      model: the settings of a model that has `features`.
     """
     name, features = type(model).__name__, model.features
     require_at_least(1, model, "features")
@@ -314,12 +243,7 @@ def validate_features(model: Any) -> None:
         )
 
 
-def embeds(model: Model) -> TypeGuard[EmbeddingModel]:
-    """Whether a model makes one vector of a text."""
-    return isinstance(model, EmbeddingModel) and model.pooling is not None
-
-
-def classifies(model: Model) -> TypeGuard[ClassModel]:
+def classifies(model: Model) -> TypeGuard[TokenModel]:
     """Whether a model classifies tokens or texts."""
     return reads_tokens(model) and model.objective == "token_classification"
 
@@ -327,7 +251,7 @@ def classifies(model: Model) -> TypeGuard[ClassModel]:
 def require_complete(model: Model) -> None:
     """Raises UserError where a model's settings do not say what models of its inputs do."""
     kinds: dict[Inputs, Any] = {
-        "tokens": TokenModel, "pairs": PairModel, "images": ImageModel, "vectors": VectorModel
+        "tokens": TokenModel, "pairs": TokenModel, "images": ImageModel, "vectors": VectorModel
     }  # fmt: skip
     kind = kinds[model.inputs]
     lacking = lacks(model, kind)
@@ -338,25 +262,15 @@ def require_complete(model: Model) -> None:
         )
 
 
-def has_stacks(model: Model) -> TypeGuard[StackModel]:
-    """Whether a model of pairs has two stacks that a pipeline can go through."""
-    return isinstance(model, StackModel)
-
-
-def has_patches(model: Model) -> TypeGuard[PatchModel]:
-    """Whether a model of images has equal layers that a pipeline can go through."""
-    return reads_images(model) and isinstance(model, PatchModel)
-
-
 def has_stages(model: Model) -> bool:
     """Whether a pipeline can go through a model's layers."""
-    return reads_tokens(model) or has_stacks(model) or has_patches(model)
+    return reads_tokens(model) or passes_of(model) > 1 or patches_of(model) is not None
 
 
 def passes_of(model: Model) -> int:
     """Stacks of layers that a pipeline takes its microbatches through one after the other: each
     has `layers` of them."""
-    return 2 if has_stacks(model) else 1
+    return 2 if reads_pairs(model) and hasattr(model, "flops_of_stacks") else 1
 
 
 def token_model(model: Model) -> TokenModel:
@@ -371,7 +285,7 @@ def vector_model(model: Model) -> VectorModel:
     return model
 
 
-def pair_model(model: Model) -> PairModel:
+def pair_model(model: Model) -> TokenModel:
     """The same model, which is known to read pairs."""
     assert reads_pairs(model), f"{type(model).__name__} reads {model.inputs}"
     return model

@@ -13,8 +13,8 @@ from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.models.model import (
     ImageModel,
     Model,
-    PairModel,
-    embeds,
+    TokenModel,
+    pooling_of,
     reads_images,
     reads_pairs,
     token_model,
@@ -99,7 +99,7 @@ def _text(source: Published, published: Model) -> Iterator[str]:
         yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
     # Bytes would be other tokens than those that it was trained on; an encoder of sentences is used
     # as it is, and its vocabulary may have no room for a mask's token.
-    if not has_tokenizer or embeds(model):
+    if not has_tokenizer or pooling_of(model) is not None:
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
     # A row is as long as the usual fine-tuning's, or as what the encoder was trained on.
@@ -108,7 +108,7 @@ def _text(source: Published, published: Model) -> Iterator[str]:
     yield f"TextData.sequence_length = {min(model.context_length, usual)}"
 
 
-def _pairs(source: Published, model: PairModel) -> Iterator[str]:
+def _pairs(source: Published, model: TokenModel) -> Iterator[str]:
     """Random tokens until pairs are bound, for which the tokenizer is named already."""
     yield "Train.data = @PairData()"
     yield "PairData.source = 'synthetic'"

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtrain.data.batch import Batch, kind_of, stack
 from jaxtrain.data.source import Dataset, Examples, Part
 from jaxtrain.data.text.packing import PackedText, pack
-from jaxtrain.models.model import SequenceModel, reads_pairs, reads_tokens
+from jaxtrain.models.model import features_of, reads_pairs, reads_tokens, token_classes_of
 from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
@@ -98,9 +98,10 @@ def dataset(config: Config) -> Dataset:
     examples: Examples
     if reads_tokens(model):
         length, different, vectors = batch.inputs.shape[1], model.vocab_size, None
-        if isinstance(model, SequenceModel) and model.features is not None:
-            different = model.num_classes  # the drawn class is the target too
-            vectors = rng.normal(size=(different, model.features)).astype(np.float32)
+        features, classes = features_of(model), token_classes_of(model)
+        if features is not None and classes is not None:
+            different = classes  # the drawn class is the target too
+            vectors = rng.normal(size=(different, features)).astype(np.float32)
         # At most half a row, so that every row holds two documents at least.
         documents = [
             rng.integers(0, different, rng.integers(3, length // 2))

@@ -18,7 +18,6 @@ from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     AttentionFacts,
     ImageModel,
-    PairModel,
     TokenModel,
     VectorModel,
     features_of,
@@ -340,7 +339,7 @@ def _of_tokens(
 def _pairs(
     config: Config,
     own: Config,
-    model: PairModel,
+    model: TokenModel,
     sizes: dict[str, float],
     most: MeshSizes,
     virtual_stages: int,

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
-from jaxtrain.models.model import PairModel, pair_model
+from jaxtrain.models.model import TokenModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
@@ -117,7 +117,7 @@ def tell(
 
 def targets(
     setup: Setup,
-    sizes: PairModel,
+    sizes: TokenModel,
     state: TrainState,
     sources: Sequence[Sequence[int]],
     *,
@@ -187,7 +187,7 @@ def targets(
     return answers
 
 
-def _limit(max_new_tokens: int | None, sizes: PairModel) -> int:
+def _limit(max_new_tokens: int | None, sizes: TokenModel) -> int:
     most, name = sizes.context_length, type(sizes).__name__
     if max_new_tokens is None:
         return min(USUAL_LENGTH, most)
@@ -198,7 +198,7 @@ def _limit(max_new_tokens: int | None, sizes: PairModel) -> int:
     return max_new_tokens
 
 
-def _validate_source(source: Sequence[int], sizes: PairModel) -> None:
+def _validate_source(source: Sequence[int], sizes: TokenModel) -> None:
     name, most = type(sizes).__name__, sizes.context_length
     if not len(source):
         raise UserError("--prompt is empty: give at least one character, the source")
@@ -221,7 +221,7 @@ def _rows(count: int, setup: Setup) -> int:
 
 
 def _pad(
-    sources: Sequence[Sequence[int]], rows: int, sizes: PairModel
+    sources: Sequence[Sequence[int]], rows: int, sizes: TokenModel
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows [B, S] of sources, and where they have tokens; rows that are none repeat the first."""
     longest = max(len(source) for source in sources)
@@ -268,7 +268,7 @@ def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
 @functools.partial(jax.jit, static_argnames=("setup", "sizes", "room"))
 def _read(
     setup: Setup,
-    sizes: PairModel,
+    sizes: TokenModel,
     state: TrainState,
     source_BS: jax.Array,
     real_BS: jax.Array,

@@ -7,7 +7,7 @@ from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.tokenizer import no_end_of_text
-from jaxtrain.models.model import Model, classifies, embeds, reads_images, reads_tokens
+from jaxtrain.models.model import Model, classifies, pooling_of, reads_images, reads_tokens
 from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.run.commands.train import open_run
@@ -54,7 +54,7 @@ def first_use(model: Model, workdir: Place) -> str:
     """Return the commands that use an imported model."""
     if reads_images(model):
         return f"predict --workdir {workdir} IMAGE, or eval"
-    if embeds(model):
+    if pooling_of(model) is not None:
         return f"predict --workdir {workdir} TEXT"
     if classifies(model):
         return f"predict --workdir {workdir} TEXT, or eval"

@@ -12,7 +12,7 @@ from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
-from jaxtrain.models.model import EmbeddingModel
+from jaxtrain.models.model import TokenModel
 from jaxtrain.run.inference.texts import AT_ONCE, row_of, texts_of
 
 
@@ -36,7 +36,7 @@ class Embedding:
 
 def embed(
     given: Sequence[Any],
-    model: EmbeddingModel,
+    model: TokenModel,
     data: object,
     vectors: Callable[[Batch], np.ndarray],
     *,
@@ -84,7 +84,7 @@ def embed(
             yield Embedding(str(name), vector)
 
 
-def _validate_tokenizer(tokenizer: Tokenizer, model: EmbeddingModel) -> None:
+def _validate_tokenizer(tokenizer: Tokenizer, model: TokenModel) -> None:
     if tokenizer.vocab_size > model.vocab_size:
         name = type(model).__name__
         raise UserError(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, on_host
-from jaxtrain.models.model import EmbeddingModel, Model, embeds
+from jaxtrain.models.model import Model, pooling_of
 from jaxtrain.nn.pooling import pool
 from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.run.generation.decoding import for_one_text
@@ -63,7 +63,6 @@ def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> n
       state: from `Step.eval_state`.
       batch: one text in a row, and padding behind it.
     """
-    assert embeds(model), "asked before"
     setup = _of_any_rows(setup)
     with setup.layout.active(), setup.precision.products():
         return np.array(_embeddings(setup, model, state, batch))
@@ -94,17 +93,18 @@ def _logits(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _embeddings(setup: Setup, model: EmbeddingModel, state: TrainState, batch: Batch) -> jax.Array:
+def _embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> jax.Array:
     objective, ids_BT = setup.objective, batch.segment_ids
     assert isinstance(objective, TokenObjective), "of hidden states"
-    assert model.pooling is not None, "asked before"
+    pooling = pooling_of(model)
+    assert pooling is not None, "asked before"
     assert ids_BT is not None, "texts have padding"
     assert batch.positions is not None, "and places"
     h_BTD, _, _ = hidden_states(
         setup.model(state), batch.inputs, batch.positions, objective.mask(batch),
         setup.execution,
     )  # fmt: skip
-    found_BD = pool(h_BTD, ids_BT, model.pooling, normalized=model.normalized)
+    found_BD = pool(h_BTD, ids_BT, pooling[0], normalized=pooling[1])
     return jax.sharding.reshard(found_BD, P())
 
 

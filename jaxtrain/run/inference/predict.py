@@ -22,17 +22,16 @@ from jaxtrain.data.vectors import sequence_files
 from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
-    ClassModel,
     ImageModel,
     Model,
-    SequenceModel,
     TokenModel,
     VectorModel,
-    embeds,
+    pooling_of,
     reads_images,
     reads_pairs,
     reads_tokens,
     reads_vectors,
+    token_classes_of,
 )
 from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.inference.embedding import Embedding, embed
@@ -174,7 +173,7 @@ def predict(
         if not given:
             return iter(())
     name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
-    if embeds(model):
+    if reads_tokens(model) and pooling_of(model) is not None:
         instead = "makes embeddings"
         found = embed(given, model, data, says.embeddings, say=say)
     elif isinstance(objective, Regression):
@@ -207,14 +206,15 @@ def _classes(
     skip: Skip,
 ) -> Iterator[Prediction]:
     """The likeliest classes."""
+    classes = token_classes_of(model)
     if reads_images(model) and isinstance(data, ImageData):
         asked = _of_images(given, model, data, logits, skip)
-    elif isinstance(model, ClassModel) and isinstance(data, LabelledText):
-        asked = _of_texts(given, model, data, logits)
-    elif isinstance(model, ClassModel) and isinstance(data, TaggedText):
-        asked = _of_words(given, model, data, logits)
-    elif isinstance(model, SequenceModel) and isinstance(data, SequenceData):
-        asked = _of_sequences(given, model, data, logits)
+    elif classes is not None and isinstance(data, LabelledText):
+        asked = _of_texts(given, model, data, logits, classes)
+    elif classes is not None and isinstance(data, TaggedText):
+        asked = _of_words(given, model, data, logits, classes)
+    elif classes is not None and isinstance(data, SequenceData):
+        asked = _of_sequences(given, model, data, logits, classes)
     elif reads_vectors(model) and isinstance(data, VectorData):
         asked = _of_vectors(given, model, data, logits)
     elif reads_tokens(model) and isinstance(data, TextSource):
@@ -307,16 +307,24 @@ def _readable(
 
 
 def _of_texts(
-    given: list[Given], model: ClassModel, data: LabelledText, logits: Callable[[Any], np.ndarray]
+    given: list[Given],
+    model: Model,
+    data: LabelledText,
+    logits: Callable[[Any], np.ndarray],
+    classes: int,
 ) -> _Asked:
     tokenizer = data.open_tokenizer()
     rows = [data.row(tokenizer.encode(text)) for text in texts_of(given, model)]
     called = [str(source) for source in given]
-    return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
+    return _Asked(called, _where_told(rows, logits), data.class_names, classes)
 
 
 def _of_words(
-    given: list[Given], model: ClassModel, data: TaggedText, logits: Callable[[Any], np.ndarray]
+    given: list[Given],
+    model: Model,
+    data: TaggedText,
+    logits: Callable[[Any], np.ndarray],
+    classes: int,
 ) -> _Asked:
     """Every word of every text is an example."""
     tokenizer, called = data.open_tokenizer(), list[str]()
@@ -346,7 +354,7 @@ def _of_words(
     def of(numbers: Sequence[int]) -> np.ndarray:
         return np.stack([told_BTC[places[number]] for number in numbers])
 
-    return _Asked(called, of, data.class_names, model.num_classes)
+    return _Asked(called, of, data.class_names, classes)
 
 
 def _of_hidden(
@@ -377,7 +385,11 @@ def _of_vectors(
 
 
 def _of_sequences(
-    given: list[Given], model: ClassModel, data: SequenceData, logits: Callable[[Any], np.ndarray]
+    given: list[Given],
+    model: Model,
+    data: SequenceData,
+    logits: Callable[[Any], np.ndarray],
+    classes: int,
 ) -> _Asked:
     called, found = list[str](), list[np.ndarray]()
     for source in given:
@@ -385,7 +397,7 @@ def _of_sequences(
         called += names
         found += sequences
     rows = data.prepare(found)
-    return _Asked(called, _where_told(rows, logits), data.class_names, model.num_classes)
+    return _Asked(called, _where_told(rows, logits), data.class_names, classes)
 
 
 def _sequences(

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples
-from jaxtrain.models.model import Model, MultiTokenModel, token_model
+from jaxtrain.models.model import Model, predicted_tokens_of, token_model
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import PredictsMore, Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
@@ -149,11 +149,11 @@ class MultiToken(NextToken):
 
     def of(self, model: Model) -> "MultiToken":
         """Return the objective with the model's number of tokens and weight."""
-        assert isinstance(model, MultiTokenModel), f"{type(model).__name__} names this objective"
+        sizes: Any = model  # which names this objective
         return dataclasses.replace(
             self,
-            further_tokens=model.predicted_tokens - 1,
-            further_weight=model.prediction_weight,
+            further_tokens=predicted_tokens_of(model) - 1,
+            further_weight=sizes.prediction_weight,
         )
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:

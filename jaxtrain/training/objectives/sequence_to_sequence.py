@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Inputs, Model, PairModel, pair_model
+from jaxtrain.models.model import Inputs, Model, TokenModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import logits, padded_logits, vocabulary
@@ -196,7 +196,7 @@ def validate_answers(layout: Layout) -> Iterator[str]:
         )
 
 
-def _validate_tokens(batch: Batch, model: PairModel) -> Iterator[str]:
+def _validate_tokens(batch: Batch, model: TokenModel) -> Iterator[str]:
     name, last = type(model).__name__, model.vocab_size - 1
     why = f" ({name}.vocab_size={model.vocab_size})"
     for field in ("inputs", "source"):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import ClassModel, Model, TokenModel
+from jaxtrain.models.model import Model, TokenModel, token_classes_of
 from jaxtrain.nn.transformer.language_model import Transformer, logits
 from jaxtrain.training.objectives.classification import TOP, evaluation_sums
 from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses, validate_unread
@@ -55,13 +55,15 @@ class TokenClassification(TokenObjective):
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
         """Nats a label, the accuracy, and a uniform guess."""
         del facts
-        assert isinstance(model, ClassModel), "rejected before"
-        return Yardstick("nats a label", ("accuracy",), uniform_guess(model.num_classes))
+        classes = token_classes_of(model)
+        assert classes is not None, "rejected before"
+        return Yardstick("nats a label", ("accuracy",), uniform_guess(classes))
 
     def class_count(self, model: TokenModel) -> tuple[str, int]:
         """Its classes."""
-        assert isinstance(model, ClassModel), "rejected before"
-        return "num_classes", model.num_classes
+        classes = token_classes_of(model)
+        assert classes is not None, "rejected before"
+        return "num_classes", classes
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
         """Nothing."""

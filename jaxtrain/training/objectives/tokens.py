@@ -17,9 +17,9 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import (
     Inputs,
     Model,
-    MultiTokenModel,
     TokenModel,
     features_of,
+    predicted_tokens_of,
     token_model,
 )
 from jaxtrain.nn.attention.context import along_context, split_before
@@ -117,8 +117,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         has modules which would not be trained."""
         yield from self.validate_inputs(model)
         name = type(model).__name__
-        if isinstance(model, MultiTokenModel) and not self.tells_further:
-            told = model.predicted_tokens
+        if not self.tells_further:
+            told = predicted_tokens_of(model)
             if told > 1:
                 yield (
                     f"{name}.predicted_tokens={told}, but the objective {self.name!r} trains no "

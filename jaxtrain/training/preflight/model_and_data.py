@@ -7,10 +7,8 @@ from typing import Any
 from jaxtrain.data.batch import Batch, example_shape, kind_of
 from jaxtrain.data.text.source import TextData, text_of
 from jaxtrain.models.model import (
-    ClassModel,
     ImageModel,
     Model,
-    PairModel,
     TokenModel,
     VectorModel,
     features_of,
@@ -18,6 +16,7 @@ from jaxtrain.models.model import (
     reads_pairs,
     reads_tokens,
     reads_vectors,
+    token_classes_of,
 )
 from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.tokens import TokenObjective
@@ -148,8 +147,8 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
     name, objective = type(model).__name__, config.train.task
     if not isinstance(objective, TokenObjective):
         return
-    has_labels = _is_a(data, "ClassedRows")
-    if objective.labels and not isinstance(model, ClassModel):
+    has_labels, classes = _is_a(data, "ClassedRows"), token_classes_of(model)
+    if objective.labels and classes is None:
         yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
     elif objective.labels != has_labels:
         gives = "labels" if has_labels else "texts alone"
@@ -158,14 +157,14 @@ def _labels(config: Config, model: TokenModel) -> Iterator[str]:
             f"{name}.objective={objective.name!r}, but Train.data=@{type(data).__name__}() gives "
             f"{gives}; use @{use}(), or another {name}.objective"
         )
-    elif has_labels and isinstance(model, ClassModel) and data.num_classes > model.num_classes:
+    elif has_labels and classes is not None and data.num_classes > classes:
         yield (
-            f"{name}.num_classes={model.num_classes} is smaller than {data.section}.num_classes="
+            f"{name}.num_classes={classes} is smaller than {data.section}.num_classes="
             f"{data.num_classes}; use at least {data.num_classes}"
         )
 
 
-def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
+def _pairs(config: Config, model: TokenModel, batch: Batch) -> Iterator[str]:
     yield from _without_effect(config, "Loss.chunk_size", "Sharding.tensor_layout")
     if model.attention is None:
         yield from _without_effect(config, "Attention.kernel")
@@ -181,7 +180,7 @@ def _pairs(config: Config, model: PairModel, batch: Batch) -> Iterator[str]:
             )
 
 
-def _vocabulary(model: TokenModel | PairModel, data: Any) -> Iterator[str]:
+def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
     lacking = list(_lacks(data, "vocab_size"))
     if lacking:
         yield from lacking

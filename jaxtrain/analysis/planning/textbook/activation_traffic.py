@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
-from jaxtrain.models.model import AttentionFacts, TokenModel, has_patches, pair_model, reads_pairs
+from jaxtrain.models.model import AttentionFacts, TokenModel, pair_model, patches_of, reads_pairs
 from jaxtrain.nn.moe.experts import parts_of_exchange, slots_per_expert
 from jaxtrain.training.pipeline.parts import crossing
 
@@ -402,8 +402,9 @@ def boundaries(facts: Facts) -> Iterator[Expected]:
 def stream_bytes(facts: Facts, name: str) -> int:
     """Of a part of what goes from stage to stage, on one device."""
     batch, model = facts.config.train.data.abstract_batch(1), facts.model
-    if has_patches(model):
-        return facts.B * model.tokens * model.embed_dim * facts.value_bytes
+    patches = patches_of(model)
+    if patches is not None:
+        return facts.B * math.prod(patches) * facts.value_bytes
     of = batch.source if name == "source" and batch.source is not None else batch.inputs
     width = pair_model(model).embed_dim if reads_pairs(model) else facts.text_model.embed_dim
     size = facts.B * of.shape[1] // facts.size("context") * width * facts.value_bytes

@@ -14,7 +14,14 @@ from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.flops import count_flops, products_of, shape_of
 from jaxtrain.analysis.planning.textbook.profile import on_platform
 from jaxtrain.data.batch import example_shape
-from jaxtrain.models.model import Model, MultiTokenModel, has_stacks, reads_pairs, reads_tokens
+from jaxtrain.models.model import (
+    Model,
+    passes_of,
+    predicted_tokens_of,
+    reads_pairs,
+    reads_tokens,
+    stack_flops,
+)
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
@@ -100,9 +107,9 @@ def stack_costs(config: Config) -> tuple[float, ...]:
     """What a stage costs of each stack of layers, in any unit, where a pipeline runs one after the
     other."""
     model = config.train.model
-    if not has_stacks(model):
+    if passes_of(model) == 1:
         return (1.0,)
-    return model.flops_of_stacks(example_shape(config.train.data.abstract_batch(1)))
+    return stack_flops(model, example_shape(config.train.data.abstract_batch(1)))
 
 
 def pad_layers(config: Config, devices: int) -> Config:
@@ -215,8 +222,7 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
                 stream += elements
             else:
                 split += elements
-    told = model.predicted_tokens if isinstance(model, MultiTokenModel) else 1
-    return stream, split, told * vocabulary
+    return stream, split, predicted_tokens_of(model) * vocabulary
 
 
 def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
