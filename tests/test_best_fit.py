@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.best_fit import BestFit
+from jaxtrain.data.text.packing import BestFit
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.data.text.stores.store import open_store

@@ -24,7 +24,7 @@ from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.stores import fetching
+from jaxtrain.data.text.stores import transfer
 from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.run.attempts import lock, records
 from jaxtrain.run.attempts.folder import RunFolder
@@ -156,14 +156,14 @@ def test_records_and_patterns_in_a_bucket_are_those_of_a_disk(gcs, tmp_path):
 
 def test_a_store_in_a_bucket_is_fetched_once_in_ranges(gcs, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetching, "_RANGE_BYTES", 1000)
+    monkeypatch.setattr(transfer, "_RANGE_BYTES", 1000)
     (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(900)))
     text = TextData(source=str(tmp_path / "text.txt"), sequence_length=8)
     prepare(text, tmp_path / "store", workers=1, progress=lambda characters, tokens: None)
     for file in (tmp_path / "store").iterdir():
         gcs.put("box", f"stores/one/{file.name}", file.read_bytes())
     there = TextData(source="gs://box/stores/one", sequence_length=8)
-    whole = fetching.BucketPath.read_range
+    whole = transfer.BucketPath.read_range
     asked = []
 
     def read_range(path, begin, end):
@@ -172,7 +172,7 @@ def test_a_store_in_a_bucket_is_fetched_once_in_ranges(gcs, tmp_path, monkeypatc
             raise BucketError("gone")
         return whole(path, begin, end)
 
-    monkeypatch.setattr(fetching.BucketPath, "read_range", read_range)
+    monkeypatch.setattr(transfer.BucketPath, "read_range", read_range)
     with pytest.raises(BucketError, match="gone"):
         with_stores(there, lambda line: None)
     said = []
@@ -228,7 +228,7 @@ def test_a_store_is_made_in_a_bucket_and_goes_on_where_it_was(
 @pytest.mark.parametrize("packing", ["stream", "best_fit", "padded"])
 def test_of_a_large_store_each_row_is_one_read(gcs, text_file, tmp_path, monkeypatch, packing):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fetching, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(transfer, "WHOLE_BYTES", 1000)
     lines = [json.dumps({"text": line}) for line in text_file.read_text().split("\n")]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     # Documents that fill a row alone, but in a stream.

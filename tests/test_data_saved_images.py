@@ -12,7 +12,7 @@ from PIL import Image
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder
-from jaxtrain.data.images import parquet, saved
+from jaxtrain.data.images import saved
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches
 
@@ -132,7 +132,7 @@ def test_rows_of_parquet_files_are_those_of_saved_ones(tmp_path, monkeypatch):
     assert greys(found.train) == [(n, n % 3) for n in range(20)]
     assert greys(found.heldout) == [(n, n % 3) for n in range(20, 26)]
     assert found.facts["class_names"] == "owl, gull, wren"
-    monkeypatch.setattr(parquet, "_unpack", None)  # it was done: the next start has them
+    monkeypatch.setattr(saved, "_unpack", None)  # it was done: the next start has them
     again = opened(tmp_path / "hub" / "*.parquet", heldout_split="test")
     assert again.digest == found.digest
     one, other = (

@@ -11,8 +11,7 @@ import tokenizers
 from jaxtrain import load_config
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.sentinels import WithSentinels
-from jaxtrain.data.pairs.spans import Corruption, SpanData, span_mask
+from jaxtrain.data.pairs.spans import Corruption, SpanData, WithSentinels, span_mask
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer

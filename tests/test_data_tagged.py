@@ -12,7 +12,7 @@ from jaxtrain import load_config
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.tagged import TaggedText
+from jaxtrain.data.pairs.classed import TaggedText
 from jaxtrain.models.recurrent.rnn import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.training.preflight.preflight import check

@@ -8,9 +8,9 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.ordering.length_buckets import ByLength
+from jaxtrain.data.ordering.rows import ByLength
 from jaxtrain.data.pipeline import batches
-from jaxtrain.data.text.padded import PaddedText
+from jaxtrain.data.text.packing import PaddedText
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.preflight import preflight

@@ -14,7 +14,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.verify.verify import verify
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import LabelledText
 from jaxtrain.data.vectors.sequences import SequenceData
 from jaxtrain.models.recurrent.rnn import GRU, LSTM, RNN
 from jaxtrain.models.transformers.bert import BERT

@@ -15,9 +15,8 @@ from tokenizers import models, pre_tokenizers, processors, trainers
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import LabelledText, TaggedText
 from jaxtrain.data.pairs.source import PairData
-from jaxtrain.data.pairs.tagged import TaggedText
 from jaxtrain.data.source import STORE_FILE
 from jaxtrain.data.text.chat.chat import ChatData
 from jaxtrain.data.text.fill_in_middle import FilledRows

@@ -16,7 +16,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import LabelledText
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.recurrent.rnn import GRU, LSTM, RNN
 from jaxtrain.models.transformers.bert import BERT

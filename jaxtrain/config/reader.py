@@ -143,7 +143,7 @@ class _Bindings:
             try:
                 statements = _statements(text, origin)
             except UserError as error:
-                from jaxtrain.config.corrections import add_quotes
+                from jaxtrain.config.values import add_quotes
 
                 in_quotes = add_quotes(text)
                 if in_quotes is None:
@@ -203,7 +203,7 @@ class _Bindings:
         known = settings_of(CONFIGURABLES[name])
         if field not in known:
             # Imported here, as below: what people meant is asked where they erred.
-            from jaxtrain.config.corrections import of_a_choice
+            from jaxtrain.config.values import of_a_choice
 
             close = nearest(field, known)
             hint = (
@@ -260,7 +260,7 @@ class _Bindings:
             if is_own:
                 importlib.import_module(module)
             else:
-                from jaxtrain.config.imports import import_trusted
+                from jaxtrain.config.registry import import_trusted
 
                 import_trusted(module, (self.folder, Path.cwd()))
         except ImportError as error:
@@ -412,7 +412,7 @@ class _Bindings:
                 unused = f"by {others} nothing uses {name}"
                 replaced.setdefault(unused, []).append(f"{name}.{field}")
             else:
-                from jaxtrain.config.corrections import how_to_choose
+                from jaxtrain.config.values import how_to_choose
 
                 self.mistakes.append(
                     f"{binding.origin}: {name}.{field} is set, but nothing in this configuration "
@@ -527,7 +527,7 @@ def _statements(text: str, origin: str) -> list[Any]:
         where = f"{origin}:{line}" if line and not _lacks_numbers(origin) else origin
         detail, example = str(error).strip(), "TextData.source = 'notes.txt'"
         if isinstance(error, SyntaxError):
-            from jaxtrain.config.corrections import no_value
+            from jaxtrain.config.values import no_value
 
             detail, example = no_value(error) or (error.msg.strip(), example)
         raise UserError(

@@ -47,7 +47,7 @@ def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
-            from jaxtrain.data.text.stores.fetching import fetch
+            from jaxtrain.data.text.stores.transfer import fetch
 
             folder, away = fetch(path, say)
             return data if away is not None else dataclasses.replace(data, source=str(folder))
@@ -69,7 +69,7 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
       say: takes a line for people.
     """
     # Imported here: most runs read less text than this.
-    from jaxtrain.data.file_lock import make_once
+    from jaxtrain.config.files import make_once
     from jaxtrain.data.text.stores.prepare import identity, prepare, source_characters
     from jaxtrain.data.text.stores.tokenizing import PIECES
 

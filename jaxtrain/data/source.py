@@ -1,10 +1,12 @@
-"""Interface of data sources: random-access examples, a digest, and the held-out split."""
+"""Interface of data sources: random access to examples, digest, held-out split, glob patterns."""
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -19,8 +21,9 @@ from jaxtrain.data.token_arrays import Tokens
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxtrain.data.ordering.length_buckets import ByLength
     from jaxtrain.data.ordering.mixture_sampler import Mixing
+    from jaxtrain.data.ordering.rows import ByLength
+
 
 Split = Literal["train", "heldout"]
 
@@ -279,3 +282,48 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
                 found.append(path)
     for path in sorted(found, key=lambda path: path.relative_to(root).parts):
         yield path, path.relative_to(root).as_posix(), path.stat().st_size
+
+
+def is_glob(source: str) -> bool:
+    """Whether a source is a pattern of paths and not the path of something."""
+    return bool(re.search(r"[*?\[]", source)) and ("://" in source or not Path(source).exists())
+
+
+def glob_files(source: str, setting: str) -> list[Place]:
+    """The files that a pattern names, in order of their paths' parts.
+
+    Args:
+      source: the pattern, from this folder, from a root or in a bucket.
+      setting: the binding, for the message.
+
+    Raises:
+      UserError: the folder that it begins with is not there, none matches, or a link leads out of
+        that folder.
+    """
+    under = _root(source)
+    root = existing_path(setting, under)
+    patterns = (source if under == "." else source.removeprefix(under)).strip("/").split("/")
+    walked = list(walk_files(root, setting))
+    paths = [path for path, name, _ in walked if _matches(name.split("/"), patterns)]
+    if not paths:
+        raise UserError(
+            f"{setting} = {source!r}: none of the {len(walked):,} files under {root} matches it; "
+            "'*' stays within a name, '**' stands for any folders"
+        )
+    return paths
+
+
+def _root(source: str) -> str:
+    """The folder under which everything is that a pattern can match."""
+    parts = source.split("/")
+    first = next(place for place, part in enumerate(parts) if re.search(r"[*?\[]", part))
+    return "/".join(parts[:first]) or ("/" if source.startswith("/") else ".")
+
+
+def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if not patterns:
+        return not names
+    first, *others = patterns
+    if first == "**":
+        return any(_matches(names[begin:], others) for begin in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], first) and _matches(names[1:], others)

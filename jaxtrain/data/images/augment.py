@@ -1,14 +1,140 @@
-"""`Augment`: augmentation of training images besides cropping and flipping."""
+"""`Augment`: augmentation of training images besides cropping and flipping.
+
+Color jitter, RandAugment, mixup and CutMix are as torchvision defines them: of the former by
+Pillow's own operations, of mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv
+1905.04899) by their formulas.
+"""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
 
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
-from jaxtrain.data.images import operations
 from jaxtrain.data.images.transform import from_array, to_array
+
+BINS = 31  # strengths of an operation, from 0 to 30
+_AFFINE, _NEAREST = Image.Transform.AFFINE, Image.Resampling.NEAREST
+
+Operation = Callable[[Image.Image, float], Image.Image]
+
+
+def brightness(image: Image.Image, factor: float) -> Image.Image:
+    """Between black (0) and twice as bright (2)."""
+    return ImageEnhance.Brightness(image).enhance(factor)
+
+
+def contrast(image: Image.Image, factor: float) -> Image.Image:
+    """Between its mean grey (0) and twice as far from it (2)."""
+    return ImageEnhance.Contrast(image).enhance(factor)
+
+
+def saturation(image: Image.Image, factor: float) -> Image.Image:
+    """Between grey (0) and twice as colorful (2)."""
+    return ImageEnhance.Color(image).enhance(factor)
+
+
+def sharpness(image: Image.Image, factor: float) -> Image.Image:
+    """Between smoothed (0) and twice as sharp (2)."""
+    return ImageEnhance.Sharpness(image).enhance(factor)
+
+
+def hue(image: Image.Image, turn: float) -> Image.Image:
+    """Its hues turned by -0.5 to 0.5 of the circle; a grey image has none."""
+    if image.mode == "L":
+        return image
+    hues, saturations, values = image.convert("HSV").split()
+    turned = (np.asarray(hues).astype(np.int16) + int(turn * 255)).astype(np.uint8)
+    return Image.merge("HSV", (Image.fromarray(turned), saturations, values)).convert("RGB")
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, _AFFINE, matrix, _NEAREST)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """An operation of RandAugment.
+
+    Attributes:
+      run: the operation.
+      strengths: its first and its last strength; of what depends on the image's size, shares of it.
+      signed: whether it goes either way.
+    """
+
+    run: Operation
+    strengths: tuple[float, float] = (0.0, 0.0)
+    signed: bool = False
+
+
+def _shift(image: Image.Image, across: float, down: float) -> Image.Image:
+    wide, high = image.size
+    return _affine(image, 1, 0, -int(across * wide), 0, 1, -int(down * high))
+
+
+# Cubuk et al. 2019 (arXiv 1909.13719), in torchvision's order and ranges.
+RAND_AUGMENT: dict[str, _Row] = {
+    "identity": _Row(lambda image, _: image),
+    "shear_x": _Row(lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), (0, 0.3), True),
+    "shear_y": _Row(lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), (0, 0.3), True),
+    "translate_x": _Row(lambda image, v: _shift(image, v, 0), (0, 150 / 331), True),
+    "translate_y": _Row(lambda image, v: _shift(image, 0, v), (0, 150 / 331), True),
+    "rotate": _Row(lambda image, v: image.rotate(v, _NEAREST), (0, 30), True),
+    "brightness": _Row(lambda image, v: brightness(image, 1 + v), (0, 0.9), True),
+    "color": _Row(lambda image, v: saturation(image, 1 + v), (0, 0.9), True),
+    "contrast": _Row(lambda image, v: contrast(image, 1 + v), (0, 0.9), True),
+    "sharpness": _Row(lambda image, v: sharpness(image, 1 + v), (0, 0.9), True),
+    "posterize": _Row(lambda image, v: ImageOps.posterize(image, round(v)), (8, 4)),
+    "solarize": _Row(lambda image, v: ImageOps.solarize(image, math.ceil(v)), (255, 0)),
+    "auto_contrast": _Row(lambda image, _: ImageOps.autocontrast(image)),
+    "equalize": _Row(lambda image, _: ImageOps.equalize(image)),
+}
+
+
+def rand_augment(
+    image: Image.Image, count: int, magnitude: int, rng: np.random.Generator
+) -> Image.Image:
+    """`count` operations of the table, each drawn from all of it, of one strength."""
+    rows = list(RAND_AUGMENT.values())
+    for number in rng.integers(len(rows), size=count).tolist():
+        row = rows[number]
+        least, most = row.strengths
+        strength = least + (most - least) * magnitude / (BINS - 1)
+        back = row.signed and rng.random() < 0.5
+        image = row.run(image, -strength if back else strength)
+    return image
+
+
+def mixup(
+    own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
+) -> tuple[np.ndarray, float]:
+    """share * own + (1 - share) * other, the share from Beta(alpha, alpha); and the share."""
+    share = float(rng.beta(alpha, alpha))
+    return (own * np.float32(share) + other * np.float32(1 - share)), share
+
+
+def cut_box(height: int, width: int, share: float, rng: np.random.Generator) -> tuple[slice, slice]:
+    """Rows and columns of a box anywhere, 1 - share of the image but for what lies outside it."""
+    middle_x, middle_y = int(rng.integers(width)), int(rng.integers(height))
+    half = 0.5 * math.sqrt(1 - share)
+    wide, high = int(half * width), int(half * height)
+    rows = slice(max(0, middle_y - high), min(height, middle_y + high))
+    return rows, slice(max(0, middle_x - wide), min(width, middle_x + wide))
+
+
+def cutmix(
+    own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
+) -> tuple[np.ndarray, float]:
+    """Own [H, W, C] but for a box of the other; and the share of the pixels that are its own."""
+    height, width, _ = own.shape
+    rows, columns = cut_box(height, width, float(rng.beta(alpha, alpha)), rng)
+    mixed = own.copy()
+    mixed[rows, columns] = other[rows, columns]
+    cut = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return mixed, 1 - cut / (height * width)
 
 
 @configurable
@@ -50,10 +176,8 @@ class Augment:
             raise UserError(
                 f"Augment.hue = {self.hue}: a turn either way, from 0 to 0.5 of the circle"
             )
-        if not 0 <= self.magnitude < operations.BINS:
-            raise UserError(
-                f"Augment.magnitude = {self.magnitude}: it is 0 to {operations.BINS - 1}"
-            )
+        if not 0 <= self.magnitude < BINS:
+            raise UserError(f"Augment.magnitude = {self.magnitude}: it is 0 to {BINS - 1}")
 
     @property
     def mixes(self) -> bool:
@@ -71,22 +195,22 @@ class Augment:
         for change, strength in changes:
             image = change(image, strength)
         if self.rand_augment:
-            image = operations.rand_augment(image, self.rand_augment, self.magnitude, rng)
+            image = rand_augment(image, self.rand_augment, self.magnitude, rng)
         return to_array(image)
 
-    def _colors(self, rng: np.random.Generator) -> list[tuple[operations.Operation, float]]:
+    def _colors(self, rng: np.random.Generator) -> list[tuple[Operation, float]]:
         """What is done to colors and how much of it, in an order that is drawn too."""
-        found: list[tuple[operations.Operation, float]] = []
+        found: list[tuple[Operation, float]] = []
         factors = (
-            (operations.brightness, self.brightness),
-            (operations.contrast, self.contrast),
-            (operations.saturation, self.saturation),
+            (brightness, self.brightness),
+            (contrast, self.contrast),
+            (saturation, self.saturation),
         )
         for change, most in factors:
             if most:
                 found.append((change, float(rng.uniform(max(0.0, 1 - most), 1 + most))))
         if self.hue:
-            found.append((operations.hue, float(rng.uniform(-self.hue, self.hue))))
+            found.append((hue, float(rng.uniform(-self.hue, self.hue))))
         return [found[place] for place in rng.permutation(len(found))]
 
     def mix(
@@ -94,9 +218,7 @@ class Augment:
     ) -> tuple[np.ndarray, float]:
         """Two images float32 [H, W, C] as one, and the share of it that is the first."""
         ways: list[tuple[Callable[..., tuple[np.ndarray, float]], float]] = [
-            (way, alpha)
-            for way, alpha in ((operations.mixup, self.mixup), (operations.cutmix, self.cutmix))
-            if alpha
+            (way, alpha) for way, alpha in ((mixup, self.mixup), (cutmix, self.cutmix)) if alpha
         ]
         way, alpha = ways[int(rng.integers(len(ways)))]
         return way(own, other, alpha, rng)

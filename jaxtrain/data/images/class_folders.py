@@ -12,9 +12,9 @@ from PIL import Image
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.bad_records import ending_of
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, FileImages
 from jaxtrain.data.images.transform import convert
-from jaxtrain.data.skip_report import ending_of
 from jaxtrain.data.source import walk_files
 
 T = TypeVar("T")

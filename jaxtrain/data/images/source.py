@@ -11,24 +11,24 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
+from jaxtrain.data.bad_records import file_facts, heldout_facts
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.globs import glob_files, is_glob
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.class_folders import has_colors, open_folder, sample_images
-from jaxtrain.data.images.parquet import is_parquet, open_parquet
-from jaxtrain.data.images.saved import open_saved
+from jaxtrain.data.images.saved import is_parquet, open_parquet, open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
-from jaxtrain.data.skip_report import file_facts, heldout_facts
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,
     check_heldout_split,
     digest,
     existing_path,
+    glob_files,
     hold_out,
+    is_glob,
     is_heldout,
 )
 from jaxtrain.data.text.formats.saved_datasets import has_splits, holds_saved

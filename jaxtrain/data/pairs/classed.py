@@ -1,23 +1,98 @@
-"""Text classification and token classification data: one text per row, with labels.
+"""Text and token classification: one text per row with a label, or a tag per word (NER, POS).
 
-Letter: T length.
+Files of tagged sentences are JSON lines or CoNLL columns. Letter: T length.
 """
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, require_at_least
+from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.classed_rows import ClassedRows, Labelled, Labels, Rows
-from jaxtrain.data.source import Dataset, digest, existing_path
+from jaxtrain.data.pairs import files
+from jaxtrain.data.pairs.files import field, records, text_of
+from jaxtrain.data.source import Dataset, digest, existing_path, is_heldout
+from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
+
+COLUMNS = (".conll", ".iob", ".bio", ".txt")
+ENDINGS = (".jsonl", ".json", *COLUMNS)
+DOCUMENT = "-DOCSTART-"  # the word of a line that is none of a sentence
+Sentence = tuple[list[str], list[str]]
+
+
+def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterator[Sentence]:
+    """The words and tags of a file's sentences, one after the other; none of them is empty.
+
+    Args:
+      path: the file, perhaps compressed (.gz, .zst).
+      setting: what names the file, for messages.
+      words_field, tags_field: the names of a record's two lists.
+
+    Raises:
+      UserError: it has another ending, cannot be read, or a record or line holds no words and tags.
+    """
+    said, name = f"{setting} = {str(path)!r}", plain_name(path)
+    if not name.endswith(ENDINGS):
+        raise UserError(f"{said}: it takes a file that ends in {', '.join(ENDINGS)}")
+    with reading(path) as stream:
+        lines = (
+            line.removeprefix(BYTE_ORDER_MARK) if not number else line
+            for number, line in enumerate(stream)
+        )
+        if name.endswith(COLUMNS):
+            yield from _of_columns(lines, said)
+            return
+        for where, record in records(lines, said):
+            words, tags = (_strings(record, one, where) for one in (words_field, tags_field))
+            if len(words) != len(tags):
+                raise UserError(
+                    f"{where} has {len(words)} words in {words_field!r} and {len(tags)} tags in "
+                    f"{tags_field!r}; each word has one"
+                )
+            if words:
+                yield words, tags
+
+
+def _strings(record: dict, name: str, where: str) -> list[str]:
+    value = field(record, name, where)
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UserError(f"{where}: {name!r} is no list of strings")
+    return [text_of(one, f"{where}: {name!r}") for one in value]
+
+
+def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:
+    """A line a word, its tag the last column; empty lines between sentences."""
+    words, tags = list[str](), list[str]()
+    for number, line in enumerate(lines, start=1):
+        try:
+            columns = line.decode("utf-8").split()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{said}: line {number} is no UTF-8 text") from error
+        if not columns or columns[0] == DOCUMENT:
+            if words:
+                yield words, tags
+            words, tags = [], []
+            continue
+        if len(columns) < 2:
+            raise UserError(
+                f"{said}: line {number} has one column, {columns[0]!r}; a word's line ends with "
+                "its tag"
+            )
+        words.append(columns[0])
+        tags.append(columns[-1])
+    if words:
+        yield words, tags
+
 
 SYNTHETIC_TEXTS = 4096
 
@@ -201,3 +276,115 @@ class ClassedText(ClassedRows, Generic[R]):
             (rng.integers(0, self.synthetic_vocab_size, length).astype(np.int32), label)
             for length, label in zip(lengths, labels, strict=True)
         ]
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelledText(ClassedText[files.Texts]):
+    """Texts and their classes, one text in a row: JSON lines (`.jsonl`), or columns with a line of
+    names (`.tsv`, `.csv`).
+
+    Attributes:
+      text_field, label_field: names of the text and of the name of its class.
+    """
+
+    text_field: str = "text"
+    label_field: str = "label"
+
+    def records(self) -> Iterable[files.Texts]:
+        """As in ClassedText: a text, and the name of its class."""
+        path = existing_path("LabelledText.source", self.source, words=("synthetic",))
+        return files.read(path, "LabelledText.source", self.text_field, self.label_field)
+
+    def names_of(self, record: files.Texts) -> Sequence[str]:
+        """As in ClassedText."""
+        return record[1:]
+
+    def encode(self, record: files.Texts, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
+        """As in ClassedText."""
+        text, name = record
+        return np.array(tokenizer.encode(text), np.int32), labels[name]
+
+    def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
+        """As in ClassedText: one each."""
+        return rng.integers(0, self.num_classes, len(lengths)).tolist()
+
+    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
+        """As in ClassedText, with the text's one label."""
+        return self.label_sequence(self.wrap_tokens(places), label)
+
+    def select_heldout(self, labels: list[Labels]) -> np.ndarray:
+        """As in ClassedText: the same share of each class."""
+        return self.split_by_class(labels)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaggedText(ClassedText[Sentence]):
+    """Sentences whose words have classes, one sentence in a row: JSON lines (`.jsonl`) with a list
+    of words and one of tags, or CoNLL's columns (`.conll`, `.iob`, `.bio`, `.txt`).
+
+    Attributes:
+      words_field, tags_field: names of the two lists of a record of JSON lines.
+    """
+
+    words_field: str = "tokens"
+    tags_field: str = "tags"
+
+    def records(self) -> Iterable[Sentence]:
+        """As in ClassedText: the words, and the names of their classes."""
+        path = existing_path("TaggedText.source", self.source, words=("synthetic",))
+        return read(path, "TaggedText.source", self.words_field, self.tags_field)
+
+    def names_of(self, record: Sentence) -> Sequence[str]:
+        """As in ClassedText."""
+        return record[1]
+
+    def encode(self, record: Sentence, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
+        """As in ClassedText; a word without a token has no label."""
+        words, tags = record
+        tokens, places = self.tokens_of(words, tokenizer)
+        told = np.full(len(tokens), -1, np.int32)
+        for place, tag in zip(places, tags, strict=True):
+            if place is not None:
+                told[place] = labels[tag]
+        return np.array(tokens, np.int32), told
+
+    def tokens_of(
+        self, words: Sequence[str], tokenizer: Tokenizer
+    ) -> tuple[list[int], list[int | None]]:
+        """Return the tokens of words with a space between them, and where each class is
+        predicted."""
+        tokens, places = list[int](), list[int | None]()
+        for word in words:
+            space = " " if tokens else ""
+            ids, of = tokenizer.encode_with_places(space + word)
+            place = len(ids) - 1 if self.place == "last" else _covering(of, len(space))
+            places.append(len(tokens) + place if ids else None)
+            tokens += ids
+        return tokens, places
+
+    def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
+        """As in ClassedText: one for each token."""
+        return [rng.integers(0, self.num_classes, length).astype(np.int32) for length in lengths]
+
+    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
+        """As in ClassedText, with labels of the tokens; one stands for all."""
+        if np.ndim(label):
+            label = np.asarray(label)[: self.room]
+        return self.label_tokens(self.wrap_tokens(places), label, first=len(self.around[0]))
+
+    def select_heldout(self, labels: list[Labels]) -> np.ndarray:
+        """As in ClassedText."""
+        return is_heldout(len(labels), self.heldout_fraction)
+
+
+def _covering(places: Sequence[int], character: int) -> int:
+    """The first token that begins at a character, else the last that begins before it.
+
+    Args:
+      places: of each token's first character, in order.
+      character: the one that is looked for.
+    """
+    before = [number for number, place in enumerate(places) if place <= character]
+    return places.index(character) if character in places else max(before, default=0)

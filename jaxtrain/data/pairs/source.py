@@ -13,9 +13,9 @@ import numpy as np
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
+from jaxtrain.data.bad_records import heldout_facts
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pairs import files
-from jaxtrain.data.skip_report import heldout_facts
 from jaxtrain.data.source import (
     Dataset,
     check_heldout_fraction,

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from jaxtrain.config.buckets import BucketPath, Place, in_threads
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.skip_report import ending_of, file_facts
+from jaxtrain.data.bad_records import ending_of, file_facts
 from jaxtrain.data.source import walk_files
 from jaxtrain.data.text.pieces import (
     COMPRESSED,

@@ -13,9 +13,8 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
+from jaxtrain.data.bad_records import heldout_facts, sentences
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.globs import glob_files, is_glob
-from jaxtrain.data.skip_report import heldout_facts, sentences
 from jaxtrain.data.source import (
     Dataset,
     Split,
@@ -25,7 +24,9 @@ from jaxtrain.data.source import (
     digest,
     digest_of,
     existing_path,
+    glob_files,
     hold_out,
+    is_glob,
     is_heldout,
     is_store,
 )
@@ -205,7 +206,7 @@ class TextData:
             from jaxtrain.data.text.stores.store import open_store
 
             if isinstance(path, BucketPath):
-                from jaxtrain.data.text.stores.fetching import fetch
+                from jaxtrain.data.text.stores.transfer import fetch
 
                 return self._of_store(open_store(*fetch(path, lambda line: None)), tokenizer)
             return self._of_store(open_store(path), tokenizer)
@@ -324,8 +325,8 @@ class TextData:
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
         if self.packing == "padded":
-            from jaxtrain.data.ordering.length_buckets import ByLength
-            from jaxtrain.data.text.padded import PaddedText
+            from jaxtrain.data.ordering.rows import ByLength
+            from jaxtrain.data.text.packing import PaddedText
 
             rows = PaddedText(train.tokens, train.offsets, self.row_lengths)
             held = PaddedText(heldout.tokens, heldout.offsets, (self.sequence_length,))
@@ -337,7 +338,7 @@ class TextData:
             )
             order = ByLength(rows.rows)
             return Dataset(rows, held, made, facts, tokenizer, "tokens", by_length=order)
-        from jaxtrain.data.text.best_fit import BestFit
+        from jaxtrain.data.text.packing import BestFit
 
         fitted = BestFit(train.tokens, train.offsets, self.sequence_length)
         held = BestFit(heldout.tokens, heldout.offsets, self.sequence_length)

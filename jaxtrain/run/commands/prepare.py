@@ -10,11 +10,11 @@ from jaxtrain.config.buckets import BucketPath, Place, place
 from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.shipped import shipped_headers
-from jaxtrain.data.skip_report import sentences
+from jaxtrain.data.bad_records import sentences
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.prepare import prepare, source_characters
-from jaxtrain.data.text.stores.sending import prepare_in_bucket
 from jaxtrain.data.text.stores.store import Store
+from jaxtrain.data.text.stores.transfer import prepare_in_bucket
 from jaxtrain.run.show.progress import quantity, say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.training.settings import load_config

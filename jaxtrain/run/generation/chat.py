@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, template_beside
-from jaxtrain.data.text.chat.conversation_source import Templated
+from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
 from jaxtrain.run.commands.train import open_run

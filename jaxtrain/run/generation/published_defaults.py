@@ -11,7 +11,7 @@ from typing import Any
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used, validate_keys
-from jaxtrain.data.text.chat.conversation_source import Templated
+from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, MODEL_CONFIG, ends_of, read_json
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER

@@ -15,7 +15,7 @@ from rich.console import Console
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.pairs.source import PairData
-from jaxtrain.data.text.chat.conversation_source import Templated
+from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for

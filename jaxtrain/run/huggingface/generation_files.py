@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.pairs.source import PairData
-from jaxtrain.data.text.chat.conversation_source import Templated
+from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, remove_tree, write_atomically
-from jaxtrain.data.pairs.labelled import LabelledText
+from jaxtrain.data.pairs.classed import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.weights.folder import TOKENIZER, match

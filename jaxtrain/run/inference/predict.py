@@ -15,11 +15,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, decode
-from jaxtrain.data.pairs.labelled import LabelledText
-from jaxtrain.data.pairs.tagged import TaggedText
+from jaxtrain.data.pairs.classed import LabelledText, TaggedText
 from jaxtrain.data.source import existing_path, walk_files
-from jaxtrain.data.vectors import sequence_files
 from jaxtrain.data.vectors.sequences import SequenceData
+from jaxtrain.data.vectors.sequences import read as read_sequences
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.model import (
     ImageModel,
@@ -411,7 +410,7 @@ def _sequences(
     else:
         path = existing_path("predict INPUT", str(source))
         said, name = f"predict INPUT = {str(path)!r}", str(path)
-        sequences = sequence_files.read(path, said, labelled=False).x
+        sequences = read_sequences(path, said, labelled=False).x
     features = sequences[0].shape[1]
     if features != data.features:
         raise UserError(

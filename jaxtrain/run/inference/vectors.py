@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.vectors.columns import read_vectors
+from jaxtrain.data.vectors.source import read_vectors
 from jaxtrain.models.model import VectorModel
 
 

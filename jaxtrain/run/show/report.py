@@ -13,7 +13,7 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.writer import changes
-from jaxtrain.data.skip_report import SENTENCES, sentences
+from jaxtrain.data.bad_records import SENTENCES, sentences
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice

@@ -15,10 +15,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, WholeBatches, digest
-from jaxtrain.data.text.best_fit import BestFit
-from jaxtrain.data.text.chat.conversation_source import Templated
-from jaxtrain.data.text.chat.conversations import format_conversation
-from jaxtrain.data.text.packing import token_counts
+from jaxtrain.data.text.chat.conversations import Templated, format_conversation
+from jaxtrain.data.text.packing import BestFit, token_counts
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 # Tokens of a text, and which of them count in the loss.

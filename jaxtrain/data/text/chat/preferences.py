@@ -14,8 +14,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, WholeBatches, digest
-from jaxtrain.data.text.chat.conversation_source import Templated
-from jaxtrain.data.text.chat.conversations import Template, format_answer
+from jaxtrain.data.text.chat.conversations import Template, Templated, format_answer
 from jaxtrain.data.text.formats.json_lines import BadLineError
 from jaxtrain.data.text.packing import token_counts
 from jaxtrain.data.tokenization.tokenizer import Tokenizer

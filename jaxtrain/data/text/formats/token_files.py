@@ -20,9 +20,8 @@ import numpy as np
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import cache_folder, write_atomically, writing
+from jaxtrain.config.files import alone, cache_folder, make_once, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.file_lock import alone, make_once
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.token_arrays import Joined

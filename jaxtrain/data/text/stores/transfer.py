@@ -1,0 +1,146 @@
+"""Token stores in a bucket: download, small arrays whole and large ones by range, and upload.
+
+Where documents begin is needed for every row, and is a hundredth of the tokens; of those a row is
+one read from the bucket. An upload is of a store that was written to a local disk first.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxtrain.config.buckets import BucketPath, require
+from jaxtrain.config.errors import UserError
+from jaxtrain.config.files import (
+    alone,
+    cache_folder,
+    make_once,
+    remove_tree,
+    write_atomically,
+    writing,
+)
+from jaxtrain.data.source import STORE_FILE, is_store, part_digest
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores.prepare import prepare
+from jaxtrain.data.text.stores.store import (
+    SPLITS,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    Store,
+    checksums_of,
+    files_of,
+)
+
+WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
+_RANGE_BYTES = 1 << 26  # asked for at a time
+
+
+def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
+    """The folder in the cache that holds a copy; made at the first call, in bounded memory.
+
+    A copy that was stopped goes on where it was; of several processes of a machine one makes it.
+
+    Args:
+      store: the store in the bucket.
+      say: takes a line for people.
+
+    Returns:
+      The folder, and where the tokens are: None is there too.
+
+    Raises:
+      BucketError: the bucket does not answer.
+      FullDiskError: there is no room; the next call goes on.
+    """
+    content = (store / STORE_FILE).read_bytes()
+    # By what the store says of itself, its digests among that: another store is another folder.
+    folder = cache_folder("stores") / part_digest(str(store).encode() + content)[:32]
+    tokens, others = zip(*(files_of(folder, split) for split in SPLITS), strict=True)
+    if not is_store(folder):
+        sizes = {row.name: row.bytes for row in store.list_objects()}
+        of_tokens = sum(sizes.get(file.name, 0) for file in tokens)
+        whole = of_tokens <= WHOLE_BYTES
+        wanted = [file.name for file in (*others, *(tokens if whole else ()))]
+        wanted += [*(checksums_of(folder, split).name for split in SPLITS), *TOKENIZER_FILES]
+        said = f"TextData.source = {str(store)!r}"
+        say(
+            f"{said}: fetched to {folder}, for the next starts too"
+            if whole
+            else f"{said}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are read "
+            f"there; where documents begin is fetched to {folder}"
+        )
+
+        def fetch() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with alone(folder), writing(folder):
+                for name in wanted:
+                    # What the bucket lacks `open_store` names.
+                    if name in sizes:
+                        _fetch(store / name, sizes[name], folder / name)
+                write_atomically(folder / STORE_FILE, content)
+
+        make_once(folder, lambda: is_store(folder), fetch)
+    return folder, None if all(file.is_file() for file in tokens) else store
+
+
+def _fetch(source: BucketPath, size: int, file: Path) -> None:
+    if file.is_file():
+        return
+    part = file.with_name(f"{file.name}.part")
+    with part.open("ab") as stream:
+        while (begin := stream.tell()) < size:
+            stream.write(source.read_range(begin, min(begin + _RANGE_BYTES, size)))
+    part.replace(file)
+
+
+_PROBE = ".writable"
+
+
+def prepare_in_bucket(
+    data: TextData,
+    out: BucketPath,
+    *,
+    workers: int,
+    progress: Callable[[int, int], None],
+    say: Callable[[str], None],
+) -> Store:
+    """As `prepare`, into a folder of a bucket; a start that was stopped goes on where it was.
+
+    What is made lies in the cache folder until all of it was sent; the file that says that the
+    store is whole goes last.
+
+    Args:
+      data: as of `prepare`.
+      out: empty, or of an earlier start on this machine.
+      workers: as of `prepare`.
+      progress: as of `prepare`.
+      say: takes a line for people.
+
+    Raises:
+      UserError: as of `prepare`; or there is something else in the folder.
+      BucketError: the bucket does not answer; the next start goes on.
+    """
+    require("--out", out)
+    folder = cache_folder("stores") / part_digest(f"made for {out}".encode())[:32]
+    names = [file.name for split in SPLITS for file in files_of(folder, split)]
+    names += [*(checksums_of(folder, split).name for split in SPLITS), TOKENIZER_FILE]
+    there = {row.name: row.bytes for row in out.list_objects()} if out.exists() else {}
+    if others := sorted(there.keys() - {*names, STORE_FILE, _PROBE}):
+        raise UserError(
+            f"--out {out}: there are other objects in it, such as {others[0]}; name another folder"
+        )
+    if STORE_FILE in there and not is_store(folder):
+        raise UserError(
+            f"--out {out}: there is a store in it already; train on it, or name another folder"
+        )
+    # Whether it may be written is known before hours of work, not after them.
+    (out / _PROBE).write_bytes(b"")
+    (out / _PROBE).unlink()
+    store = prepare(data, folder, workers=workers, progress=progress)
+    with alone(folder):
+        for file in (folder / name for name in names if (folder / name).is_file()):
+            sent = folder / f"{file.name}.sent"
+            if not sent.exists() or there.get(file.name) != file.stat().st_size:
+                say(f"sending {file.name} ({file.stat().st_size:,} bytes) to {out}")
+                (out / file.name).upload(file)
+                sent.touch()
+        (out / STORE_FILE).write_bytes((folder / STORE_FILE).read_bytes())
+        remove_tree(folder)
+    return store
