@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,19 +9,15 @@ from typing import Any
 
 import numpy as np
 
+import jaxtrain.training.settings  # noqa: F401 - names the packages of data
+from jaxtrain.config.registry import CONFIGURABLES
 from jaxtrain.training.finetune.tuning import Tuning
 
 TEXT = "".join(f"line {n} of many, which say little\n" for n in range(40))
 
 
 def data_class(name: str) -> Any:
-    module = {
-        "TextData": "text.source", "ChatData": "text.chat", "PreferenceData": "text.preferences",
-        "ImageData": "images.source", "VectorData": "vectors.source",
-        "SequenceData": "vectors.sequences", "PairData": "pairs.source",
-        "LabelledText": "pairs.labelled", "TaggedText": "pairs.tagged",
-    }[name]  # fmt: skip
-    return getattr(importlib.import_module(f"jaxtrain.data.{module}"), name)
+    return CONFIGURABLES[name]
 
 
 def open_data(name: str, file: str, folder: Path, **settings: Any) -> None:
