@@ -23,8 +23,7 @@ from jaxtrain.analysis.planning.goodput.recovery import (
     STORAGE_BANDWIDTH,
     seconds_to_notice,
 )
-from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS
-from jaxtrain.run.checkpoint.interval import Costs
+from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, Costs
 from jaxtrain.training.settings import Deadlines
 
 FILE = Path(__file__).parent / "published_goodput.csv"

@@ -220,7 +220,7 @@ def _make_checkpoint(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> None:
     import jax
 
-    from jaxtrain.run.checkpoint.ancestry import of_checkpoint
+    from jaxtrain.run.checkpoint.metadata import of_checkpoint
     from jaxtrain.run.checkpoint.store import Checkpoints
     from jaxtrain.training.settings import Checkpoint
 
@@ -255,7 +255,7 @@ RUN = {
 
 def _read_run(folder: Path) -> None:
     from jaxtrain.run.attempts import goodput, records
-    from jaxtrain.run.checkpoint import ancestry
+    from jaxtrain.run.checkpoint import metadata
     from jaxtrain.run.metrics.files import drop_lines_past, lines_of
     from jaxtrain.run.show import compare
 
@@ -267,7 +267,7 @@ def _read_run(folder: Path) -> None:
     records.find_unended(folder, 1)
     records.Claim.read(folder / "lock.json")
     records.newest_attempt(folder)
-    ancestry.of_published(folder / "huggingface")
+    metadata.of_published(folder / "huggingface")
     goodput.read_account(folder / "goodput.json")
     drop_lines_past(folder / "metrics.jsonl", 4)
     _read_tracker(folder)

@@ -172,8 +172,7 @@ def test_only_the_wrappers_know_gin_and_orbax(path):
     }
     roots = {library.split(".")[0] for library in libraries}
     assert ("gin" in roots) == (name_of(path) == "config.reader")
-    wrappers = ("run.checkpoint.store", "run.checkpoint.from_files")
-    assert ("orbax" in roots) == (name_of(path) in wrappers)
+    assert ("orbax" in roots) == (name_of(path) == "run.checkpoint.store")
     assert "torch" not in roots
     assert "pickle" not in roots
 

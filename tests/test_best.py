@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.checkpoint.retention import sealed_steps
+from jaxtrain.run.checkpoint.sealing import sealed_steps
 from jaxtrain.run.commands.train import _command
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics.best import Record

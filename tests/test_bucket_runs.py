@@ -20,7 +20,7 @@ from jaxtrain.__main__ import main
 from jaxtrain.cli import parser
 from jaxtrain.config.buckets import place
 from jaxtrain.run.attempts import records, supervise
-from jaxtrain.run.checkpoint import manifest, retention
+from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.settings import Checkpoint
@@ -223,7 +223,7 @@ def test_what_a_killed_save_left_is_removed(gcs, copied, local):
     assert checkpoints.steps() == [2]
     assert "the remains of a save that was never finished" in checkpoints.cleaned[0]
     assert gcs.names("copy", "first/checkpoints/4/") == []
-    retention.delete(checkpoints.folder, 2)
+    sealing.delete(checkpoints.folder, 2)
     assert gcs.names("copy", "first/checkpoints/") == []
     checkpoints.close()
 

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS, FAILURE_RATES
-from jaxtrain.run.checkpoint.interval import (
+from jaxtrain.run.checkpoint.save_schedule import (
+    DEFAULT_MTBF_HOURS,
+    FAILURE_RATES,
     Costs,
     daly_interval,
     effective_training_time_ratio,

@@ -18,7 +18,7 @@ from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.safetensors import raw, read_header, write
-from jaxtrain.run.checkpoint.ancestry import of_published
+from jaxtrain.run.checkpoint.metadata import of_published
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.commands import first_use
 from jaxtrain.run.huggingface.parameters import shapes_of

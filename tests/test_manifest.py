@@ -13,8 +13,7 @@ from hypothesis import strategies
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint import manifest
-from jaxtrain.run.checkpoint.digests import CRC32, digest
-from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf
+from jaxtrain.run.checkpoint.manifest import CRC32, CheckpointError, Leaf, digest
 
 LEAVES = {"params/up": Leaf(4_000_000_000, (2, 3), "bfloat16"), "step": Leaf(7, (), "int32")}
 

@@ -13,8 +13,7 @@ from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.goodput.recovery import seconds_to_notice, state_bytes
 from jaxtrain.analysis.planning.goodput.simulation import simulate
-from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS
-from jaxtrain.run.checkpoint.interval import Costs
+from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, Costs
 from jaxtrain.training.settings import Deadlines
 
 # The keys that the contract promises.

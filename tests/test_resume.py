@@ -19,7 +19,7 @@ from conftest import make_layout
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches, to_device
 from jaxtrain.data.source import Dataset
-from jaxtrain.run.checkpoint import metadata, restore
+from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
@@ -201,7 +201,7 @@ def test_every_layout_goes_on_from_every_other(writer, reader, run):
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     extra = checkpoints.extra(SAVED)
     metadata.require_same_run(extra, new.config, new.dataset, step=SAVED, workdir=written.folder)
-    state = restore.restore(checkpoints, SAVED, new.program)
+    state = saved.restore(checkpoints, SAVED, new.program)
     assert_equal(in_model_order(new.program, state), written.saved)
     wanted = jax.tree.map(lambda leaf: leaf.sharding, new.program.abstract_state())
     assert jax.tree.map(lambda x: x.sharding, state) == wanted
@@ -232,7 +232,7 @@ def test_a_pipelines_layers_are_put_in_order_for_a_program_around_another(change
     config = dataclasses.replace(config, pipeline=Pipeline(), **{section: section_now})
     program = compose(config, make_layout(data=2))
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
-    state = restore.restore(checkpoints, SAVED, program)
+    state = saved.restore(checkpoints, SAVED, program)
     assert_equal(in_model_order(program, state), written.saved)
 
 
@@ -244,7 +244,7 @@ def test_a_pipelines_checkpoint_of_fewer_layers_is_refused(run):
     config = dataclasses.replace(written.config, train=train, pipeline=Pipeline())
     checkpoints = Checkpoints(written.folder, Checkpoint(), read_only=True)
     with pytest.raises(UserError, match="has 6 layers, this configuration's model 8; use .*gin"):
-        restore.restore(checkpoints, SAVED, compose(config, make_layout(fsdp=2)))
+        saved.restore(checkpoints, SAVED, compose(config, make_layout(fsdp=2)))
 
 
 def opened(letter: str) -> Dataset:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies
 
 from jaxtrain.config.files import remove_tree
-from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.checkpoint.manifest import seal
 
 
@@ -18,7 +18,7 @@ from jaxtrain.run.checkpoint.manifest import seal
     keep_every=strategies.none() | strategies.integers(1, 9),
 )
 def test_the_newest_and_the_multiples_stay(steps, keep, keep_every):
-    expired = retention.select_expired(steps, keep=keep, keep_every=keep_every)
+    expired = sealing.select_expired(steps, keep=keep, keep_every=keep_every)
     assert set(expired) <= steps
     for step in steps:
         newer = sum(other > step for other in steps)
@@ -32,10 +32,10 @@ def test_the_newest_and_the_multiples_stay(steps, keep, keep_every):
     keep=strategies.integers(1, 5),
 )
 def test_the_last_of_the_best_that_is_whole_stays_beside_the_newest(steps, best, keep):
-    without = retention.select_expired(steps, keep=keep, keep_every=None)
+    without = sealing.select_expired(steps, keep=keep, keep_every=None)
     whole = [step for step in best if step in steps]
     expected = [step for step in without if step != (whole or [None])[-1]]
-    assert retention.select_expired(steps, keep=keep, keep_every=None, best=best) == expected
+    assert sealing.select_expired(steps, keep=keep, keep_every=None, best=best) == expected
 
 
 @pytest.fixture
@@ -58,30 +58,30 @@ def root(tmp_path):
 
 
 def test_only_what_is_left_of_saves_is_swept_out(root):
-    assert retention.sealed_steps(root) == [3, 10]
-    lines = retention.sweep(root)
+    assert sealing.sealed_steps(root) == [3, 10]
+    lines = sealing.sweep(root)
     assert len(lines) == 5
     gone = ("4", "8", "deleted-1", "6.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-123")
     for name in gone:
         assert sum(f"{root / name} " in line or f"{root / name}," in line for line in lines) == 1
     assert {p.name for p in root.iterdir()} == {"3", "10", "07", "notes", "damaged-2", "file"}
     assert (root.parent / "outside/precious").read_text() == "kept"
-    assert retention.sweep(root) == []
+    assert sealing.sweep(root) == []
 
 
 def test_deleting_and_putting_aside_leave_the_others(root):
-    retention.sweep(root)
+    sealing.sweep(root)
     (root / "deleted-3").mkdir()  # of an earlier kill
-    retention.delete(root, 3)
-    assert retention.put_aside(root, 10) == root / "damaged-10"
-    assert retention.sealed_steps(root) == []
+    sealing.delete(root, 3)
+    assert sealing.put_aside(root, 10) == root / "damaged-10"
+    assert sealing.sealed_steps(root) == []
     names = {p.name for p in root.iterdir()}
     assert names == {"damaged-10", "07", "notes", "damaged-2", "file"}
 
 
 def test_a_folder_that_is_not_there_is_empty(tmp_path):
-    assert retention.sealed_steps(tmp_path / "none") == []
-    assert retention.leftovers(tmp_path / "none") == []
+    assert sealing.sealed_steps(tmp_path / "none") == []
+    assert sealing.leftovers(tmp_path / "none") == []
 
 
 def test_what_others_delete_meanwhile_is_gone_too(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.checkpoint.retention import sealed_steps
+from jaxtrain.run.checkpoint.sealing import sealed_steps
 from jaxtrain.run.metrics.files import METRICS_FILE, drop_lines_past, lines_of, numbers_of
 from jaxtrain.run.tracking.services import open_service
 from jaxtrain.run.tracking.tracking import Tracking

@@ -15,7 +15,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.pipeline import batches
 from jaxtrain.run.attempts.attempt import Preempted
-from jaxtrain.run.checkpoint import manifest, retention
+from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.training.guard import BadStepError
 
 TIMES = {"step_seconds", "tokens_per_second", "mfu"}
@@ -230,7 +230,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_is_never_saved(tiny_config,
     with pytest.raises(BadStepError, match="step"):
         trainer.train()
     trainer.close()
-    assert retention.sealed_steps(tmp_path / "checkpoints") == []
+    assert sealing.sealed_steps(tmp_path / "checkpoints") == []
 
 
 def test_the_pieces_work_for_people_who_look_inside(tiny_config):

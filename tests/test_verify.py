@@ -19,7 +19,7 @@ from jaxtrain.config.shipped import configs_folder
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.run.checkpoint import metadata, restore
+from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
@@ -198,7 +198,7 @@ def test_a_mask_without_segments_fails_packing_and_isolation(prove, tiny_config,
 @pytest.mark.slow_cases("position")
 @pytest.mark.parametrize("broken", ["array", "position"])
 def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatch, broken):
-    restored, describe = restore.restore, metadata.describe
+    restored, describe = saved.restore, metadata.describe
 
     def one_array_off(*arguments):
         state = restored(*arguments)
@@ -213,7 +213,7 @@ def test_a_restore_that_is_not_exact_fails_resume(prove, tiny_config, monkeypatc
         return {**extra, "data": {**extra["data"], "next_batch": extra["data"]["next_batch"] - 1}}
 
     if broken == "array":
-        monkeypatch.setattr(restore, "restore", one_array_off)
+        monkeypatch.setattr(saved, "restore", one_array_off)
     else:
         monkeypatch.setattr(metadata, "describe", one_batch_back)
     status, verdicts, _ = prove(tiny_config, *SMALL, only=["initial", "resume"])

@@ -10,10 +10,10 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
 from jaxtrain.models.weights.published import published
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run.checkpoint import metadata, restore
-from jaxtrain.run.checkpoint.ancestry import Ancestor, of_checkpoint, of_published
+from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
-from jaxtrain.run.checkpoint.retention import FOLDER, sealed_steps
+from jaxtrain.run.checkpoint.metadata import Ancestor, of_checkpoint, of_published
+from jaxtrain.run.checkpoint.sealing import FOLDER, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface.parameters import read_parameters, weight_shapes
 from jaxtrain.training.finetune.finetune import Finetune, matching
@@ -105,7 +105,7 @@ def restore_parameters(
     that differ, if another's."""
     setup = _of_model(config, setup)
     try:
-        return restore.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
+        return saved.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
     except OtherLeavesError as error:
         raise metadata.with_settings(error, checkpoints.extra(step)["config"], config) from error
 

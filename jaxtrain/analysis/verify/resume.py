@@ -11,7 +11,7 @@ from jaxtrain.analysis.verify.measures import EQUAL, Finding, bits, relative, sa
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
-from jaxtrain.run.checkpoint import metadata, restore
+from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.state import TrainState
 
@@ -31,7 +31,7 @@ def check_resume(bench: Bench) -> Finding:
         straight, expected = _run(bench, mesh, state, STEPS_BEFORE, STEPS_AFTER)
         straight = mesh.name_arrays(straight)
         position = checkpoints.extra(STEPS_BEFORE)["data"]["next_batch"]
-        state = restore.restore(checkpoints, STEPS_BEFORE, mesh.training)
+        state = saved.restore(checkpoints, STEPS_BEFORE, mesh.training)
         state, found = _run(bench, mesh, state, position, STEPS_AFTER)
         checkpoints.close()
     state = mesh.name_arrays(state)

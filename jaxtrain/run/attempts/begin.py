@@ -22,7 +22,7 @@ from jaxtrain.run.attempts.lock import RunLock, Superseded
 from jaxtrain.run.attempts.maintenance import maintenance_notices
 from jaxtrain.run.attempts.phases import Activity, Phases
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
-from jaxtrain.run.checkpoint import retention
+from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection, distributed_init
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
@@ -73,7 +73,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             lock = None
             if cluster.process_id == 0:
                 with _usable(workdir):
-                    retention.reject_others(workdir)
+                    sealing.reject_others(workdir)
                     lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
             peers = _meet(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
@@ -187,9 +187,9 @@ def _give_back(lock: RunLock, is_new: bool) -> None:
     lock.release()
     with contextlib.suppress(OSError):  # a folder that is away
         left = {path.name for path in lock.workdir.iterdir()}
-        if is_new and left <= {records.ATTEMPTS_FOLDER, retention.FOLDER}:
+        if is_new and left <= {records.ATTEMPTS_FOLDER, sealing.FOLDER}:
             with contextlib.suppress(FileNotFoundError):
-                (lock.workdir / retention.FOLDER).rmdir()  # no step was written: it is empty
+                (lock.workdir / sealing.FOLDER).rmdir()  # no step was written: it is empty
             folder = lock.workdir / records.ATTEMPTS_FOLDER
             for file in list(folder.iterdir()):
                 file.unlink()

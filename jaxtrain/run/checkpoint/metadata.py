@@ -1,32 +1,41 @@
-"""Checkpoint metadata: what is saved with a state, and how a run that resumes differs from it."""
+"""Checkpoint metadata: config, data position and ancestry, and how a resumed run differs from them.
+
+An ancestor is a checkpoint that a run's parameters were initialized from, a JSON object: `path`,
+where it was stored; `step`, of its checkpoint, null for a published folder or file; and `digest`:
+of a checkpoint the BLAKE2b of its manifest, which names the digest of each of its files, of a
+published model that of such a list of its own.
+"""
 
 import dataclasses
+import hashlib
 import importlib.metadata
+import json
 import math
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
 from jaxtrain.config.registry import with_present_names
+from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.ordering.shuffle import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
+from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
-from jaxtrain.run.checkpoint.manifest import FORMAT
+from jaxtrain.run.checkpoint.manifest import CRC32, FORMAT, digest
+from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.step import Step
-
-if TYPE_CHECKING:
-    from jaxtrain.run.checkpoint.ancestry import Ancestor
 
 _DIGEST = "the data's sha256"
 _OF_RATES = ("Optimizer.name", "Optimizer.learning_rate", "Schedule.")
@@ -261,3 +270,74 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
         f"The learning rate of step {step + 1} is {new:.3g}, by the checkpoint's schedule it would "
         f"be {old:.3g}: {changed}{way_out}"
     )
+
+
+Ancestor = dict[str, Any]
+
+RECEIPT = "parity.json"  # of an exported model: how far it is that of its run
+
+
+def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[Ancestor]:
+    """A run's sealed checkpoint and its ancestors, the nearest first.
+
+    Raises:
+      CheckpointError: its manifest, or what stands beside its state, is damaged.
+    """
+    own = {
+        "path": _name(workdir),
+        "step": step,
+        "digest": manifest.own_digest(checkpoints.folder / str(step), step),
+    }
+    return [own, *checkpoints.extra(step).get("ancestors", [])]
+
+
+def of_published(path: Path) -> list[Ancestor]:
+    """A Hugging Face folder or a GGUF file, and the ancestors that an export has written down.
+
+    Process 0 alone reads the files for the digest, which is null in the others.
+    """
+    from jaxtrain.models.weights.folder import CONFIG, INDEX
+
+    files = [path]
+    if path.is_dir():
+        files = sorted([*path.glob("*.safetensors"), path / CONFIG, path / INDEX])
+    found = None
+    if jax.process_index() == 0:
+        listed = [[file.name, *digest(file, CRC32)] for file in files if file.is_file()]
+        found = _blake2b(json.dumps(listed).encode())
+    own = {"path": _name(path), "step": None, "digest": found}
+    return [own, *_read_ancestors(path / RECEIPT)]
+
+
+def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
+    """A line for each ancestor, for people."""
+    lines = []
+    for ancestor in ancestors:
+        verb = "Its parameters began as those of" if not lines else "which began as those of"
+        step = "" if ancestor["step"] is None else f", step {ancestor['step']:,}"
+        lines.append(f"{verb} {ancestor['path']}{step} ({ancestor['digest']})")
+    return lines
+
+
+def _read_ancestors(receipt: Path) -> list[Ancestor]:
+    """What a receipt says of ancestors; [] where there is none, or what it says is no such list."""
+    try:
+        found = parse_json(receipt.read_bytes())["ancestors"]
+        return [
+            {
+                "path": str(one["path"]),
+                "step": None if one["step"] is None else int(one["step"]),
+                "digest": None if one["digest"] is None else str(one["digest"]),
+            }
+            for one in found
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _name(where: Place) -> str:
+    return str(where if isinstance(where, BucketPath) else where.absolute())
+
+
+def _blake2b(content: bytes) -> str:
+    return "blake2b:" + hashlib.blake2b(content, digest_size=32).hexdigest()

@@ -1,10 +1,217 @@
-"""When a run saves checkpoints: `Train.save_every` as a number of steps, or 'auto'."""
+"""When a run saves: `Train.save_every` as a number of steps, or 'auto' by the rate of failures.
 
+Published failure rates of accelerators give an MTBF; the interval follows from it in closed form
+(Young, Daly, ETTR). Failures are a Poisson process: the time to the next one is exponential,
+whatever came before.
+"""
+
+import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxtrain.run.attempts.phases import IDLE, Phases
+
+_HOURS = 24 * 1000  # device-hours of 1,000 device-days
+
+
+@dataclasses.dataclass(frozen=True)
+class FailureRate:
+    """One published failure rate.
+
+    Attributes:
+      name: of the run or the cluster.
+      devices: what counts as one device there.
+      per_1000_device_days: interruptions of a job per 1,000 device-days.
+      counted: how the figure follows from what was published.
+      source: where it was published.
+    """
+
+    name: str
+    devices: str
+    per_1000_device_days: float
+    counted: str
+    source: str
+
+    @property
+    def mtbf_hours(self) -> float:
+        """Device-hours per interruption."""
+        return _HOURS / self.per_1000_device_days
+
+
+FAILURE_RATES = (
+    FailureRate(
+        "Llama 3 405B", "H100", 419 / (16_384 * 54) * 1000,
+        "419 unexpected interruptions, 16,384 GPUs, 54 days", "arXiv 2407.21783, section 3.3.4",
+    ),
+    FailureRate(
+        "Meta RSC-1", "A100", 6.50 / 8,
+        "6.50 failures per 1,000 node-days, 8 GPUs a node", "arXiv 2410.21680 (Kokolis et al.)",
+    ),
+    FailureRate(
+        "Meta RSC-2", "A100", 2.34 / 8,
+        "2.34 failures per 1,000 node-days, 8 GPUs a node", "arXiv 2410.21680 (Kokolis et al.)",
+    ),
+    FailureRate(
+        "OPT-175B", "A100", 105 / (992 * 60) * 1000,
+        "35 manual and 70 automatic restarts, 992 GPUs, 2 months", "arXiv 2205.01068, section 2.5",
+    ),
+    FailureRate(
+        "BLOOM", "A100", 1.5 / 7 / 384 * 1000,
+        "1 to 2 GPU failures a week, 384 GPUs", "arXiv 2211.05100, section 3.4",
+    ),
+    FailureRate(
+        "MPT-7B", "A100", 4 / (440 * 9.5) * 1000,
+        "4 hardware failures, 440 GPUs, 9.5 days", "mosaicml.com/blog/mpt-7b",
+    ),
+    FailureRate(
+        "MegaScale", "A100", 100 / (12_288 * 28) * 1000,
+        "100 restarts, 12,288 GPUs, \"several weeks\": 4 assumed", "arXiv 2402.15627, section 6.3",
+    ),
+    FailureRate(
+        "Alibaba, June 2023", "H800", 40 / (4_096 * 30) * 1000,
+        "40 crashes of a job in a month, 4,096 GPUs", "arXiv 2406.04594 (C4)",
+    ),
+    FailureRate(
+        "Google TPU v4", "TPU v4", 0.0008 / 4 * 1000,
+        "0.08 % of the machines a day, 4 chips each; hardware alone", "Zu et al., NSDI 2024",
+    ),
+)  # fmt: skip
+
+# Device-hours per interruption where the user gives none: the median of the table. Chips have no
+# rates of their own: rows of one chip differ by more than chips do, and those that count software
+# and maintenance differ most from those that do not.
+DEFAULT_MTBF_HOURS = statistics.median(rate.mtbf_hours for rate in FAILURE_RATES)
+
+
+_MOST_EXPONENT = 700.0  # of a float64
+
+
+def young_interval(save_seconds: float, mtbf: float) -> float:
+    """Return the seconds of work between two saves by the first-order rule sqrt(2 C M).
+
+    Args:
+      save_seconds: that a save takes from the steps, C.
+      mtbf: seconds between two failures of the whole job, M.
+
+    Source: Young, "A first order approximation to the optimum checkpoint interval", CACM 1974.
+    """
+    return math.sqrt(2 * save_seconds * mtbf)
+
+
+def daly_interval(save_seconds: float, mtbf: float) -> float:
+    """Return the seconds of work between two saves by Daly's higher-order estimate.
+
+    Args:
+      save_seconds, mtbf: as of `young_interval`.
+
+    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    FGCS 2006, equation 37.
+    """
+    if save_seconds >= 2 * mtbf:
+        return mtbf
+    part = save_seconds / (2 * mtbf)
+    return math.sqrt(2 * save_seconds * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - save_seconds
+
+
+def effective_training_time_ratio(
+    interval_seconds: float, restart_seconds: float, mtbf: float, *, save_seconds: float = 0.0
+) -> float:
+    """Return the expected ETTR of a long job to first order: half an interval is lost a failure.
+
+    Args:
+      interval_seconds: between two checkpoints.
+      restart_seconds: from a failure to the first step that is new or repeated.
+      mtbf: seconds between two failures of the whole job.
+      save_seconds: that a save takes from the steps.
+
+    Returns:
+      Productive time over all time; 0 where the estimate is below.
+
+    Source: Kokolis et al. 2024, arXiv 2410.21680, section III; without time in a queue.
+    """
+    lost = (restart_seconds + interval_seconds / 2) / mtbf
+    return max(0.0, 1 - lost) * interval_seconds / (interval_seconds + save_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What failures and saves cost a run; all in seconds.
+
+    Attributes:
+      step: of one optimizer step.
+      save: that a save takes from the steps.
+      write: from there until the checkpoint is complete, while steps go on.
+      recovery: from a failure to the first step after it.
+      mtbf: between two failures of the whole job.
+      startup: before the first step of the first attempt.
+    """
+
+    step: float
+    save: float
+    write: float
+    recovery: float
+    mtbf: float
+    startup: float = 0.0
+
+    def segment_seconds(self, steps: int) -> float:
+        """Return the expected seconds for `steps` steps and their save, failures included.
+
+        Exact for Poisson failures, also during recovery: M e^((R + w) / M) (e^((n s + C) / M) - 1),
+        Daly 2006 equation 20 with the write w, in which a failure costs the interval before too.
+        `math.inf` where a run makes no progress.
+        """
+        length = steps * self.step + self.save
+        exponent = (self.recovery + self.write) / self.mtbf
+        if exponent + length / self.mtbf > _MOST_EXPONENT:
+            return math.inf
+        return self.mtbf * math.exp(exponent) * math.expm1(length / self.mtbf)
+
+    def fraction(self, save_every: int) -> float:
+        """Return productive time over all time of a run without end."""
+        return save_every * self.step / self.segment_seconds(save_every)
+
+    def run_seconds(self, steps: int, save_every: int) -> float:
+        """Return the expected seconds of a whole run, its end saved.
+
+        Args:
+          steps: of the run.
+          save_every: steps between two saves.
+        """
+        segments, rest = divmod(steps, save_every)
+        seconds = segments * self.segment_seconds(save_every) if segments else 0.0
+        return self.startup + seconds + (self.segment_seconds(rest) if rest else 0.0) + self.write
+
+    def best_interval(self, steps: int) -> int:
+        """Return the steps between two saves with which the expected time is least.
+
+        Args:
+          steps: of the run: no interval is longer, as the end is saved.
+        """
+        # The next save waits for the write before it.
+        least = min(steps, max(1, math.ceil((self.write - self.save) / self.step)))
+        low, high = least, steps
+        while low < high:  # `fraction` has one maximum
+            middle = (low + high) // 2
+            if self._is_better(middle + 1, middle):
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _is_better(self, one: int, other: int) -> bool:
+        """Whether a segment of `one` steps wastes less a step than one of `other`.
+
+        Compares (e^(L / M) - 1) / n alone: the other factors are the same, and may be infinite.
+        """
+
+        def waste(steps: int) -> float:
+            exponent = (steps * self.step + self.save) / self.mtbf
+            return math.inf if exponent > _MOST_EXPONENT else math.expm1(exponent) / steps
+
+        return waste(one) < waste(other)
+
 
 # Steps of an attempt before its first save, which measures what a save costs: caches are then warm.
 FIRST_STEPS = 20
@@ -105,9 +312,6 @@ class AutomaticInterval(SaveSchedule):
         if each <= 0:
             return  # saved twice at one step
         cost = statistics.median(self._save_costs[1:] or self._save_costs)
-        # Imported here: most runs name their interval.
-        from jaxtrain.run.checkpoint.interval import Costs
-
         costs = Costs(step=each, save=cost, write=0.0, recovery=0.0, mtbf=self._mtbf)
         best = costs.best_interval(self._steps)
         if self.interval is not None and abs(best - self.interval) <= _CHANGE * self.interval:

@@ -15,7 +15,7 @@ from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step
 
 if TYPE_CHECKING:
-    from jaxtrain.run.checkpoint.ancestry import Ancestor
+    from jaxtrain.run.checkpoint.metadata import Ancestor
 
 
 class RunStates(abc.ABC):

@@ -5,8 +5,10 @@ names (`params/layers/attention/query`) and one JSON object of the caller's (`ex
 temporary folder and renames it; then its manifest is written, and only with it the checkpoint
 counts as done, and only then older ones are deleted. Whatever a kill leaves behind is either whole
 or recognised and removed; whatever the disk does to it afterwards is found before it is used.
+Memory-mapped arrays (parameters or optimizer state on disk) are written one at a time.
 """
 
+import asyncio
 import concurrent.futures
 import functools
 import json
@@ -22,17 +24,18 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.run.checkpoint import manifest, retention
-from jaxtrain.run.checkpoint.fingerprint import dispatch, fingerprints, numbers
+from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.run.checkpoint.forgotten import go_around
-from jaxtrain.run.checkpoint.from_files import of_arrays_in_files
 from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
+    fingerprints,
     flatten,
     groups,
     require_same_leaves,
     stored_leaf,
 )
+from jaxtrain.run.checkpoint.leaves import await_fingerprints as numbers
+from jaxtrain.run.checkpoint.leaves import start_fingerprints as dispatch
 from jaxtrain.run.checkpoint.manifest import (
     CheckpointError,
     Leaf,
@@ -45,6 +48,49 @@ from jaxtrain.run.checkpoint.manifest import (
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
+
+
+class _ArrayByArray(ocp.type_handlers.ArrayHandler):
+    """Orbax's way with arrays, after which come those in files, each read, written and let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(vars(ocp.type_handlers.get_type_handler(jax.Array)))
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
+        """Returns when arrays in memory have left the devices; those in files are read while what
+        is returned is waited for, and nothing may change them until then."""
+        entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
+        there = [one for one in entries if isinstance(one[0], FileArray)]
+        here = [one for one in entries if not isinstance(one[0], FileArray)]
+        written = list(await super().serialize(*zip(*here, strict=True)))
+        own = super().serialize
+
+        async def array_by_array() -> None:
+            # One after the other: Orbax adds a line to one file for each.
+            for begun in written:
+                await asyncio.to_thread(begun.result)
+            for value, info, arg in there:
+                for begun in await own([value.read()], [info], [arg]):
+                    await asyncio.to_thread(begun.result)
+
+        if not there:
+            return written
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                array_by_array(), name="arrays_in_files"
+            )
+        ]
+
+
+def of_arrays_in_files() -> Any:
+    """What Orbax is to know of a state's leaves: arrays, in memory or in files."""
+    registry = ocp.type_handlers.create_type_handler_registry()
+    registry.add(jax.Array, _ArrayByArray(), lambda kind: issubclass(kind, jax.Array | FileArray))
+    return registry
+
 
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
 _FILE_BYTES = 64 * 2**20  # of a data file, roughly: a thread digests one, so that there be several
@@ -88,7 +134,7 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         go_around()
         root = place(workdir)
-        self.folder = (root.absolute() if isinstance(root, Path) else root) / retention.FOLDER
+        self.folder = (root.absolute() if isinstance(root, Path) else root) / sealing.FOLDER
         self._settings, self._read_only = settings, read_only
         self._report, self._may_write = report, may_write
         self._sealer = Sealer(
@@ -126,9 +172,9 @@ class Checkpoints:
         self.cleaned: list[str] = []
         if not read_only and jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if retention.leftovers(self.folder):
+            if sealing.leftovers(self.folder):
                 may_write()
-                self.cleaned = retention.sweep(self.folder)
+                self.cleaned = sealing.sweep(self.folder)
 
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step, or None; `newest_good` also reads its files."""
@@ -136,7 +182,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of all complete checkpoints, in order."""
-        return retention.sealed_steps(self.folder)
+        return sealing.sealed_steps(self.folder)
 
     def newest_good(self) -> int | None:
         """The newest step whose files are all as they were written; all processes call it.
@@ -188,7 +234,7 @@ class Checkpoints:
             renamed = ""
             if not self._read_only and jax.process_index() == 0:
                 self._may_write()
-                aside = retention.put_aside(self.folder, step)
+                aside = sealing.put_aside(self.folder, step)
                 renamed = f"it is now {aside}, to be looked at and deleted; "
             self._report(f"{error}; {renamed}the one before it is used")
         if not self._read_only:
@@ -212,7 +258,7 @@ class Checkpoints:
             self._may_write()
             for newer in self.steps():
                 if newer > step:
-                    retention.delete(self.folder, newer)
+                    sealing.delete(self.folder, newer)
         _from_all(1)  # nobody goes on, and saves one of these steps, before they are gone
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
@@ -437,7 +483,7 @@ class Checkpoints:
     def _validate_absent(self, step: int) -> None:
         if step not in self.steps() and self._path(step).exists():
             manifest.read(self._path(step), step)  # which says why it is none
-        retention.require_sealed(self.folder, step)
+        sealing.require_sealed(self.folder, step)
 
 
 def _from_all(number: int) -> np.ndarray:

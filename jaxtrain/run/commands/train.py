@@ -26,7 +26,7 @@ from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
 from jaxtrain.run.attempts.folder import explain_folder_errors
 from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
-from jaxtrain.run.checkpoint.retention import FOLDER, require_sealed, sealed_steps
+from jaxtrain.run.checkpoint.sealing import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect

@@ -30,7 +30,7 @@ from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import Quantized, unpack
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
-from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
+from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import companion_files, settings, write_weights
 from jaxtrain.run.huggingface.generation_files import generation_files

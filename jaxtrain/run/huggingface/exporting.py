@@ -21,7 +21,7 @@ from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.run.checkpoint.ancestry import RECEIPT, Ancestor
+from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.generation.published_defaults import published_folder
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.generation_files import generation_files

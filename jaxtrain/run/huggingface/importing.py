@@ -22,8 +22,8 @@ from jaxtrain.models.weights.published import Published, published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run.checkpoint import metadata
-from jaxtrain.run.checkpoint.ancestry import RECEIPT, of_published
-from jaxtrain.run.checkpoint.retention import FOLDER, reject_others
+from jaxtrain.run.checkpoint.metadata import RECEIPT, of_published
+from jaxtrain.run.checkpoint.sealing import FOLDER, reject_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors

@@ -19,8 +19,8 @@ from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernels import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
-from jaxtrain.run.checkpoint.ancestry import describe_ancestors
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
+from jaxtrain.run.checkpoint.metadata import describe_ancestors
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.optimizers.groups import Part, factors_of

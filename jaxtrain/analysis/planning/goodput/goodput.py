@@ -27,8 +27,7 @@ from jaxtrain.analysis.planning.goodput.simulation import (
     simulate,
 )
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.failure_rates import DEFAULT_MTBF_HOURS, FAILURE_RATES
-from jaxtrain.run.checkpoint.interval import Costs
+from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, FAILURE_RATES, Costs
 
 if TYPE_CHECKING:
     from jaxtrain.analysis.planning.result import Plan

@@ -6,7 +6,7 @@ from rich.table import Table
 from jaxtrain.analysis.planning.goodput.goodput import Change, Goodput
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import count_of
-from jaxtrain.run.attempts.failure_rates import FAILURE_RATES
+from jaxtrain.run.checkpoint.save_schedule import FAILURE_RATES
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import human_bytes
 

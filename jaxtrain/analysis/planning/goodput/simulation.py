@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Float
 
-from jaxtrain.run.checkpoint.interval import Costs
+from jaxtrain.run.checkpoint.save_schedule import Costs
 
 _RUNS = 2000
 _EVENTS = 4_000_000  # failures over all runs that are drawn at most: about 2 s of one core
