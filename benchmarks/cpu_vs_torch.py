@@ -37,7 +37,7 @@ def ours(row: Row, extra: Sequence[str] = ()) -> Runner:
     """`Trainer.step` on batches in memory, on one device."""
     import jax  # noqa: PLC0415 - the other side must not have it
 
-    from jaxtrain.run.generation.sampling import Sampling  # noqa: PLC0415
+    from jaxtrain.run.generation.decoding import Sampling  # noqa: PLC0415
     from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
     from jaxtrain.training.settings import load_config  # noqa: PLC0415
 

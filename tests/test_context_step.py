@@ -18,8 +18,8 @@ from jaxtrain.nn.attention.context import along_context, validate
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compose import compose as program_of
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.losses import Loss

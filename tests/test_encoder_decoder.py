@@ -23,7 +23,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.encoder_decoder import AROUND, DECODER, ENCODER
 from jaxtrain.nn.transformer.positional_embedding import Sinusoidal
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.pipeline.schedules import Pipeline
 

@@ -22,7 +22,7 @@ from jaxtrain.data.batch import Batch, stack
 from jaxtrain.models.weights.family import families
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 
 MODELS = {cls.__name__: cls for cls in models()}
 # Of every setting that a model has; a model that needs others says so below.

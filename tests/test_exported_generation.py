@@ -5,7 +5,7 @@ import json
 import pytest
 from foreign_tokenizers import template, trained
 
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.huggingface.generation_files import byte_tokenizer
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config

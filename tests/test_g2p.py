@@ -18,7 +18,7 @@ from conftest import make_layout, make_step
 from flax import nnx
 
 from jaxtrain.models.recurrent.seq2seq import Seq2Seq
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.training.state import TrainState
 

@@ -21,9 +21,8 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation import decoding
-from jaxtrain.run.generation.decoding import for_texts, prefill
+from jaxtrain.run.generation.decoding import Sampling, adjust_logits, draw, for_texts, prefill
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjust_logits, draw
 
 SIZES = {
     "gpt": GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, context_length=24),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.targets import targets
 from jaxtrain.run.trainer import Trainer
 

@@ -7,8 +7,8 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.stopping import Stopping, certain, continuation, cut
+from jaxtrain.run.generation.answer import Stopping, certain, continuation, cut
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

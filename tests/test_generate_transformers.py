@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.decoding import Sampling, adjust_logits, draw
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjust_logits, draw
 from jaxtrain.run.tasks.scoring import Pair, scores
 from jaxtrain.run.trainer import Trainer
 

@@ -29,9 +29,8 @@ from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
-from jaxtrain.run.generation.decoding import next_logits
+from jaxtrain.run.generation.decoding import Sampling, next_logits
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training import layouts
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight

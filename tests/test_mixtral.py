@@ -25,8 +25,8 @@ from jaxtrain.nn.moe.experts import slots_per_expert
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.pipeline.schedules import Pipeline

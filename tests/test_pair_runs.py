@@ -16,7 +16,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.pairs.source import pair
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.feed_forward.mlp import MLP
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.training.preflight.preflight import check
 
 TINY = [

@@ -17,8 +17,8 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.remat import Remat
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline
 

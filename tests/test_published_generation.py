@@ -11,13 +11,13 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.generation import command
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import (
     GENERATION_KEYS,
     TOP_K,
     Defaults,
     published_defaults,
 )
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

@@ -24,7 +24,7 @@ from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
 from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaling_groups
 from jaxtrain.run.quantization.calibration import EVERY, read_by, rows_of

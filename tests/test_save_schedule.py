@@ -13,7 +13,7 @@ from cluster import start_processes
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint.save_schedule import FIRST_STEPS, AutomaticInterval
 from jaxtrain.run.checkpoint.sealing import sealed_steps
 

@@ -9,8 +9,7 @@ import threading
 import pytest
 from metadata_server import metadata_server
 
-from jaxtrain.run.attempts.maintenance import maintenance_notices, notice
-from jaxtrain.run.attempts.signals import STOP_SIGNALS, stop_signals
+from jaxtrain.run.attempts.signals import STOP_SIGNALS, maintenance_notices, notice, stop_signals
 
 
 class Asked:
@@ -106,7 +105,7 @@ def test_another_signals_number_is_not_a_request():
 
 BUSY = """
 import ctypes
-from jaxtrain.run.attempts.signals import stop_signals
+from jaxtrain.run.attempts.attempt import stop_signals
 
 def stop(name):
     print("asked by", name, flush=True)

@@ -24,7 +24,7 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 from jaxtrain.data.tokenization.tokenizer_folder import AS_IN_FILE, SETTINGS_KEYS, TOKENIZER_KEYS
-from jaxtrain.run.generation.write import encode_prompt
+from jaxtrain.run.generation.answer import encode_prompt
 
 transformers = pytest.importorskip("transformers")
 

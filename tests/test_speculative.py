@@ -12,8 +12,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
+from jaxtrain.run.generation.decoding import Sampling, adjust_logits
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling, adjust_logits
 from jaxtrain.run.generation.speculative import Draft, Lookup, _accept, rolls_back, speculate
 
 SIZES = Llama(

@@ -19,7 +19,7 @@ from jaxtrain.run.attempts.supervise import QUICKSTART, Supervision, main, parse
 # A stand-in for `train`: each attempt does what its entry in the plan says; the last one's repeats.
 TRAIN = """
 from jaxtrain.run.attempts.records import write_exit
-from jaxtrain.run.attempts.lifeline import report_to_supervisor
+from jaxtrain.run.attempts.supervise import report_to_supervisor
 workdir, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 lock = RunLock.acquire(workdir)
 def save(step, name="manifest.json"):

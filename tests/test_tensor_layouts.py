@@ -20,8 +20,8 @@ from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
 from jaxtrain.parallel.tables import factor_tensor
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.sampling import Sampling
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.preflight.preflight import check
 from jaxtrain.training.settings import load_config

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.devices import RunAhead
-from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step

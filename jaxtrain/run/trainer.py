@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.functions import Functions
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
-    from jaxtrain.run.generation.sampling import Sampling
+    from jaxtrain.run.generation.decoding import Sampling
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Skip, Told
@@ -480,7 +480,7 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or the prompt does not fit into its context.
         """
-        from jaxtrain.run.generation.sampling import Sampling
+        from jaxtrain.run.generation.decoding import Sampling
 
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         prompts: Any = [prompt]
@@ -514,7 +514,7 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
-        from jaxtrain.run.generation.respond import respond
+        from jaxtrain.run.generation.write import respond
 
         return respond(
             self.program.setup, self.config, self.program.eval_state(self.state), prompts,

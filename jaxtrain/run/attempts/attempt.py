@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 from jaxtrain.run.attempts.folder import RunFolder, nothing
 from jaxtrain.run.attempts.goodput import Goodput
-from jaxtrain.run.attempts.phases import Phases
 from jaxtrain.run.attempts.signals import stop_signals
+from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.cluster.interface import Peers
 
 # A reason to stop that is no preemption: nobody sees what the same command would print again.

@@ -17,11 +17,10 @@ from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.goodput import Goodput, read_account
-from jaxtrain.run.attempts.lifeline import report_to_supervisor
 from jaxtrain.run.attempts.lock import RunLock, Superseded
-from jaxtrain.run.attempts.maintenance import maintenance_notices
-from jaxtrain.run.attempts.phases import Activity, Phases
-from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.run.attempts.signals import maintenance_notices
+from jaxtrain.run.attempts.supervise import report_to_supervisor
+from jaxtrain.run.attempts.watchdog import Activity, Phases, Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection, distributed_init
 from jaxtrain.run.cluster.channel import rendezvous

@@ -14,7 +14,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint import metadata, sealing
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
-from jaxtrain.run.attempts.phases import Phases
+from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint.save_schedule import FixedInterval, SaveSchedule
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import TrainState

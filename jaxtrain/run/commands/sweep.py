@@ -17,8 +17,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
-from jaxtrain.run.attempts.lifeline import Child
 from jaxtrain.run.attempts.signals import record_signals
+from jaxtrain.run.attempts.supervise import Child
 from jaxtrain.run.metrics.files import lines_of
 from jaxtrain.run.show import compare
 from jaxtrain.run.show.progress import clock, say, terminal

@@ -31,7 +31,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
 from jaxtrain.run.commands.starved import advise_on_waiting
-from jaxtrain.run.generation.write import printable
+from jaxtrain.run.generation.answer import printable
 from jaxtrain.run.metrics.files import numbers_of, strict
 from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report

@@ -20,12 +20,15 @@ from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
+    Drawing,
+    adjust_logits,
+    clip_float32,
     next_logits,
     pad_prompts,
     prefill,
     round_up,
+    validate_penalty,
 )
-from jaxtrain.run.generation.sampling import Drawing, adjust_logits, clip_float32, validate_penalty
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 

@@ -12,16 +12,16 @@ from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
 from jaxtrain.run.commands.train import open_run
-from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.answer import Answer, show, tokenizer_of
 from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.prefix_cache import Memory
 from jaxtrain.run.generation.published_defaults import (
     Defaults,
     ends_of_run,
     published_defaults,
 )
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.write import show, tokenizer_of, write
+from jaxtrain.run.generation.write import write
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Train

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError, count_of
-from jaxtrain.models.model import Model, TokenModel, reads_tokens
+from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
 from jaxtrain.run.generation.beams import BeamSearch, search
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
+    Drawing,
+    Sampling,
     Texts,
     advance,
     batches,
@@ -25,9 +27,9 @@ from jaxtrain.run.generation.decoding import (
     pad_prompts,
     prefill,
     round_up,
+    writes,
 )  # fmt: skip
 from jaxtrain.run.generation.prefix_cache import Beginning, Memory
-from jaxtrain.run.generation.sampling import Drawing, Sampling
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -45,21 +47,6 @@ class Watch(Protocol):
     def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
         """How many tokens prompt number `prompt`'s answer ends with, or None: it goes on."""
         ...
-
-
-def writes(model: Model, *, command: str = "generate") -> TokenModel:
-    """The same model, one that looks back; UserError for others, in the name of a command."""
-    if not reads_tokens(model):
-        raise UserError(
-            f"{command}: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "
-            "that read tokens generate"
-        )
-    if not model.cached:
-        raise UserError(
-            f"{command}: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
-            "it reads whole texts, and only models that look back generate"
-        )
-    return model
 
 
 def generate(

@@ -21,15 +21,18 @@ from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
+    Drawing,
+    Sampling,
+    adjust_logits,
     counts_slots,
     for_texts,
     next_logits,
     pad_prompts,
     prefill,
     round_up,
+    writes,
 )
-from jaxtrain.run.generation.generate import limit_of, validate_prompt, validate_seed, writes
-from jaxtrain.run.generation.sampling import Drawing, Sampling, adjust_logits
+from jaxtrain.run.generation.generate import limit_of, validate_prompt, validate_seed
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 

@@ -24,13 +24,17 @@ from jaxtrain.nn.transformer.language_model import logits
 from jaxtrain.nn.transformer.pair_module import PairModule
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.run.generation import beams
-from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.answer import Answer, Stopping, encode_prompt
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.decoding import LEAST_LENGTH, ROWS, Texts, for_texts, round_up
+from jaxtrain.run.generation.decoding import (
+    LEAST_LENGTH,
+    ROWS,
+    Sampling,
+    Texts,
+    for_texts,
+    round_up,
+)
 from jaxtrain.run.generation.generate import Watch, validate_seed, validate_watch, write_answers
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.stopping import Stopping
-from jaxtrain.run.generation.write import encode_prompt
 from jaxtrain.training.settings import Train
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState

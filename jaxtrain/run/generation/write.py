@@ -1,19 +1,20 @@
-"""Text generation: prompts to text."""
+"""Text generation: prompts to text, and the dispatch of a request to the model's kind of generation."""
 
-import sys
-import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
+from jaxtrain.models.model import reads_pairs
 from jaxtrain.run.generation import BATCH_SIZE
-from jaxtrain.run.generation.answer import Answer
+from jaxtrain.run.generation.answer import Answer, Stopping, encode_prompt, tokenizer_of
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.generate import generate, writes
+from jaxtrain.run.generation.decoding import Sampling
+from jaxtrain.run.generation.generate import generate
 from jaxtrain.run.generation.prefix_cache import Memory
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.stopping import Stopping
-from jaxtrain.training.settings import TextSource, Train
+from jaxtrain.run.generation.published_defaults import ends_of_run, published_folder
+from jaxtrain.run.generation.targets import tell
+from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
@@ -80,44 +81,51 @@ def write(
     return told
 
 
-def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
-    """The tokenizer of a model that writes; UserError, in the name of a command, where it does not,
-    or knows none."""
-    if not isinstance(train.data, TextSource):
-        raise UserError(
-            f"{command}: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
-            "trained on text generate"
-        )
-    writes(train.model, command=command)
-    return train.data.open_tokenizer()
+def respond(
+    setup: Setup,
+    config: Config,
+    state: TrainState,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int | None,
+    sampling: Sampling | BeamSearch | None,
+    stop: Sequence[str],
+    seed: int,
+    batch_size: int,
+    show: Callable[[str], None] | None,
+    workdir: Place | None,
+) -> list[Answer]:
+    """What a trained model writes; other arguments, and what is raised, as in `Trainer.answers`.
 
-
-def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
-    """The tokens of a prompt, with the tokenizer's special tokens around it or without; UserError
-    where it is no text."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"--prompt {prompt!r} is not UTF-8 text (character {error.start}); give it in UTF-8"
-        ) from error
-    ids = tokenizer.encode(prompt)
-    # An empty prompt is reported, and special tokens would hide it.
-    return with_special_tokens(tokenizer, ids) if special_tokens and ids else ids
-
-
-def printable(text: str) -> str:
-    """The text with its control characters escaped, but for newlines and tabs.
-
-    A byte-level model may write any: a terminal would obey them.
+    Args:
+      setup: whose model it is.
+      config: of the run.
+      state: its parameters.
+      prompts: texts, or lists of token ids.
+      workdir: the run's folder, which holds the files of the published model that it started from.
     """
-    return "".join(
-        repr(one)[1:-1] if unicodedata.category(one) == "Cc" and one not in "\n\t" else one
-        for one in text
-    )
-
-
-def show(piece: str) -> None:
-    """Puts a piece of an answer on the terminal at once."""
-    sys.stdout.write(printable(piece))
-    sys.stdout.flush()
+    train, sampling = config.train, sampling or Sampling()
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) != len(prompts) and (texts or stop or show):
+        raise UserError(
+            "Trainer.answers: prompts that are token ids go with no text: give all of them as "
+            "texts, or leave texts, `stop` and `show` out"
+        )
+    ends = ends_of_run(config, workdir)
+    if reads_pairs(train.model):
+        return tell(
+            setup, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+            stop=stop, seed=seed, batch_size=batch_size, show=show, ends=ends,
+        )  # fmt: skip
+    if len(texts) == len(prompts):
+        return write(
+            setup, train, state, texts, max_new_tokens=max_new_tokens, sampling=sampling,
+            seed=seed, stop=stop, batch_size=batch_size, show=show, ends=ends,
+        )  # fmt: skip
+    ids: Any = prompts
+    return generate(
+        setup, train.model, state, ids, max_new_tokens=max_new_tokens, sampling=sampling,
+        seed=seed, batch_size=batch_size,
+        # A run without a published model answers token ids up to their greatest length.
+        ends=() if published_folder(config, workdir) is None else ends,
+    )  # fmt: skip

@@ -32,7 +32,7 @@ from jaxtrain.models.model import (
     reads_vectors,
     token_classes_of,
 )
-from jaxtrain.run.generation.sampling import Sampling
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.inference.embedding import Embedding, embed
 from jaxtrain.run.inference.fill_mask import hidden_tokens, token_names
 from jaxtrain.run.inference.logits import embeddings, numbers

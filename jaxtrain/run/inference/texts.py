@@ -15,7 +15,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
-from jaxtrain.run.generation.write import printable
+from jaxtrain.run.generation.answer import printable
 
 AT_ONCE = 64  # examples that go through the model together
 

@@ -24,7 +24,7 @@ from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.checkpoint import metadata
 from jaxtrain.run.commands.train import open_run
-from jaxtrain.run.generation.write import tokenizer_of
+from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.huggingface.exporting import companion_files
 from jaxtrain.run.huggingface.importing import (
     CARRIED_FOLDER,

@@ -6,7 +6,7 @@ import json
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import token_model
 from jaxtrain.run.commands.train import open_run
-from jaxtrain.run.generation.write import tokenizer_of
+from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.metrics.files import strict
 from jaxtrain.run.status import DONE
 from jaxtrain.run.tasks.scoring import scores

@@ -11,8 +11,8 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
 from jaxtrain.models.model import token_model
 from jaxtrain.run.generation import BATCH_SIZE
-from jaxtrain.run.generation.sampling import Sampling
-from jaxtrain.run.generation.write import tokenizer_of
+from jaxtrain.run.generation.answer import tokenizer_of
+from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.tasks.scoring import Pair, Score, encode_pair, scores
 from jaxtrain.run.trainer import Trainer
 

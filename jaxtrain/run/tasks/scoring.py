@@ -15,8 +15,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.nn.cache import empty_cache
-from jaxtrain.run.generation.decoding import batches, for_texts, next_logits, pad_prompts, round_up
-from jaxtrain.run.generation.generate import writes
+from jaxtrain.run.generation.decoding import (
+    batches,
+    for_texts,
+    next_logits,
+    pad_prompts,
+    round_up,
+    writes,
+)
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
