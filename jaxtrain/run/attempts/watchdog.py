@@ -1,4 +1,4 @@
-"""Phases of this process (start, compile, data, step, save), timed, and the watchdog that limits them.
+"""Phases of this process (start, compile, data, step, save), and the watchdog that limits them.
 
 The watchdog detects a hang, dumps stacks, and writes the reason to disk.
 """

@@ -1,4 +1,4 @@
-"""`Answer`: a completion and its finish reason; stop strings, and text streamed during generation."""
+"""Answers: completions with finish reasons, stop strings, text streamed during generation."""
 
 import dataclasses
 import sys

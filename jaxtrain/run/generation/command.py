@@ -1,4 +1,4 @@
-"""The command `generate`: a prompt, or a file of prompts to JSON lines; with a draft, speculatively."""
+"""The command `generate`: one prompt or a file of them, with or without a draft."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Text generation: prompts to text, and the dispatch of a request to the model's kind of generation."""
+"""Text generation: prompts to text, by the kind of generation that the model supports."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
