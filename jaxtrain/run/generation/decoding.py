@@ -1,4 +1,4 @@
-"""Batched decoding: sampling, a compiled prefill and a compiled decode loop with a KV cache.
+"""Batched decoding: sampling (top-k, top-p, min-p), a compiled prefill and decode loop, a KV cache.
 
 Rows are padded on the left, so that all end at the same position; padding is another document,
 which no token of the text sees, and positions count from the text's first token. Numbers of rows,
