@@ -11,7 +11,7 @@ _INTERFACES = {
     "Layers": [
         "jaxtrain.nn.transformer.decoder.Layer",
         "jaxtrain.nn.transformer.language_model.Transformer",
-        "jaxtrain.nn.predictor.Predictor", "jaxtrain.nn.transformer.pair_module.PairModule",
+        "jaxtrain.nn.predictor.Predictor", "jaxtrain.nn.transformer.language_model.PairModule",
     ],
     "Dataset": [
         "jaxtrain.training.settings.Data", "jaxtrain.training.settings.TextSource",

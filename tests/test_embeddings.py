@@ -16,7 +16,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.nn.pooling import pool
+from jaxtrain.nn.layers import pool
 from jaxtrain.run.huggingface import importing
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")

@@ -24,8 +24,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.eight_bit import E4M3, E5M2, float8_einsum, over_batch, quantize_float8
 from jaxtrain.nn.matmul.einsum import einsum_of
-from jaxtrain.nn.matmul.float8 import E4M3, E5M2, float8_einsum, over_batch, quantize
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh
@@ -55,7 +55,7 @@ def error_of(x, dtype) -> np.ndarray:
 def test_an_array_is_scaled_to_its_format_and_rounded_to_nearest(dtype):
     rng = np.random.default_rng(0)
     x = (rng.normal(size=(64, 32)) * 10.0 ** rng.uniform(-6, 3, (64, 32))).astype(np.float32)
-    found, scale = quantize(jnp.asarray(x), dtype)
+    found, scale = quantize_float8(jnp.asarray(x), dtype)
     largest = float(ml_dtypes.finfo(dtype).max)
     assert np.abs(np.asarray(found, np.float32)).max() == largest
     np.testing.assert_allclose(float(scale), np.abs(x).max() / largest, rtol=1e-6)
@@ -73,7 +73,7 @@ def test_what_is_not_finite_is_seen_in_the_product(value):
 
 def test_an_array_of_zeros_stays_zero():
     for dtype in (E4M3, E5M2):
-        found, scale = quantize(jnp.zeros((4, 4)), dtype)
+        found, scale = quantize_float8(jnp.zeros((4, 4)), dtype)
         assert not np.asarray(found, np.float32).any()
         assert np.isfinite(1 / scale)
 
@@ -225,7 +225,7 @@ def test_rows_that_are_elsewhere_count_in_a_scale():
 
     def scale(part):
         with inside.current():
-            return quantize(part, E4M3, over_batch())[1]
+            return quantize_float8(part, E4M3, over_batch())[1]
 
     over = jax.P("data")
     found = jax.shard_map(

@@ -15,7 +15,7 @@ from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.convolutional.vgg import VGG
 from jaxtrain.models.feed_forward.autoencoder import Autoencoder
 from jaxtrain.models.feed_forward.mlp import MLP
-from jaxtrain.nn.initializers import InitializerName, initializer_of
+from jaxtrain.nn.parameters import InitializerName, initializer_of
 
 NAMES = get_args(InitializerName)
 # [I, O] and [H, W, I, O] of ours.

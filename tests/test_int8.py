@@ -26,8 +26,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.matmul.eight_bit import int8_einsum, quantize_int8
 from jaxtrain.nn.matmul.einsum import einsum_of, sides
-from jaxtrain.nn.matmul.int8 import int8_einsum, quantize
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat
 from jaxtrain.parallel.mesh import Mesh, make_mesh
@@ -56,7 +56,7 @@ def test_a_row_is_rounded_as_pytorch_rounds_a_channel():
     x = rng.integers(-4 * 127, 4 * 127 + 1, (24, 500)).astype(np.float32) / 4
     x[:, 7] = -127.0
     x = x * steps[:, None]
-    found, scale = quantize(jnp.asarray(x), [1])
+    found, scale = quantize_int8(jnp.asarray(x), [1])
     np.testing.assert_array_equal(scale, steps)
     zeros = torch.zeros(24, dtype=torch.int32)
     expected = torch.fake_quantize_per_channel_affine(
@@ -69,7 +69,7 @@ def test_a_row_is_rounded_as_pytorch_rounds_a_channel():
 def test_rows_are_scaled_each_for_itself():
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(6, 64, 5)) * 10.0 ** rng.uniform(-6, 6, (6, 1, 5))).astype(np.float32)
-    found, scale = quantize(jnp.asarray(x), [1])
+    found, scale = quantize_int8(jnp.asarray(x), [1])
     assert scale.shape == (6, 5)
     np.testing.assert_array_equal(np.abs(np.asarray(found, np.int32)).max(1), 127)
     back = np.asarray(found, np.float64) * np.asarray(scale)[:, None]
@@ -148,7 +148,7 @@ def test_rows_of_zeros_stay_zero():
     assert not np.delete(y, 1, 1).any()
     np.testing.assert_allclose(of_x, 3.0, rtol=1e-6)
     # What is divided by is a number even so: not every device makes 0 of a NaN.
-    assert np.isfinite(1 / quantize(x, [1])[1]).all()
+    assert np.isfinite(1 / quantize_int8(x, [1])[1]).all()
 
 
 def test_what_int32_cannot_hold_is_refused():

@@ -14,7 +14,7 @@ from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
 if TYPE_CHECKING:
     from jaxtrain.nn.transformer.block import Block
     from jaxtrain.nn.transformer.cross_block import CrossBlock
-    from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
+    from jaxtrain.nn.transformer.decoder import PredictionModule
 
 
 class LayerPart(Protocol):

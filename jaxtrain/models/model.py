@@ -12,7 +12,7 @@ from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts
 
 if TYPE_CHECKING:
-    from jaxtrain.nn.pooling import Pooling
+    from jaxtrain.nn.layers import Pooling
 
 # What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
 __all__ = [

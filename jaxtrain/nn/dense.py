@@ -13,9 +13,8 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import GLOROT
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.parameters import Initializer, Role, constant, param
+from jaxtrain.nn.parameters import GLOROT, Initializer, Role, constant, param
 from jaxtrain.parallel.sharding import shard
 
 Activation = Literal["sigmoid", "tanh", "relu", "gelu", "silu"]

@@ -1,4 +1,4 @@
-"""Layer norm and RMSNorm, embedding lookup, biases, and rotary embeddings (RoPE).
+"""Layer norm and RMSNorm, embedding lookup, biases, rotary embeddings (RoPE), pooling of texts.
 
 Letters: B batch, T length, D embed, N heads, H head_dim, V vocab, F features.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -322,3 +322,33 @@ class LayerNorm:
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
         """The normed x."""
         return layer_norm(x, own["scale"], own["bias"], epsilon=self.epsilon)
+
+
+Pooling = Literal["mean", "first", "max"]
+
+
+def pool(
+    h_BTD: jax.Array, segment_ids_BT: jax.Array, pooling: Pooling, *, normalized: bool
+) -> jax.Array:
+    """The vector of each text, float32 [B, D]; padding has no part in it.
+
+    Args:
+      h_BTD: finished hidden states, one text in a row.
+      segment_ids_BT: 0 for padding, which follows the text.
+      pooling: the mean of the text's tokens, its first token, or each number's maximum.
+      normalized: whether it is divided by its length.
+    """
+    h_BTD, counts_BT1 = h_BTD.astype(jnp.float32), (segment_ids_BT != 0)[..., None]
+    match pooling:
+        case "mean":
+            # At least 1, as sentence-transformers has it: a text without tokens is zeros.
+            tokens_B1 = jnp.maximum(counts_BT1.sum(1), 1)
+            vector_BD = jnp.where(counts_BT1, h_BTD, 0.0).sum(1) / tokens_B1
+        case "first":
+            vector_BD = h_BTD[:, 0]
+        case "max":
+            vector_BD = jnp.where(counts_BT1, h_BTD, -jnp.inf).max(1)
+    if not normalized:
+        return vector_BD
+    length_B1 = jnp.linalg.norm(vector_BD, axis=-1, keepdims=True)
+    return vector_BD / jnp.maximum(length_B1, 1e-12)

@@ -1,4 +1,4 @@
-"""Parameters with logical axes, initializers, and stacking of layers."""
+"""Parameters with logical axes, weight initializers (fan-in, Xavier, He), stacking of layers."""
 
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -93,3 +93,36 @@ def stack(make: Callable[[jax.Array], Any], num_layers: int, key: jax.Array) -> 
         return variable.replace(axes=("layers", *logical_axes(variable)))
 
     return jax.tree.map(name_new_axis, layers, is_leaf=is_variable)
+
+
+# Weight initializers by name. A weight [..., I, O] has as fan-in I, as fan-out O, both times the
+# pixels of a convolution's kernel. With variance 1 / fan-in a layer keeps its inputs' variance
+# (LeCun et al. 1998, "Efficient BackProp"), with 2 / (fan-in + fan-out) about that and its
+# gradient's (Glorot and Bengio 2010), with 2 / fan-in that of the half that a ReLU leaves (He et
+# al. 2015, arXiv 1502.01852).
+InitializerName = Literal[
+    "he_normal", "he_uniform", "glorot_normal", "glorot_uniform", "lecun_normal", "lecun_uniform"
+]
+
+_scaled = jax.nn.initializers.variance_scaling
+INITIALIZERS: dict[InitializerName, Initializer] = {
+    "he_normal": _scaled(2.0, "fan_in", "normal"),
+    "he_uniform": _scaled(2.0, "fan_in", "uniform"),
+    "glorot_normal": _scaled(1.0, "fan_avg", "normal"),
+    "glorot_uniform": _scaled(1.0, "fan_avg", "uniform"),
+    "lecun_normal": _scaled(1.0, "fan_in", "normal"),
+    "lecun_uniform": _scaled(1.0, "fan_in", "uniform"),
+}
+HE, GLOROT = INITIALIZERS["he_normal"], INITIALIZERS["glorot_normal"]
+
+
+def initializer_of(name: InitializerName | None, activation: str) -> Initializer:
+    """How a layer is drawn; None: as its results go through this activation.
+
+    Args:
+      name: what the settings say.
+      activation: a name of `dense.ACTIVATIONS`.
+    """
+    if name is not None:
+        return INITIALIZERS[name]
+    return GLOROT if activation in ("sigmoid", "tanh") else HE

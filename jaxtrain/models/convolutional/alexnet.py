@@ -22,7 +22,7 @@ from jaxtrain.nn.convolution.convnet import (
     validate_side,
 )
 from jaxtrain.nn.dropout import validate_rate
-from jaxtrain.nn.initializers import InitializerName, initializer_of
+from jaxtrain.nn.parameters import InitializerName, initializer_of
 
 SIDE = 6  # pixels that are left of 224
 

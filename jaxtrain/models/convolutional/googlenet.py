@@ -31,9 +31,8 @@ from jaxtrain.nn.convolution.convolution import pool_to
 from jaxtrain.nn.dense import Dense, multiply_adds
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import InitializerName, initializer_of
-from jaxtrain.nn.normalization.batch_norm import Running
-from jaxtrain.nn.parameters import normal
+from jaxtrain.nn.normalization import Running
+from jaxtrain.nn.parameters import InitializerName, initializer_of, normal
 from jaxtrain.parallel.sharding import shard
 
 # Of each module: 1x1; 1x1 before 3x3, 3x3; 1x1 before 5x5, 5x5; 1x1 after pooling. None pools.

@@ -21,7 +21,7 @@ from jaxtrain.nn.convolution.convnet import (
     validate_side,
 )
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
-from jaxtrain.nn.initializers import InitializerName, initializer_of
+from jaxtrain.nn.parameters import InitializerName, initializer_of
 
 SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
 

@@ -20,7 +20,7 @@ from jaxtrain.nn.convolution.convolution import convolution, max_pool
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
-from jaxtrain.nn.normalization.batch_norm import BatchNorm
+from jaxtrain.nn.normalization import BatchNorm
 from jaxtrain.nn.parameters import constant, normal, param
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard

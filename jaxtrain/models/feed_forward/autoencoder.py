@@ -22,7 +22,7 @@ from jaxtrain.nn.dense import (
     validate_widths,
 )
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import GLOROT, InitializerName, initializer_of
+from jaxtrain.nn.parameters import GLOROT, InitializerName, initializer_of
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 

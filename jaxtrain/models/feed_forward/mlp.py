@@ -22,7 +22,7 @@ from jaxtrain.nn.dense import (
 )
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import GLOROT, InitializerName, initializer_of
+from jaxtrain.nn.parameters import GLOROT, InitializerName, initializer_of
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard
 

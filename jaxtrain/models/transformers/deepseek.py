@@ -27,9 +27,8 @@ from jaxtrain.nn.moe.experts import Experts, validate_settings
 from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
 from jaxtrain.nn.moe.shared_experts import SharedExperts
 from jaxtrain.nn.transformer.block import Block, residual_stddev
-from jaxtrain.nn.transformer.decoder import Decoder, decoder
+from jaxtrain.nn.transformer.decoder import Decoder, PredictionModule, decoder
 from jaxtrain.nn.transformer.mlp import gated_mlp
-from jaxtrain.nn.transformer.multi_token_prediction import PredictionModule
 from jaxtrain.nn.transformer.rotary import Linear, Rotations, Yarn
 
 

@@ -15,7 +15,7 @@ from jaxtrain.config.errors import UserError, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import EncoderDecoderModel
 from jaxtrain.models.model import AttentionFacts
-from jaxtrain.nn.attention.projections import CrossAttention, SelfAttention
+from jaxtrain.nn.attention.multi_head import CrossAttention, SelfAttention
 from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.parameters import normal, param

@@ -1,7 +1,8 @@
-"""Multi-head attention with biases and a fused QKV weight.
+"""Multi-head attention: with one QKV weight (GPT-2), or with separate ones (cross-attention).
 
-Source: Vaswani et al. 2017 (arXiv 1706.03762), laid out as GPT-2 has it.
-Letters: B batch, T length, D embed, N heads, H head_dim.
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2. Positions come with the embedding, or
+with what a mask adds to the scores.
+Letters: B batch, T (query) length, S key length, D embed, N heads, H head_dim.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jaxtrain.parallel.gathering import gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiHead:
-    """As many heads of keys and values as of queries; positions come with the embedding.
+    """Attention of a sequence to itself with biases and a fused QKV weight, as GPT-2 has it.
 
     Attributes:
       embed_dim: width of the residual stream.
@@ -109,3 +110,148 @@ class MultiHead:
         a_BTNH = execution.attention(q_BTNH, k_BTNH, v_BTNH, mask)
         a_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
         return add_bias(a_BTD, own["out_bias"]), cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Projections:
+    """The weights of multi-head attention.
+
+    Attributes:
+      embed_dim: width of what goes in and comes out.
+      num_heads: heads.
+      head_dim: width of each.
+      residual_stddev: spread of the weight that makes the result.
+      stddev: spread of the others.
+      query_stddev: spread of the queries' weight.
+      biases: whether each projection has a bias.
+      query_scale: what queries are multiplied by, before the scores are divided by sqrt(H).
+    """
+
+    embed_dim: int
+    num_heads: int
+    head_dim: int
+    residual_stddev: float
+    stddev: float = 0.02
+    query_stddev: float = 0.02
+    biases: bool = True
+    query_scale: float = 1.0
+
+    num_keys: ClassVar[int] = 4
+
+    @property
+    def facts(self) -> AttentionFacts:
+        """Of a query that sees all keys."""
+        N, H = self.num_heads, self.head_dim
+        return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=False)
+
+    @property
+    def cached(self) -> tuple[Cached, ...]:
+        """Keys and values."""
+        shape, axes = (self.num_heads, self.head_dim), ("heads", "head_dim")
+        return (Cached(shape=shape, axes=axes, every_token=True),) * 2
+
+    def weights(self, keys: jax.Array) -> Weights:
+        """Projections to queries, keys and values [D, N, H], and back [N, H, D]."""
+        D, N, H = self.embed_dim, self.num_heads, self.head_dim
+        shape, axes = (D, N, H), ("embed", "heads", "head_dim")
+        into_residual = normal(self.residual_stddev)
+        own = {
+            "query": param(keys[0], shape, axes, normal(self.query_stddev)),
+            "key": param(keys[1], shape, axes, normal(self.stddev)),
+            "value": param(keys[2], shape, axes, normal(self.stddev)),
+            "out": param(keys[3], (N, H, D), ("heads", "head_dim", "embed"), into_residual),
+        }
+        if self.biases:
+            zero = constant(0.0)
+            for name in ("query", "key", "value"):
+                own[f"{name}_bias"] = param(keys[0], (N, H), ("heads", "head_dim"), zero)
+            own["out_bias"] = param(keys[0], (D,), ("vector",), zero)
+        return own
+
+    def matmul_parameters(self) -> int:
+        """All but the biases."""
+        return 4 * self.num_heads * self.head_dim * self.embed_dim
+
+    def score_flops_per_token(self, sequence_length: int) -> float:
+        """12 S N H: every key of a sequence of S is scored."""
+        return 12 * sequence_length * self.num_heads * self.head_dim
+
+    def of(
+        self, names: tuple[str, ...], own: Weights, x_BTD: jax.Array, execution: Execution
+    ) -> list[jax.Array]:
+        """The queries, keys or values [B, T, N, H] of a sequence; `names` are the weights'."""
+        products = [("BTD,DNH->BTNH", own[name]) for name in names]
+
+        def finish(name: str, x_BTNH: jax.Array) -> jax.Array:
+            if self.biases:
+                x_BTNH = add_bias(x_BTNH, own[f"{name}_bias"])
+            x_BTNH = name_activation(x_BTNH, name)
+            return x_BTNH * self.query_scale if name == "query" else x_BTNH
+
+        return [*map(finish, names, execution.project(x_BTD, *products))]
+
+    def back(
+        self, own: Weights, a_BTNH: jax.Array, execution: Execution, out: tuple[str, ...]
+    ) -> jax.Array:
+        """What the heads say together, [B, T, D], laid out as `out` says."""
+        a_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
+        return add_bias(a_BTD, own["out_bias"]) if self.biases else a_BTD
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelfAttention(Projections):
+    """Attention of a sequence to itself: a part of a block, `block.Attends`."""
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+        cache: LayerCache | None = None,
+        start: jax.Array | int = 0,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """Attention among the tokens; arguments and results as in `block.Attends`."""
+        del positions_BT
+        q, k, v = self.of(("query", "key", "value"), own, h_BTD, execution)
+        if cache is not None:
+            k, v = cache = extend_cache(k, v, cache, start)
+        return self.back(own, execution.attention(q, k, v, mask), execution, out), cache
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CrossAttention(Projections):
+    """Attention of a sequence to another one, the memory."""
+
+    def keys_and_values(
+        self, own: Weights, memory_BSD: jax.Array, execution: Execution
+    ) -> LayerCache:
+        """The memory's keys and values, both [B, S, N, H]: the same for every query."""
+        key, value = self.of(("key", "value"), own, memory_BSD, execution)
+        return key, value
+
+    def __call__(
+        self,
+        own: Weights,
+        h_BTD: jax.Array,
+        keys_and_values: LayerCache,
+        mask: Mask,
+        execution: Execution,
+        *,
+        out: tuple[str, ...],
+    ) -> jax.Array:
+        """What is added to the residual stream [B, T, D].
+
+        Args:
+          own: the parameters.
+          h_BTD: what asks, laid out as the stream.
+          keys_and_values: the memory's.
+          mask: which of them a query sees.
+          execution: the kernel, and the precision of the products.
+          out: logical axes of the result.
+        """
+        (q_BTNH,), (keys, values) = self.of(("query",), own, h_BTD, execution), keys_and_values
+        return self.back(own, execution.attention(q_BTNH, keys, values, mask), execution, out)

@@ -23,11 +23,9 @@ from jaxtrain.nn.convolution.convolution import (
 from jaxtrain.nn.dense import Dense, fan_in, fan_out, multiply_adds
 from jaxtrain.nn.dropout import dropout
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.initializers import HE
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.normalization.batch_norm import BatchNorm, Running
-from jaxtrain.nn.normalization.group_norm import GroupNorm
-from jaxtrain.nn.parameters import Initializer, constant, normal, param
+from jaxtrain.nn.normalization import BatchNorm, GroupNorm, Running
+from jaxtrain.nn.parameters import HE, Initializer, constant, normal, param
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 

@@ -30,11 +30,11 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, spec: P | None = None
 def einsum_of(matmul: str) -> Einsum:
     """What a value of Precision.matmul multiplies with, imported with its first use."""
     if matmul == "float8":
-        from jaxtrain.nn.matmul.float8 import float8_einsum
+        from jaxtrain.nn.matmul.eight_bit import float8_einsum
 
         return float8_einsum
     if matmul == "int8":
-        from jaxtrain.nn.matmul.int8 import int8_einsum
+        from jaxtrain.nn.matmul.eight_bit import int8_einsum
 
         return int8_einsum
     return einsum

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.lax import RaggedDotDimensionNumbers
 
 from jaxtrain.nn.matmul import grouped_kernel, grouped_tiles
-from jaxtrain.nn.matmul.float8 import E4M3, E5M2, bits_of, of_bits, over_batch, quantize
+from jaxtrain.nn.matmul.eight_bit import E4M3, E5M2, bits_of, of_bits, over_batch, quantize_float8
 from jaxtrain.parallel.devices import OLD_GPU
 
 Kernel = Literal["xla", "triton", "tiles"]
@@ -61,15 +61,15 @@ class Grouped:
         def forward(
             x: jax.Array, weight: jax.Array, sizes: jax.Array | None
         ) -> tuple[jax.Array, tuple]:
-            x8, of_x = quantize(x, E4M3, over)
-            w8, of_weight = quantize(weight, E4M3, over)
+            x8, of_x = quantize_float8(x, E4M3, over)
+            w8, of_weight = quantize_float8(weight, E4M3, over)
             y = rescale(self._of_rows(x8, w8, sizes, 1, dtype), of_x, of_weight)
             return y, (bits_of(x8), of_x, weight, sizes)
 
         def backward(kept: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
             bits, of_x, weight, sizes = kept
-            g8, of_gradient = quantize(gradient, E5M2, over)
-            w8, of_weight = quantize(weight, E4M3, over)
+            g8, of_gradient = quantize_float8(gradient, E5M2, over)
+            w8, of_weight = quantize_float8(weight, E4M3, over)
             dx = rescale(self._of_rows(g8, w8, sizes, 2, dtype), of_gradient, of_weight)
             dw = self._of_weights(of_bits(bits), g8, sizes, dtype)
             return dx, rescale(dw, of_x, of_gradient), None

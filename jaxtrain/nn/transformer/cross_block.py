@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.attention.projections import CrossAttention
+from jaxtrain.nn.attention.multi_head import CrossAttention
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import Norm

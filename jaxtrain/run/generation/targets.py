@@ -20,8 +20,7 @@ from jaxtrain.models.model import TokenModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer.language_model import logits
-from jaxtrain.nn.transformer.pair_module import PairModule
+from jaxtrain.nn.transformer.language_model import PairModule, logits
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.run.generation import beams
 from jaxtrain.run.generation.answer import Answer, Stopping, encode_prompt

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, on_host
 from jaxtrain.models.model import Model, pooling_of
-from jaxtrain.nn.pooling import pool
+from jaxtrain.nn.layers import pool
 from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.training.objectives.losses import Loss

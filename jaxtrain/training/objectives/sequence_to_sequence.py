@@ -16,8 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, TokenModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.transformer.language_model import logits, padded_logits, vocabulary
-from jaxtrain.nn.transformer.pair_module import PairModule
+from jaxtrain.nn.transformer.language_model import PairModule, logits, padded_logits, vocabulary
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import Objective, TellsLogits, Yardstick

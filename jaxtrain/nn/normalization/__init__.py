@@ -1,1 +1,0 @@
-"""Batch norm and group norm of convolutional networks."""
