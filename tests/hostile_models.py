@@ -156,8 +156,8 @@ def _model(kind: str) -> Any:
 
 
 def make_model(kind: str, folder: Path) -> None:
-    from jaxtrain.models.weights import safetensors
     from jaxtrain.models.weights.family import family_for
+    from jaxtrain.models.weights.formats import safetensors
     from jaxtrain.models.weights.names import their_shapes
     from jaxtrain.models.weights.sentences import written_beside
 
@@ -258,7 +258,7 @@ def make_gguf(folder: Path) -> None:
 
 
 def make_adapter(folder: Path) -> None:
-    from jaxtrain.models.weights import safetensors
+    from jaxtrain.models.weights.formats import safetensors
 
     shapes = {}
     for layer in range(2):

@@ -103,9 +103,10 @@ def test_a_component_takes_its_own_settings(path):
 INTERFACES = {
     "models.model", "models.language_model",
     *(f"models.weights.{name}" for name in (
-        "config_file", "config_rows", "config_keys", "rope", "names", "family", "grouped_query",
-        "sentences", "safetensors", "folder", "awq", "mxfp4", "float8", "gguf", "gguf_keys",
-        "gguf_tokenizer",
+        "config_file", "config_keys", "names", "family", "folder", "sentences",
+        "families.grouped_query", "families.rope", "formats.safetensors", "formats.awq",
+        "formats.mxfp4", "formats.float8", "formats.gguf", "formats.gguf_keys",
+        "formats.gguf_tokenizer",
     )),
 }  # fmt: skip
 
@@ -144,7 +145,8 @@ def test_no_two_architectures_know_each_other():
     for path in (PACKAGE / "models").rglob("*.py"):
         name = name_of(path)
         known = {other for other in imports(path) if other.startswith("models.")}
-        others = {one for one in known - INTERFACES if one != "models.weights"}
+        packages = {"models.weights", "models.weights.families", "models.weights.formats"}
+        others = known - INTERFACES - packages
         if name.startswith("models.weights."):
             # A file of families knows the models of its group, and no other file of families.
             assert len(others) <= 3, name

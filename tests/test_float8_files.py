@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.float8 import METHOD, Float8Tensor, merged
-from jaxtrain.models.weights.safetensors import read_header
+from jaxtrain.models.weights.formats.float8 import METHOD, Float8Tensor, merged
+from jaxtrain.models.weights.formats.safetensors import read_header
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
 BLOCK = [4, 8]

@@ -13,7 +13,7 @@ pytest.importorskip("gguf", reason="gguf writes the files")
 from gguf_files import llama, metadata, write
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.gguf import GgufFile
+from jaxtrain.models.weights.formats.gguf import GgufFile
 
 SPECIAL = ["<s>", "</s>", "<|turn|>", "<pad>"]
 TEXTS = ("the cat sat on 2024 mats", "é <s> then<|turn|> there", "  too\n\nmany  ", "a <name> b")

@@ -366,10 +366,10 @@ COVERED = {
     "data/text/formats/token_files.py": "megatron tokens",
     "data/vectors/source.py": "vectors.csv",
     "data/token_arrays.py": "token store",
-    "models/weights/float8.py": "model llama",
-    "models/weights/gguf.py": "gguf",
-    "models/weights/mxfp4.py": "model llama",
-    "models/weights/safetensors.py": "model llama",
+    "models/weights/formats/float8.py": "model llama",
+    "models/weights/formats/gguf.py": "gguf",
+    "models/weights/formats/mxfp4.py": "model llama",
+    "models/weights/formats/safetensors.py": "model llama",
 }
 EXCEPTIONS = {
     "config/swept.py": "a value of the command line",

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import Folder
+from jaxtrain.models.weights.formats.safetensors import raw, write
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.models.weights.safetensors import raw, write
 from jaxtrain.run.huggingface import importing, parameters, receipt
 from jaxtrain.run.start import first_parameters
 from jaxtrain.run.trainer import Trainer

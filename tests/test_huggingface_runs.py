@@ -16,8 +16,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.family import family_for
+from jaxtrain.models.weights.formats.safetensors import raw, read_header, write
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.models.weights.safetensors import raw, read_header, write
 from jaxtrain.run.checkpoint.metadata import of_published
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.commands import first_use

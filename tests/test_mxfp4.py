@@ -8,8 +8,8 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.models.weights.mxfp4 import METHOD, Mxfp4Tensor, merged
-from jaxtrain.models.weights.safetensors import read_header
+from jaxtrain.models.weights.formats.mxfp4 import METHOD, Mxfp4Tensor, merged
+from jaxtrain.models.weights.formats.safetensors import read_header
 
 SHAPE = (3, 5, 2, 16)  # matrices, columns, blocks, bytes of a block
 

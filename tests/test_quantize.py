@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.models.weights.awq import merged
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.models.weights.safetensors import read_header
+from jaxtrain.models.weights.formats.awq import merged
+from jaxtrain.models.weights.formats.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.decoding import Sampling

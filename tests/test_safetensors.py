@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.safetensors import raw, read_header, write
+from jaxtrain.models.weights.formats.safetensors import raw, read_header, write
 
 peer = pytest.importorskip("safetensors.numpy", reason="the format's own package is the peer")
 

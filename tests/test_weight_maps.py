@@ -27,8 +27,8 @@ from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.family import families, family_for, model_of
 from jaxtrain.models.weights.folder import Folder, match
+from jaxtrain.models.weights.formats.safetensors import write
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.models.weights.safetensors import write
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used
-from jaxtrain.models.weights import awq, float8, mxfp4
+from jaxtrain.models.weights.formats import awq, float8, mxfp4
 from jaxtrain.models.weights.sentences import KEY
 
 DROPOUT = (

@@ -7,14 +7,13 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jaxtrain.models.weights
+import jaxtrain.models.weights.families
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.key_table import KeyTable, unsupported
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights import awq
-from jaxtrain.models.weights.config_file import ConfigFile
+from jaxtrain.models.weights.config_file import ConfigFile, Row, read_rows, write_rows
 from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
-from jaxtrain.models.weights.config_rows import Row, read_rows, write_rows
+from jaxtrain.models.weights.formats import awq
 from jaxtrain.models.weights.names import Name
 
 # What families raise for values that nobody foresaw.
@@ -72,7 +71,8 @@ class Family:
 
 def families() -> list[Family]:
     """Return all families, of a file one after the other."""
-    modules = pkgutil.iter_modules(jaxtrain.models.weights.__path__, "jaxtrain.models.weights.")
+    package = jaxtrain.models.weights.families
+    modules = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     return [
         family
         for module in modules

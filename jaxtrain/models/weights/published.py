@@ -8,7 +8,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.folder import Folder, StoredTensor
-from jaxtrain.models.weights.gguf import GgufFile
+from jaxtrain.models.weights.formats.gguf import GgufFile
 
 
 class Published(Protocol):

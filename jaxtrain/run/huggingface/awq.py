@@ -1,6 +1,7 @@
 """Export of a 4-bit run in AutoAWQ's layout.
 
-The layout is that of `models/weights/awq.py`; everything but linear layers of blocks is float16.
+The layout is that of `models/weights/formats/awq.py`; everything but linear layers of blocks is
+float16.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.models.model import Model
-from jaxtrain.models.weights import awq
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.folder import CONFIG, Folder
+from jaxtrain.models.weights.formats import awq
+from jaxtrain.models.weights.formats.safetensors import read_header
 from jaxtrain.models.weights.names import Name, their_shapes
-from jaxtrain.models.weights.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import Quantized, unpack
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes

@@ -17,9 +17,9 @@ from jaxtrain.config.files import write_atomically
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
-from jaxtrain.models.weights import safetensors
 from jaxtrain.models.weights.family import Family, family_for
 from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WEIGHTS, Folder
+from jaxtrain.models.weights.formats import safetensors
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.generation.published_defaults import published_folder

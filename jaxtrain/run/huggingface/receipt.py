@@ -26,7 +26,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model, reads_images, reads_pairs, token_model
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights.folder import StoredTensor
-from jaxtrain.models.weights.safetensors import raw
+from jaxtrain.models.weights.formats.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.inference.logits import logits

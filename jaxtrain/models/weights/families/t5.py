@@ -6,8 +6,8 @@ from typing import Any
 from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import (
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
     Row,
     constant,
     derive,

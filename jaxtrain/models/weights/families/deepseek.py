@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxtrain.config.key_table import irrelevant, only, used
 from jaxtrain.models.transformers.deepseek import DeepSeek
-from jaxtrain.models.weights import config_keys, float8, rope
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import (
+from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
     Row,
     constant,
     derive,
@@ -19,7 +19,9 @@ from jaxtrain.models.weights.config_rows import (
     whole,
     write_rows,
 )
+from jaxtrain.models.weights.families import rope
 from jaxtrain.models.weights.family import Family
+from jaxtrain.models.weights.formats import float8
 from jaxtrain.models.weights.names import Name
 
 _PREFIX = "model."

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.safetensors import Tensor
+from jaxtrain.models.weights.formats.safetensors import Tensor
 
 METHOD = "fp8"
 _SCALES = "_scale_inv"

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.safetensors import Tensor
+from jaxtrain.models.weights.formats.safetensors import Tensor
 
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"

@@ -6,9 +6,17 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.config.key_table import irrelevant, only, used
-from jaxtrain.models.weights import config_keys, rope
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import Row, constant, flag, number, whole, write_only
+from jaxtrain.models.weights import config_keys
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
+    Row,
+    constant,
+    flag,
+    number,
+    whole,
+    write_only,
+)
+from jaxtrain.models.weights.families import rope
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes

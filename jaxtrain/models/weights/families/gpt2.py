@@ -3,7 +3,7 @@
 from jaxtrain.config.key_table import only
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_rows import Row, constant, derive, ignore, number, whole
+from jaxtrain.models.weights.config_file import Row, constant, derive, ignore, number, whole
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, layer_norm, linear
 

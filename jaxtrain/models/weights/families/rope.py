@@ -8,8 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.key_table import KeyTable, Only, irrelevant, unsupported, used
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import Row, number, read_rows, whole, write_rows
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
+    Row,
+    number,
+    read_rows,
+    whole,
+    write_rows,
+)
 
 # Where config.json has rotary positions.
 KEYS = used(

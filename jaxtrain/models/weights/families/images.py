@@ -7,9 +7,9 @@ from jaxtrain.config.key_table import only, used
 from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import (
+from jaxtrain.models.weights.config_file import (
     CLASSES,
+    ConfigFile,
     Row,
     constant,
     holds,

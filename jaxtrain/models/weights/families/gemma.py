@@ -4,10 +4,17 @@ from typing import Any
 
 from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.gemma import Gemma, Gemma2, Gemma3
-from jaxtrain.models.weights import grouped_query, rope
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import Row, constant, ignore, number, whole, write_only
-from jaxtrain.models.weights.grouped_query import GLOBAL, LOCAL, family, layer_types
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
+    Row,
+    constant,
+    ignore,
+    number,
+    whole,
+    write_only,
+)
+from jaxtrain.models.weights.families import grouped_query, rope
+from jaxtrain.models.weights.families.grouped_query import GLOBAL, LOCAL, family, layer_types
 from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.safetensors import Tensor
+from jaxtrain.models.weights.formats.safetensors import Tensor
 
 METHOD = "awq"
 CODES, ZEROS, SCALES = "qweight", "qzeros", "scales"

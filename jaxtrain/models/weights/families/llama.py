@@ -2,8 +2,8 @@
 
 from jaxtrain.config.key_table import irrelevant, only
 from jaxtrain.models.transformers.llama import Llama
-from jaxtrain.models.weights.config_rows import Row, constant, holds, ignore, requires
-from jaxtrain.models.weights.grouped_query import (
+from jaxtrain.models.weights.config_file import Row, constant, holds, ignore, requires
+from jaxtrain.models.weights.families.grouped_query import (
     BIASES,
     HEAD_NORMS,
     NO_WINDOW,

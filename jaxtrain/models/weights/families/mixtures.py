@@ -5,9 +5,8 @@ from typing import Any
 from jaxtrain.config.key_table import only, used
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.models.weights import awq, mxfp4
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import (
+from jaxtrain.models.weights.config_file import (
+    ConfigFile,
     Row,
     constant,
     flag,
@@ -17,7 +16,7 @@ from jaxtrain.models.weights.config_rows import (
     requires,
     whole,
 )
-from jaxtrain.models.weights.grouped_query import (
+from jaxtrain.models.weights.families.grouped_query import (
     ATTENTION,
     BIASES,
     HEAD_NORMS,
@@ -30,6 +29,7 @@ from jaxtrain.models.weights.grouped_query import (
     rows,
     window,
 )
+from jaxtrain.models.weights.formats import awq, mxfp4
 from jaxtrain.models.weights.names import Name, in_turn
 
 _MOE = "model.layers.{L}.block_sparse_moe"

@@ -7,8 +7,7 @@ from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import Row, constant, derive, number, whole
+from jaxtrain.models.weights.config_file import ConfigFile, Row, constant, derive, number, whole
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, linear, one_after_the_other
 

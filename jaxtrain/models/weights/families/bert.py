@@ -6,9 +6,9 @@ from typing import Any
 from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights import config_keys, sentences
-from jaxtrain.models.weights.config_file import ConfigFile
-from jaxtrain.models.weights.config_rows import (
+from jaxtrain.models.weights.config_file import (
     CLASSES,
+    ConfigFile,
     Row,
     constant,
     holds,

@@ -1,0 +1,1 @@
+"""File formats and quantized layouts of published weights."""
