@@ -21,7 +21,7 @@ from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.run.attempts.attempt import Attempt
-from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.cluster.cluster import Alone
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.training import layouts

@@ -9,7 +9,7 @@ from jaxtrain.run.attempts.begin import _End
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import RunLock
 from jaxtrain.run.attempts.watchdog import Activity
-from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.cluster.cluster import Alone
 
 
 @pytest.fixture

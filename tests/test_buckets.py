@@ -31,7 +31,7 @@ from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import RunLock, Superseded
 from jaxtrain.run.attempts.records import Claim
 from jaxtrain.run.attempts.supervise import Supervision, supervise
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
 

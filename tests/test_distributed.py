@@ -6,8 +6,7 @@ import pytest
 from cluster import TOKEN, slurm_job, start_processes
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.distributed_init import devices_per_process
-from jaxtrain.run.cluster.relay import Relay
+from jaxtrain.run.cluster.distributed_init import Relay, devices_per_process
 
 
 def test_simulated_devices_are_those_of_the_whole_run():
@@ -43,9 +42,9 @@ import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtrain.run.cluster.detection import detect
 from jaxtrain.run.cluster.distributed_init import start
-from jaxtrain.run.cluster.interface import Listeners
+from jaxtrain.run.cluster.cluster import Listeners
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")

@@ -6,8 +6,7 @@ from metadata_server import ATTRIBUTES, metadata_server
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.cluster import Cluster, Flags
-from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.cluster.launchers import expand_nodes
+from jaxtrain.run.cluster.detection import detect, expand_nodes
 
 # -- by hand ---------------------------------------------------------------------------------------
 
@@ -167,7 +166,7 @@ def test_a_metadata_server_that_does_not_answer_is_said():
 def test_only_a_machine_with_chips_asks(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "jaxtrain.run.cluster.tpu_hosts._ask", lambda host, name: asked.append(host)
+        "jaxtrain.run.cluster.detection._ask", lambda host, name: asked.append(host)
     )
     detect({}, root=tmp_path)
     assert asked == []

@@ -17,10 +17,10 @@ from jaxtrain.run.attempts.goodput import Account
 from jaxtrain.run.attempts.lock import RunLock, Superseded
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
-from jaxtrain.run.cluster.door import Strangers
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.wire import Strangers
 from jaxtrain.training import guard
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config

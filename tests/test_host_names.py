@@ -8,10 +8,8 @@ from cluster import free_ports
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.channel import _address_here
-from jaxtrain.run.cluster.cluster import Cluster
-from jaxtrain.run.cluster.distributed_init import start
-from jaxtrain.run.cluster.hosts import resolve, validate_host_name
-from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.cluster.cluster import Alone, Cluster
+from jaxtrain.run.cluster.distributed_init import resolve, start, validate_host_name
 
 HOSTS = {"node1": ["127.0.1.1"], "node2": ["10.0.0.2", "127.0.1.1"], "node3": []}
 

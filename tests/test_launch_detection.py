@@ -15,7 +15,7 @@ from metadata_server import ATTRIBUTES, metadata_server
 
 from jaxtrain.run.attempts import supervise
 from jaxtrain.run.attempts.signals import record_signals
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 yaml = pytest.importorskip("yaml")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launch_shell import COMMANDS, SCRIPTS, TRAIN, USER, Shell
 
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError
-from jaxtrain.run.cluster.interface import Alone, Listeners
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.cluster import Alone, Cluster, ClusterError, Listeners
 
 GIVEN = RunToken({"JAXTRAIN_TOKEN": TOKEN}, Path("/nowhere/token"))
 
@@ -28,9 +27,9 @@ import os, sys, threading
 from pathlib import Path
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError
-from jaxtrain.run.cluster.interface import Listeners
+from jaxtrain.run.cluster.cluster import Listeners
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 def say(*words):
     sys.stdout.write(" ".join(str(word) for word in words) + "\\n")

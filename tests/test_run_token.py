@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.authentication import RunToken
 
 GIVEN = "given-" + "7a" * 20
 

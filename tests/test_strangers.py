@@ -14,14 +14,19 @@ import pytest
 from cluster import TOKEN, free_ports
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster import door, meeting
+from jaxtrain.run.cluster import rendezvous as rendezvous_module
+from jaxtrain.run.cluster import wire
+from jaxtrain.run.cluster.authentication import (
+    PROTOCOL,
+    Host,
+    Joiner,
+    RunToken,
+    Seal,
+    StrangerError,
+)
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError
-from jaxtrain.run.cluster.door import Strangers
-from jaxtrain.run.cluster.greeting import PROTOCOL, Host, Joiner, Seal, StrangerError
-from jaxtrain.run.cluster.interface import Listeners, Peers
-from jaxtrain.run.cluster.token import RunToken
-from jaxtrain.run.cluster.wire import Link, bind_host
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Listeners, Peers
+from jaxtrain.run.cluster.wire import Link, Strangers, bind_host
 
 NOWHERE = Path("/nowhere/token")
 OTHER_TOKEN = "another-run-" + "6f" * 16
@@ -197,7 +202,7 @@ ATTACKS = [
 @pytest.mark.parametrize("before_the_meeting", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 def test_a_stranger_costs_the_run_nothing(pair, attack, before_the_meeting, monkeypatch):
-    monkeypatch.setattr(door, "_HELLO_SECONDS", 0.8)
+    monkeypatch.setattr(wire, "_HELLO_SECONDS", 0.8)
     pair.begin()
     with contextlib.ExitStack() as stack:
         if before_the_meeting:
@@ -215,7 +220,7 @@ def test_a_stranger_costs_the_run_nothing(pair, attack, before_the_meeting, monk
 
 
 def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monkeypatch):
-    monkeypatch.setattr(door, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "_HELLO_SECONDS", 0.5)
     pair.begin()
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(pair.connect()) for _ in range(20)]
@@ -230,7 +235,7 @@ def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monk
 
 
 def test_more_connections_than_there_is_room_for_push_out_the_oldest(pair, monkeypatch):
-    monkeypatch.setattr(door, "_ROOM_FOR_STRANGERS", 10)
+    monkeypatch.setattr(wire, "_ROOM_FOR_STRANGERS", 10)
     pair.begin()
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(pair.connect()) for _ in range(40)]
@@ -264,7 +269,7 @@ def test_a_missing_process_is_told_with_the_strangers_that_came(pair):
 
 def test_strangers_are_told_of_once_in_an_hour(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(wire.time, "monotonic", lambda: now[0])
     said = []
     strangers = Strangers(said.append)
     for _ in range(1000):
@@ -448,7 +453,7 @@ def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
     ids=["another program", "silence", "half a greeting"],
 )
 def test_another_program_at_the_port_is_named_in_time(pair, answer, why, monkeypatch):
-    monkeypatch.setattr(meeting, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous_module, "_ANSWER_SECONDS", 0.3)
     began = time.monotonic()
     with (
         impostor(answer) as (port, heard),
@@ -460,7 +465,7 @@ def test_another_program_at_the_port_is_named_in_time(pair, answer, why, monkeyp
 
 
 def test_a_process_without_a_token_is_refused_with_the_way_out(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "_TOKEN_SECONDS", 0.4)
+    monkeypatch.setattr(rendezvous_module, "_TOKEN_SECONDS", 0.4)
     pair.begin()
     file = tmp_path / "token"
     with pytest.raises(UserError) as raised:

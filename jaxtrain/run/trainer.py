@@ -29,7 +29,7 @@ from jaxtrain.parallel.devices import (
 from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing, own_folder
 from jaxtrain.run.checkpoint.states import states_of
-from jaxtrain.run.cluster.interface import Alone
+from jaxtrain.run.cluster.cluster import Alone
 from jaxtrain.run.dataset import RunData
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed

@@ -7,7 +7,7 @@ from jaxtrain.run.attempts.folder import RunFolder, nothing
 from jaxtrain.run.attempts.goodput import Goodput
 from jaxtrain.run.attempts.signals import stop_signals
 from jaxtrain.run.attempts.watchdog import Phases
-from jaxtrain.run.cluster.interface import Peers
+from jaxtrain.run.cluster.cluster import Peers
 
 # A reason to stop that is no preemption: nobody sees what the same command would print again.
 OUTPUT_CLOSED = "closed standard output"

@@ -23,10 +23,9 @@ from jaxtrain.run.attempts.supervise import report_to_supervisor
 from jaxtrain.run.attempts.watchdog import Activity, Phases, Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection, distributed_init
+from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
-from jaxtrain.run.cluster.interface import Alone, Listeners, Peers
-from jaxtrain.run.cluster.token import RunToken
+from jaxtrain.run.cluster.cluster import Alone, Cluster, ClusterError, Flags, Listeners, Peers
 from jaxtrain.run.metrics.files import METRICS_FILE
 from jaxtrain.run.tracking.tracking import POSITION_FILES
 from jaxtrain.training.settings import Config

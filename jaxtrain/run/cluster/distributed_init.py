@@ -1,16 +1,112 @@
-"""Initialization of jax.distributed once all processes of a run are connected."""
+"""Initialization of jax.distributed once all processes of a run are connected.
 
+JAX's client ends a process by SIGABRT about a tenth of a second after its connection to process 0
+broke: before a reason can be written. Over a local relay the connection stays open and only falls
+silent; the channel between the processes names the loss and ends the process. A host name that
+/etc/hosts maps to loopback, where other machines cannot connect, is an error.
+"""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.parallel.devices import offer_cpu_devices
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Say
-from jaxtrain.run.cluster.hosts import validate_host_name
-from jaxtrain.run.cluster.interface import Peers
-from jaxtrain.run.cluster.relay import Relay
-from jaxtrain.run.cluster.wire import bind_host, is_free, join_address, split_address
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Peers, Say
+from jaxtrain.run.cluster.wire import bind_host, is_free, is_loopback, join_address, split_address
+
+_CHUNK = 1 << 16
+
+
+class Relay:
+    """Listens on a loopback port of this machine and passes everything on to one address.
+
+    Attributes:
+      port: the port it listens on.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        """Starts the thread that relays to HOST:PORT; it ends with the program."""
+        self.port = 0
+        self._target = (host, port)
+        self._listening = threading.Event()
+        threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="jaxtrain-relay", daemon=True
+        ).start()
+        self._listening.wait()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        self._listening.set()
+        async with server:
+            await server.serve_forever()
+
+    async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+        """One connection; it ends when this side ends it, whatever the far side does."""
+        with contextlib.closing(back):
+            try:
+                far, there = await asyncio.open_connection(*self._target)
+            except OSError:
+                # Not up yet: closed, so that the caller tries again.
+                return
+            answers = asyncio.create_task(_pass_on(far, back))
+            with contextlib.closing(there):
+                await _pass_on(near, there)
+                # The far side's end alone is not passed on: this is what the relay is for.
+                await _until_end(near)
+            answers.cancel()
+
+
+async def _pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.read(_CHUNK):
+            sink.write(data)
+            await sink.drain()
+
+
+async def _until_end(source: asyncio.StreamReader) -> None:
+    with contextlib.suppress(OSError):
+        while await source.read(_CHUNK):
+            pass
+
+
+def resolve(host: str) -> list[str]:
+    """Return the addresses of a host in the resolver's order; none if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def validate_host_name(peers: Peers, resolve: Callable[[str], Sequence[str]] = resolve) -> None:
+    """Check that this host's own name leads to an address that other machines reach.
+
+    Gloo, which carries the collectives of CPU devices, listens at the first address of the name
+    and announces it to the other processes. Debian's default /etc/hosts maps the name to 127.0.1.1.
+
+    Args:
+      peers: the processes of the run.
+      resolve: gives the addresses of a host name.
+
+    Raises:
+      UserError: the name leads to loopback, and a process runs on another machine.
+    """
+    name, address = peers.hosts[peers.process_id], peers.address
+    found = next(iter(resolve(name)), None)
+    if is_loopback(address) or found is None or not is_loopback(found):
+        return
+    raise UserError(
+        f"host {name} is {found} by its own /etc/hosts, where no other machine can connect; in "
+        f"/etc/hosts of {name}, replace the line '{found} {name}' with: {address} {name}"
+    )
+
 
 # JAX ends a process without a word to us when its heartbeats are late, by the wall clock: a clock
 # that is set forward by days would end them all. Years, so that only the channel between the

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.run.cluster.authentication import Joiner, RunToken
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Say, name_processes
-from jaxtrain.run.cluster.door import Door
-from jaxtrain.run.cluster.greeting import Joiner
-from jaxtrain.run.cluster.token import RunToken
 from jaxtrain.run.cluster.wire import (
+    Door,
     Link,
     Message,
     free_port,
