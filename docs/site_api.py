@@ -25,7 +25,7 @@ _INTERFACES = {
     ],
     "Remat policy": ["jaxtrain.nn.remat.Policy"],
     "Target": ["jaxtrain.parallel.chips.Chip"],
-    "Tracker": ["jaxtrain.run.tracking.services.Service"],
+    "Tracker": ["jaxtrain.run.metrics.tracking.Service"],
 }  # fmt: skip
 
 

@@ -274,8 +274,7 @@ def _read_run(folder: Path) -> None:
 
 
 def _read_tracker(folder: Path) -> None:
-    from jaxtrain.run.tracking.services import Function
-    from jaxtrain.run.tracking.tracking import Tracking
+    from jaxtrain.run.metrics.tracking import Function, Tracking
 
     said: list[str] = []
     service = Function(lambda step, metrics: None)

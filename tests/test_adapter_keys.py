@@ -10,8 +10,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import Only
-from jaxtrain.run.huggingface.adapter_keys import KEYS
-from jaxtrain.run.huggingface.adapters import read_adapter
+from jaxtrain.run.huggingface.adapters import KEYS, read_adapter
 from jaxtrain.run.trainer import Trainer
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")

@@ -9,8 +9,8 @@ import pytest
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint.sealing import sealed_steps
 from jaxtrain.run.commands.train import _command
+from jaxtrain.run.evaluation import Record
 from jaxtrain.run.loop import Loop
-from jaxtrain.run.metrics.best import Record
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Best, load_config

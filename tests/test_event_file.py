@@ -8,7 +8,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import masked_crc32c
 
-from jaxtrain.run.metrics.tensorboard import EventFile, event, masked_checksum, summary
+from jaxtrain.run.metrics.files import EventFile, event, masked_checksum, summary
 
 VALUES = {
     "loss": 2.75, "grad_norm": 0.0, "learning_rate": 1e-45, "rate": -3.0, "größe": math.pi,

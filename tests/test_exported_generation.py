@@ -6,7 +6,7 @@ import pytest
 from foreign_tokenizers import template, trained
 
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.huggingface.generation_files import byte_tokenizer
+from jaxtrain.run.huggingface.exporting import byte_tokenizer
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

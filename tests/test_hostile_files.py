@@ -376,14 +376,13 @@ EXCEPTIONS = {
     "config/values.py": "a value that gin has read",
     "data/tokenization/tokenizer.py": "bytes of a text",
     "training/offload/files.py": "the run's own files, written by this process",
-    "run/metrics/best.py": "bits of a number that other processes sent",
+    "run/evaluation.py": "bits of a number that other processes sent",
     "run/checkpoint/forgotten.py": "what TensorStore's repr says",
     "run/checkpoint/store.py": "what was just written, for a copy",
     "run/checkpoint/manifest.py": "the file that `read` has checked byte for byte",
     "run/cluster/wire.py": "authenticated messages; test_strangers.py",
     "run/huggingface/awq.py": "config.json that `Folder.carried` has bounded",
-    "run/huggingface/generation_files.py": "a file that `Folder.carried` has bounded",
-    "run/huggingface/exporting.py": "config.json that `Folder.carried` has bounded",
+    "run/huggingface/exporting.py": "files that `Folder.carried` has bounded",
     "analysis/planning/compiled/compiled.py": "the cache of this user's plans",
 }
 

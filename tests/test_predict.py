@@ -15,8 +15,7 @@ from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.run.inference import predict as predicting
-from jaxtrain.run.inference.texts import texts_of
-from jaxtrain.run.inference.vectors import vectors_of
+from jaxtrain.run.inference.inputs import texts_of, vectors_of
 
 CONFIG = """
 Train.model = @ViT()

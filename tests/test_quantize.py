@@ -26,9 +26,15 @@ from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.huggingface.receipt import logits_of
-from jaxtrain.run.quantization.activation_aware import best_scales, scale, scaling_groups
-from jaxtrain.run.quantization.calibration import EVERY, read_by, rows_of
-from jaxtrain.run.quantization.clipping import clip_weight
+from jaxtrain.run.quantization.activation_aware import (
+    EVERY,
+    best_scales,
+    clip_weight,
+    read_by,
+    rows_of,
+    scale,
+    scaling_groups,
+)
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import on_host, place_weights
 from jaxtrain.training.settings import load_config

@@ -83,8 +83,8 @@ WALL_CLOCKS = {
     "run/attempts/goodput.py",
     "run/attempts/watchdog.py",
     "run/show/html/page.py",
-    "run/metrics/tensorboard.py",
-    "run/tracking/services.py",
+    "run/metrics/files.py",
+    "run/metrics/tracking.py",
 }
 
 

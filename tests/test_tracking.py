@@ -10,8 +10,7 @@ import pytest
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.checkpoint.sealing import sealed_steps
 from jaxtrain.run.metrics.files import METRICS_FILE, drop_lines_past, lines_of, numbers_of
-from jaxtrain.run.tracking.services import open_service
-from jaxtrain.run.tracking.tracking import Tracking
+from jaxtrain.run.metrics.tracking import Tracking, open_service
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.compiled_step import Stepper
 from jaxtrain.training.settings import Tracker, load_config

@@ -9,7 +9,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.moe.experts import router_statistics
 from jaxtrain.nn.moe.routing import Softmax
-from jaxtrain.run.huggingface.training_differences import training_differences
+from jaxtrain.run.huggingface.importing import training_differences
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
 mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")

@@ -25,9 +25,9 @@ from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Config
 
 if TYPE_CHECKING:
-    from jaxtrain.run.metrics.best import Record
+    from jaxtrain.run.evaluation import Record
+    from jaxtrain.run.metrics.tracking import Tracking
     from jaxtrain.run.recorder import Recorder
-    from jaxtrain.run.tracking.tracking import Tracking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Loop:
         if best.metric is None:
             return None
         # Imported here: most runs compare no evaluations.
-        from jaxtrain.run.metrics.best import Record, validate
+        from jaxtrain.run.evaluation import Record, validate
 
         known = self.evaluation.names(self.stepper.state, self.feed.abstract_training())
         mixing = self.dataset.mixing

@@ -55,10 +55,9 @@ if TYPE_CHECKING:
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Skip, Told
+    from jaxtrain.run.metrics.tracking import Track, Tracking
     from jaxtrain.run.recorder import Recorder, RecorderKind
     from jaxtrain.run.show.picture import Picture
-    from jaxtrain.run.tracking.services import Track
-    from jaxtrain.run.tracking.tracking import Tracking
 
 Prompt = TypeVar("Prompt", str, list[int])
 
@@ -162,7 +161,7 @@ class Trainer:
         tracking: Sequence[Tracking] = ()
         if not read_only and (track is not None or config.tracker.name is not None):
             # Imported here: most runs write files alone.
-            from jaxtrain.run.tracking.tracking import trackings
+            from jaxtrain.run.metrics.tracking import trackings
 
             tracking = trackings(
                 config, track, lines=metrics.in_memory, say=self.say, folder=local,
@@ -342,7 +341,7 @@ class Trainer:
         Raises:
           UserError: the model cannot read them, or gives no logits.
         """
-        from jaxtrain.run.inference.logits import logits
+        from jaxtrain.run.inference.outputs import logits
 
         plain, state = self.program.setup, self.program.eval_state(self.state)
         return logits(plain, self.config.train.model, state, inputs)

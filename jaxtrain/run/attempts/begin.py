@@ -27,7 +27,7 @@ from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Alone, Cluster, ClusterError, Flags, Listeners, Peers
 from jaxtrain.run.metrics.files import METRICS_FILE
-from jaxtrain.run.tracking.tracking import POSITION_FILES
+from jaxtrain.run.metrics.tracking import POSITION_FILES
 from jaxtrain.training.settings import Config
 
 FAILED = 1

@@ -176,7 +176,7 @@ def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
     # Imported here: the command line's attempt has the folder's lock already.
     from jaxtrain.run.attempts.lock import require_not_held
     from jaxtrain.run.metrics.files import METRICS_FILE
-    from jaxtrain.run.tracking.tracking import POSITION_FILES
+    from jaxtrain.run.metrics.tracking import POSITION_FILES
 
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)

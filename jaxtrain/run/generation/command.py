@@ -22,7 +22,7 @@ from jaxtrain.run.generation.chat import converse
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import Defaults, ends_of_run, published_defaults
 from jaxtrain.run.generation.speculative import Draft, Guesser, Lookup, rolls_back, speculate
-from jaxtrain.run.inference.json_records import read_records
+from jaxtrain.run.inference.inputs import read_records
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 

@@ -33,9 +33,14 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import by_name, is_variable, logical_axes
 from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.huggingface import receipt
-from jaxtrain.run.huggingface.exporting import companion_files, settings, write_weights
-from jaxtrain.run.huggingface.generation_files import generation_files
-from jaxtrain.run.huggingface.new_folder import new_folder, require_one_process
+from jaxtrain.run.huggingface.exporting import (
+    companion_files,
+    generation_files,
+    new_folder,
+    require_one_process,
+    settings,
+    write_weights,
+)
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA

@@ -1,9 +1,13 @@
-"""Import of a published model as a run with a checkpoint of step 0."""
+"""Import of a published model as a run with a checkpoint of step 0.
+
+The receipt compares logits; differences between training here and in transformers (other losses
+than the model's own, dropout) are printed.
+"""
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ from jaxtrain.config.files import path_errors, remove_tree, write_atomically
 from jaxtrain.data.pairs.classed import LabelledText
 from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
+from jaxtrain.models.model import Model
+from jaxtrain.models.weights.config_keys import DROPOUT
 from jaxtrain.models.weights.folder import TOKENIZER, match
 from jaxtrain.models.weights.published import Published, published
 from jaxtrain.nn.parameters import Statistic
@@ -27,7 +33,6 @@ from jaxtrain.run.checkpoint.sealing import FOLDER, reject_others
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
-from jaxtrain.run.huggingface.training_differences import training_differences
 from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.finetune.tuning import Tuning, partition
@@ -182,3 +187,34 @@ def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Co
     root = workdir.absolute() if isinstance(workdir, Path) else workdir
     data = dataclasses.replace(data, tokenizer=str(root / CARRIED_FOLDER / TOKENIZER))
     return dataclasses.replace(config, train=dataclasses.replace(config.train, data=data))
+
+
+def training_differences(model: Model, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a sentence for each of them; most models have none.
+
+    Args:
+      model: the sizes of the imported model.
+      content: of its config.json.
+    """
+    return (*_balancing(model, content), *_dropout(content))
+
+
+def _balancing(model: Model, content: Mapping[str, Any]) -> Iterator[str]:
+    weight = getattr(model, "balance_weight", 0.0)
+    if model.experts is None or not weight:
+        return
+    name = f"{type(model).__name__}.balance_weight = {weight}"
+    if "router_aux_loss_coef" not in content:
+        yield f"{name} multiplies a load-balancing loss, which transformers has none of"
+        return
+    unused = "" if content.get("output_router_logits") else ", where output_router_logits is true,"
+    yield (
+        f"{name} multiplies the load-balancing loss of each row and layer by itself, averaged; in "
+        f"transformers router_aux_loss_coef{unused} multiplies one of all rows and layers together"
+    )
+
+
+def _dropout(content: Mapping[str, Any]) -> Iterator[str]:
+    found = [f"{key} = {content[key]}" for key in DROPOUT if content.get(key)]
+    if found:
+        yield f"{', '.join(found)} of config.json is not used: bind this package's own settings"

@@ -29,7 +29,7 @@ from jaxtrain.models.weights.folder import StoredTensor
 from jaxtrain.models.weights.formats.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.run.inference.logits import logits
+from jaxtrain.run.inference.outputs import logits
 from jaxtrain.run.show.progress import say
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.setup import Setup

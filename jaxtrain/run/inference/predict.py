@@ -33,12 +33,17 @@ from jaxtrain.models.model import (
     token_classes_of,
 )
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.inference.embedding import Embedding, embed
-from jaxtrain.run.inference.fill_mask import hidden_tokens, token_names
-from jaxtrain.run.inference.logits import embeddings, numbers
-from jaxtrain.run.inference.regression import Numbers, numbers_of
-from jaxtrain.run.inference.texts import AT_ONCE, Written, texts_of
-from jaxtrain.run.inference.vectors import vectors_of
+from jaxtrain.run.inference.inputs import AT_ONCE, Written, texts_of, vectors_of
+from jaxtrain.run.inference.outputs import (
+    Embedding,
+    Numbers,
+    embed,
+    embeddings,
+    hidden_tokens,
+    numbers,
+    numbers_of,
+    token_names,
+)
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.regression import Reconstruction, Regression
 from jaxtrain.training.objectives.token_classification import TokenClassification

@@ -1,25 +1,170 @@
-"""AWQ (arXiv 2306.00978): search for per-channel scales that reduce rounding error.
+"""AWQ (arXiv 2306.00978): calibration, scales per channel, and clipping that reduce rounding error.
 
 A weight W [I, O] becomes Q(s W), and what it reads x / s: the products are the same but for
 rounding, which harms channels less that are scaled up. s = m^alpha, m being the mean magnitude of
 each channel on calibration text, and alpha the one of 20 between 0 and 1 whose products on that
 text are nearest to those of W (section 3.2 there). 1 / s goes into what makes x, a norm's scale or
-another weight, so that the model keeps its form. The second search is `clipping`'s.
+another weight, so that the model keeps its form.
 
-Letters: L layers, N tokens of the calibration, I what is summed over, O what comes of it.
+The second search is for the range of each weight group. A group of int4 values spans its least and
+its largest value in even steps. Where the largest are clipped the steps are smaller: all others are
+held more exactly, and those clipped less. Each group of each output takes the one of 10 ranges,
+from the whole down to 11/20 of its largest magnitude, whose part of the product on calibration text
+is nearest to the unclipped weight's. That is `auto_clip` of the code of arXiv 2306.00978, which
+leaves queries and keys as they are: what matters of them is their product, which this error does
+not show.
+
+Letters: B rows, T length, L layers, N tokens of the calibration, I what a product sums over, O what
+comes of it, G groups, S and U the values of a group.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxtrain.models.model import Model
 from jaxtrain.models.transformers.llama import Llama
+from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.matmul.input_capture import Watched
 from jaxtrain.nn.matmul.quantized import dequantize, quantize
+from jaxtrain.nn.remat import POLICIES
+from jaxtrain.nn.transformer.language_model import hidden_states
+from jaxtrain.parallel.sharding import by_name, logical_axes, shard
+from jaxtrain.run.generation.decoding import ROWS, for_one_text
+from jaxtrain.training.finetune.few_bits import sides_of
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
+
+ROWS_MOST, LENGTH_MOST = 8, 512  # of the text that is read
+EVERY = 4  # of how many of its tokens one is kept
+
+
+def rows_of(tokens: list[int], context_length: int) -> np.ndarray:
+    """Rows int32 [B, T] of a text, evenly taken over it; at least one, of all of a short one."""
+    length = min(len(tokens), LENGTH_MOST, context_length)
+    rows = min(ROWS_MOST, len(tokens) // length)
+    starts = np.linspace(0, len(tokens) - length, rows).astype(int)
+    return np.stack([tokens[start : start + length] for start in starts]).astype(np.int32)
+
+
+def read_by(
+    setup: Setup, state: TrainState, tokens_BT: np.ndarray, names: list[str]
+) -> dict[str, np.ndarray]:
+    """What these weights read, float32 [L, N, I], by their names below `layers/`.
+
+    Args:
+      setup: the synchronous program, of a model that reads tokens.
+      state: its state.
+      tokens_BT: the text, each row one of its own.
+      names: of weights, such as `query`.
+    """
+    execution = dataclasses.replace(setup.execution, kernel="reference", remat=POLICIES["full"])
+    precision = dataclasses.replace(setup.precision, compute="float32")
+    setup = dataclasses.replace(
+        setup, layout=for_one_text(setup.layout), execution=execution, precision=precision
+    )
+    with setup.layout.active(), setup.precision.products():
+        found = _read_by(setup, state, tokens_BT, tuple(names))
+        return {name: np.asarray(x) for name, x in found.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("setup", "names"))
+def _read_by(
+    setup: Setup, state: TrainState, tokens_BT: jax.Array, names: tuple[str, ...]
+) -> dict[str, jax.Array]:
+    graphdef, params, rest = nnx.split(setup.model(state), nnx.Param, ...)
+    variables = by_name(params)
+    kept = tokens_BT.shape[0] * -(-tokens_BT.shape[1] // EVERY)
+
+    def probe(name: str) -> jax.Array:
+        weight = variables[f"layers/{name}"]
+        shape = weight.get_value().shape
+        summed = math.prod(shape[i] for i in sides_of(logical_axes(weight))[0])
+        return jnp.zeros((shape[0], kept, summed))
+
+    def total(probes: dict[str, jax.Array]) -> jax.Array:
+        watched: dict[Any, Any] = dict(nnx.to_flat_state(params))
+        for name, one in probes.items():
+            weight = watched["layers", name]
+            watched["layers", name] = weight.replace(Watched(weight.get_value(), one, EVERY))
+        model = nnx.merge(graphdef, nnx.from_flat_state(watched), rest)
+        places_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        rows = shard(tokens_BT, ROWS), shard(places_BT, ROWS)
+        return hidden_states(model, *rows, Mask(), setup.execution)[0].sum()
+
+    return jax.grad(total)({name: probe(name) for name in names})
+
+
+RANGES = 10  # shares of the largest magnitude: 1, 19/20, .., 11/20
+_READ_BY = {"value": "query", "out": "out", "gate": "gate", "up": "gate", "down": "down"}
+READ = tuple(dict.fromkeys(_READ_BY.values()))  # the weights whose inputs are asked for
+
+
+@functools.partial(jax.jit, static_argnames="group")
+def clip_weight(
+    x_NI: jax.Array, weight_IO: jax.Array, *, group: int
+) -> tuple[jax.Array, jax.Array]:
+    """A weight with each group of each output clipped, and the shares [G, O] of its range that are
+    left.
+
+    Args:
+      x_NI: what it reads on calibration text.
+      weight_IO: the weight, float32.
+      group: numbers that share a scale of int4.
+    """
+    x_NGS = x_NI.reshape(len(x_NI), -1, group)
+    weight_GSO = weight_IO.reshape(-1, group, weight_IO.shape[-1])
+    # The squared error over all tokens is d^T (x^T x) d: the tokens are summed over once.
+    squares_GSU = jnp.einsum("NGS,NGU->GSU", x_NGS, x_NGS)
+    largest_GO = jnp.abs(weight_GSO).max(1)
+
+    def cut(share_GO: jax.Array) -> jax.Array:
+        most_GSO = (share_GO * largest_GO)[:, None]
+        return jnp.clip(weight_GSO, -most_GSO, most_GSO)
+
+    def error(share: jax.Array) -> jax.Array:
+        whole_IO = cut(share).reshape(weight_IO.shape)
+        few = quantize(whole_IO, ("embed", "mlp"), (0,), "int4", group=group)
+        d_GSO = dequantize(few).reshape(weight_GSO.shape) - weight_GSO
+        return jnp.einsum("GSO,GSU,GUO->GO", d_GSO, squares_GSU, d_GSO)
+
+    shares = 1 - jnp.arange(RANGES, dtype=jnp.float32) / (2 * RANGES)
+    best_GO = shares[jnp.argmin(jax.lax.map(error, shares), 0)]
+    return cut(best_GO).reshape(weight_IO.shape), best_GO
+
+
+def clip(
+    weights: dict[str, np.ndarray],
+    seen: Mapping[str, np.ndarray],
+    *,
+    group: int,
+    say: Callable[[str], None],
+) -> None:
+    """Clips the weights of a Llama's layers in place, but for queries and keys.
+
+    Args:
+      weights: its parameters by name, float32, the layers in their order.
+      seen: what the weights of READ read, [L, N, I].
+      group: numbers that share a scale of int4.
+      say: takes a line for people.
+    """
+    left = []
+    for name, reader in _READ_BY.items():
+        whole = weights[f"layers/{name}"]
+        for layer, x_NI in enumerate(seen[reader]):
+            weight_IO = whole[layer].reshape(x_NI.shape[1], -1)
+            found, best_GO = clip_weight(x_NI, weight_IO, group=group)
+            whole[layer] = np.asarray(found).reshape(whole[layer].shape)
+            left.append(float(best_GO.mean()))
+    say(f"{', '.join(_READ_BY)}: clipped to {np.mean(left):.0%} of their groups' ranges (the mean)")
+
 
 STEPS = 20  # values of alpha: 0, 1/20, .., 19/20
 _LEAST = 1e-4  # of a scale

@@ -32,9 +32,14 @@ from jaxtrain.run.huggingface.importing import (
     require_free,
     save_first,
 )
-from jaxtrain.run.quantization.activation_aware import scale, scaling_groups
-from jaxtrain.run.quantization.calibration import read_by, rows_of
-from jaxtrain.run.quantization.clipping import READ, clip
+from jaxtrain.run.quantization.activation_aware import (
+    READ,
+    clip,
+    read_by,
+    rows_of,
+    scale,
+    scaling_groups,
+)
 from jaxtrain.run.show.progress import say, terminal
 from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.config.buckets import place
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
-from jaxtrain.run.inference.json_records import Record, read_records
+from jaxtrain.run.inference.inputs import Record, read_records
 from jaxtrain.run.tasks.scoring import Pair, Score, encode_pair
 from jaxtrain.training.objectives.losses import perplexity
 

@@ -1,0 +1,333 @@
+"""Outputs of a trained model on the host: logits, embeddings, regression outputs, `[MASK]` tokens.
+
+Embeddings are hidden states, or one vector per text (sentence embeddings).
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config.errors import UserError
+from jaxtrain.data.batch import Batch, on_host, stack
+from jaxtrain.data.source import existing_path
+from jaxtrain.data.text.source import text_of
+from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
+from jaxtrain.data.vectors.source import VectorData
+from jaxtrain.models.model import Model, TokenModel, pooling_of, vector_model
+from jaxtrain.nn.layers import pool
+from jaxtrain.nn.transformer.language_model import hidden_states
+from jaxtrain.run.generation.decoding import for_one_text
+from jaxtrain.run.inference.inputs import AT_ONCE, row_of, texts_of, vectors_of
+from jaxtrain.training.objectives.losses import Loss
+from jaxtrain.training.objectives.objective import TellsLogits
+from jaxtrain.training.objectives.tokens import TokenObjective
+from jaxtrain.training.setup import Setup
+from jaxtrain.training.state import TrainState
+
+
+def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.ndarray:
+    """The logits of inputs, float32 [B, T, V] of tokens or [B, C] of images.
+
+    Every device computes with all rows, split over `tensor` and `expert` alone: any number of rows
+    is taken, and any length that the model's context has room for.
+
+    Args:
+      setup: the synchronous program.
+      model: the model's settings.
+      state: from `Step.eval_state`.
+      inputs: integer tokens [B, T], each row one text; images [B, H, W, C]; or a `Batch`, whose
+        documents do not see each other.
+
+    Raises:
+      UserError: the model cannot read them, or gives no logits.
+    """
+    objective = setup.objective
+    if not isinstance(objective, TellsLogits):
+        raise UserError(
+            f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
+            "returns its outputs"
+        )
+    is_batch = isinstance(inputs, Batch)
+    batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
+    setup = _of_any_rows(setup)
+    found = list(objective.validate(batch, model, Loss(), setup.layout))
+    if found:
+        raise UserError("\n".join(f"Trainer.logits: {line}" for line in found))
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_logits(setup, state, batch))
+
+
+def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
+    """The vector of each text, float32 [B, D], computed as `logits` is.
+
+    Args:
+      setup: the synchronous program.
+      model: the model's settings.
+      state: from `Step.eval_state`.
+      batch: one text in a row, and padding behind it.
+    """
+    setup = _of_any_rows(setup)
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_embeddings(setup, model, state, batch))
+
+
+def numbers(setup: Setup, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
+    """Return the regression outputs for vectors, float32 [B, K], computed like `logits`."""
+    setup = _of_any_rows(setup)
+    with setup.layout.active(), setup.precision.products():
+        return np.array(_numbers(setup, state, vectors_BD))
+
+
+def _of_any_rows(setup: Setup) -> Setup:
+    """With all rows on every device, and the reference kernel: it takes any length, and
+    documents."""
+    execution = dataclasses.replace(setup.execution, kernel="reference")
+    layout = for_one_text(setup.layout)
+    return dataclasses.replace(setup, layout=layout, execution=execution)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
+    assert isinstance(setup.objective, TellsLogits), "asked before"
+    model = setup.model(state)
+    found = setup.objective.logits(model, state.statistics, batch, setup.execution)
+    # Whole on every device, so that each process can read them.
+    return jax.sharding.reshard(found, P())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> jax.Array:
+    objective, ids_BT = setup.objective, batch.segment_ids
+    assert isinstance(objective, TokenObjective), "of hidden states"
+    pooling = pooling_of(model)
+    assert pooling is not None, "asked before"
+    assert ids_BT is not None, "texts have padding"
+    assert batch.positions is not None, "and places"
+    h_BTD, _, _ = hidden_states(
+        setup.model(state), batch.inputs, batch.positions, objective.mask(batch),
+        setup.execution,
+    )  # fmt: skip
+    found_BD = pool(h_BTD, ids_BT, pooling[0], normalized=pooling[1])
+    return jax.sharding.reshard(found_BD, P())
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _numbers(setup: Setup, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
+    model: Any = setup.model(state)
+    found_BK, _ = model(vectors_BD, state.statistics, setup.execution, train=False)
+    return jax.sharding.reshard(found_BK.astype(jnp.float32), P())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Numbers:
+    """The regression outputs of one vector.
+
+    Attributes:
+      name: the file and the vector's number there, or that of an array.
+      numbers: float32 [K], in the units of the data; of an autoencoder the vector again.
+      squared_error: of an autoencoder the mean of what the scaled numbers are off by, squared: the
+        loss of this one vector.
+    """
+
+    name: str
+    numbers: np.ndarray
+    squared_error: float | None = None
+
+    def __str__(self) -> str:
+        # As few digits as tell the float32 numbers apart.
+        content: dict[str, Any] = {
+            "input": self.name, "numbers": [float(str(number)) for number in self.numbers]
+        }  # fmt: skip
+        if self.squared_error is not None:
+            content["squared_error"] = self.squared_error
+        return json.dumps(content, ensure_ascii=False)
+
+
+def numbers_of(
+    given: Sequence[Any],
+    model: Model,
+    data: object,
+    told: Callable[[np.ndarray], np.ndarray],
+    *,
+    again: bool,
+) -> Iterator[Numbers]:
+    """The numbers of each vector, prepared as in evaluation.
+
+    Args:
+      given: as of `vectors_of`.
+      model: the model's settings.
+      data: what it was trained on: how vectors are scaled.
+      told: vectors [N, D] -> the model's outputs, [N, K].
+      again: whether it reconstructs the vectors themselves.
+
+    Raises:
+      UserError: as of `vectors_of`; the data are no vectors.
+    """
+    sizes = vector_model(model)
+    if not isinstance(data, VectorData):
+        raise UserError(
+            f"predict: {type(model).__name__} reads vectors, and Train.data=@"
+            f"{type(data).__name__}() does not say how they are scaled; use @VectorData()"
+        )
+    called, table = vectors_of(given, sizes)
+    vectors = data.prepare(table)
+    found = told(vectors)
+    if not again:
+        yield from map(Numbers, called, data.numbers_again(found))
+        return
+    errors = np.square(found - vectors).mean(-1)
+    for name, numbers, error in zip(called, data.vectors_again(found), errors, strict=True):
+        yield Numbers(name, numbers, float(error))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Embedding:
+    """The vector of one text.
+
+    Attributes:
+      name: the text itself, or the file that holds it.
+      vector: float32 [D].
+    """
+
+    name: str
+    vector: np.ndarray
+
+    def __str__(self) -> str:
+        # As few digits as tell the float32 numbers apart.
+        numbers = [float(str(number)) for number in self.vector]
+        return json.dumps({"input": self.name, "embedding": numbers}, ensure_ascii=False)
+
+
+def embed(
+    given: Sequence[Any],
+    model: TokenModel,
+    data: object,
+    vectors: Callable[[Batch], np.ndarray],
+    *,
+    say: Callable[[str], object],
+) -> Iterator[Embedding]:
+    """The embedding of each text, which neither padding nor the other texts change.
+
+    Args:
+      given: texts, or .txt files with one in each.
+      model: the model's settings.
+      data: of the run: its tokenizer, and the tokens of the longest text.
+      vectors: those of a batch of texts, [B, D].
+      say: called with the number of texts that were cut.
+
+    Raises:
+      UserError: a text is empty, or the run's data have no tokenizer.
+    """
+    text = text_of(data)
+    if text is None:
+        raise UserError(
+            f"predict: {type(model).__name__} makes embeddings of texts, for which Train.data=@"
+            f"{type(data).__name__}() names no tokenizer; use @TextData()"
+        )
+    path = None
+    if text.tokenizer != "byte":
+        path = existing_path("TextData.tokenizer", text.tokenizer, words=("byte",))
+    tokenizer = open_tokenizer(text.tokenizer, end_of_text=text.end_of_text, path=path)
+    _validate_tokenizer(tokenizer, model)
+    at_most = min(text.sequence_length, model.context_length)
+    encoded = [tokenizer.encode_whole(one, at_most) for one in texts_of(given, model)]
+    cut = sum(was_cut for _, was_cut in encoded)
+    if cut:
+        say(
+            f"{cut} of {len(encoded)} texts are longer than {at_most} tokens "
+            "(TextData.sequence_length): the rest of them is left out"
+        )
+    length = max((len(ids) for ids, _ in encoded), default=0)
+    rows = [row_of(ids, length) for ids, _ in encoded]
+    for begin in range(0, len(rows), AT_ONCE):
+        part = rows[begin : begin + AT_ONCE]
+        # The last ones are filled up: one program serves all.
+        missing = 0 if begin == 0 else AT_ONCE - len(part)
+        found = vectors(stack([*part, *[part[-1]] * missing]))
+        for name, vector in zip(given[begin:], found[: len(part)], strict=False):
+            yield Embedding(str(name), vector)
+
+
+def _validate_tokenizer(tokenizer: Tokenizer, model: TokenModel) -> None:
+    if tokenizer.vocab_size > model.vocab_size:
+        name = type(model).__name__
+        raise UserError(
+            f"predict: TextData.tokenizer has {tokenizer.vocab_size} tokens, more than "
+            f"{name}.vocab_size={model.vocab_size}; use the one that the model was trained with"
+        )
+
+
+MASK = "[MASK]"
+
+
+def hidden_tokens(
+    given: Sequence[Any], model: TokenModel, tokenizer: Tokenizer
+) -> tuple[list[Batch], list[str], list[tuple[int, int]]]:
+    """A row of each text, what each hidden token is called, and its row and its place there.
+
+    Args:
+      given: texts, or .txt files with one in each.
+      model: that predicts them.
+      tokenizer: of the run.
+
+    Raises:
+      UserError: a text hides nothing, or is longer than the model's context.
+    """
+    mask = _mask(model, tokenizer)
+    texts, called, places = list[list[int]](), list[str](), list[tuple[int, int]]()
+    for text in texts_of(given, model):
+        first, *others = (tokenizer.encode(piece) for piece in text.split(MASK))
+        ids, of_text = [*tokenizer.before, *first], list[int]()
+        for piece in others:
+            of_text.append(len(ids))
+            ids += [mask, *piece]
+        ids += tokenizer.after
+        if not of_text:
+            raise UserError(
+                f"predict: {type(model).__name__} predicts masked tokens; write {MASK} where one "
+                f"is, such as 'the {MASK} sat'"
+            )
+        if len(ids) > model.context_length:
+            raise UserError(
+                f"predict: a text has {len(ids)} tokens, more than "
+                f"{type(model).__name__}.context_length={model.context_length}; give a shorter one"
+            )
+        called += [
+            text if len(of_text) == 1 else f"{text}, {MASK} {number}"
+            for number in range(1, len(of_text) + 1)
+        ]
+        places += [(len(texts), place) for place in of_text]
+        texts.append(ids)
+    length = max(map(len, texts), default=0)
+    return [row_of(ids, length) for ids in texts], called, places
+
+
+def token_names(model: TokenModel, tokenizer: Tokenizer) -> list[str]:
+    """Return every token of the vocabulary as it is printed: its text in quotes, which show
+    spaces."""
+    has = range(min(tokenizer.vocab_size, model.vocab_size))
+    none = range(len(has), model.vocab_size)
+    return [repr(tokenizer.decode([id_])) for id_ in has] + [f"token {id_}" for id_ in none]
+
+
+def _mask(model: TokenModel, tokenizer: Tokenizer) -> int:
+    """The last token, as in training; of a model from elsewhere, which has no row beside its
+    tokenizer's tokens, the one that the tokenizer names."""
+    if tokenizer.vocab_size < model.vocab_size:
+        return model.vocab_size - 1
+    for name in (MASK, "<mask>"):
+        try:
+            return tokenizer.token("the mask's token", name)
+        except UserError:
+            continue
+    raise UserError(
+        f"predict: {type(model).__name__}.vocab_size={model.vocab_size} has no token beside the "
+        f"tokenizer's, and the tokenizer has no {MASK} and no <mask>: there are no masks to predict"
+    )
