@@ -23,7 +23,7 @@ from benchmarks.rows import Table
 from benchmarks.tuning import Course, Trial, Tuned
 from jaxtrain import load_config
 from jaxtrain.config.files import write_atomically
-from jaxtrain.run.show.picture import Picture
+from jaxtrain.run.show.figures import Picture
 from jaxtrain.training.settings import Config
 
 EDGE, NEVER, COLOUR = "*", "not reached", "#1b3a57"

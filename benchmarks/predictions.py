@@ -46,7 +46,7 @@ from jaxtrain.analysis.planning.timing.efficiency_factors import Fitted, efficie
 from jaxtrain.analysis.planning.timing.timing import Pieces
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
-from jaxtrain.run.show.picture import Picture
+from jaxtrain.run.show.figures import Picture
 from jaxtrain.training.kernel import resolved
 from jaxtrain.training.settings import Config
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.analysis.options import add_analysis_commands
-from jaxtrain.run.commands.options import add_run_commands, adder
-from jaxtrain.run.status import FAILED, USER_ERROR
+from jaxtrain.run.commands.options import FAILED, USER_ERROR, add_run_commands, adder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,7 +87,7 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.command == "configs":
-            from jaxtrain.run.show.configs import show_configs
+            from jaxtrain.run.commands.init import show_configs
 
             return show_configs(terminal())
         if arguments.command == "init":
@@ -223,7 +222,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
             return generation.generate(arguments)
         case "evaluate-tasks":
-            from jaxtrain.run.tasks import command as tasks
+            from jaxtrain.run.tasks import tasks
 
             return tasks.evaluate_tasks(arguments)
         case "predict":
@@ -241,15 +240,15 @@ def _run(arguments: argparse.Namespace) -> int:
         case "data":
             from jaxtrain.run.commands import data
 
-            return data.command(arguments)
+            return data.describe_data(arguments)
         case "tokenizer":
-            from jaxtrain.run.commands import train_tokenizer
+            from jaxtrain.run.commands import data
 
-            return train_tokenizer.command(arguments)
+            return data.train_tokenizer(arguments)
         case "prepare":
-            from jaxtrain.run.commands import prepare
+            from jaxtrain.run.commands import data
 
-            return prepare.command(arguments)
+            return data.prepare_store(arguments)
     return _analyse(arguments)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtrain.cli import main, parser
 from jaxtrain.config.shipped import configs_folder
-from jaxtrain.run.commands.completion import SHELLS
+from jaxtrain.run.commands.options import SHELLS
 from jaxtrain.training.settings import load_config
 
 

@@ -19,7 +19,7 @@ from jaxtrain.models.recurrent.rnn import GRU
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.run.metrics.files import class_names
-from jaxtrain.run.show.confusion import confusion_figure
+from jaxtrain.run.show.figures import confusion_figure
 from jaxtrain.training.objectives.classification import evaluation_sums, macro_f1, metrics_of
 from jaxtrain.training.objectives.losses import CONFUSION
 from jaxtrain.training.objectives.tokens import add_sums

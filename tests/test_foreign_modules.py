@@ -60,7 +60,7 @@ def call(tmp_path):
     return one
 
 
-PICTURE = "import jaxtrain.run.show.picture\n"
+PICTURE = "import jaxtrain.run.show.figures\n"
 LOAD = """
 import dataclasses, sys
 from pathlib import Path
@@ -78,7 +78,7 @@ file, allow_imports, *bindings = sys.argv[1:]
 file = None if file == "-" else Path(file)
 folder = Path(__file__).parent
 reader.load(Root, file, bindings, search_path=folder, allow_imports=bool(allow_imports))
-assert "jaxtrain.run.show.picture" in sys.modules
+assert "jaxtrain.run.show.figures" in sys.modules
 """
 
 

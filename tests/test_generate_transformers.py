@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.decoding import Sampling, adjust_logits, draw
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.tasks.scoring import Pair, scores
+from jaxtrain.run.tasks.tasks import Pair, scores
 from jaxtrain.run.trainer import Trainer
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")

@@ -10,7 +10,7 @@ from html_pages import cells, read
 
 from jaxtrain.cli import main
 from jaxtrain.run.show.html.charts import ticks
-from jaxtrain.run.show.html.elements import element, join
+from jaxtrain.run.show.html.page import element, join
 
 HOSTILE = "</title><script>alert(1)</script>\"'&lt;\u202e\x1b"
 SMALL = ["-b", "GPT.num_layers=2", "-b", "Train.steps=1000"]

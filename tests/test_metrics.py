@@ -18,8 +18,8 @@ from tensorboardX.proto.event_pb2 import Event
 from jaxtrain.parallel import chips
 from jaxtrain.run.metrics import files as metrics_file
 from jaxtrain.run.metrics import log as metrics
-from jaxtrain.run.show import plot
-from jaxtrain.run.show.plot import loss_png
+from jaxtrain.run.show import figures
+from jaxtrain.run.show.figures import loss_png
 from jaxtrain.training.guard import BadStepError
 from jaxtrain.training.objectives.objective import Baseline, Yardstick
 
@@ -424,7 +424,7 @@ def test_runs_of_one_process_draw_with_the_same_fonts(tmp_path):
 
 def test_a_resumed_runs_plot_shows_the_whole_curve(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plot, "loss_png", lambda lines, refs: drawn.append(lines) or b"")
+    monkeypatch.setattr(figures, "loss_png", lambda lines, refs: drawn.append(lines) or b"")
     for first, last in ((0, 4), (4, 6)):
         log = make_log(tmp_path, first_step=first)
         run(log, first + 1, last)

@@ -6,8 +6,7 @@ import pty
 
 import pytest
 
-from jaxtrain.run.show.output import Output
-from jaxtrain.run.show.progress import terminal
+from jaxtrain.run.show.progress import Output, terminal
 
 
 @pytest.fixture(params=["pipe", "terminal"])

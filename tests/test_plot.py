@@ -5,8 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from jaxtrain.run.show.picture import Picture
-from jaxtrain.run.show.plot import loss_figure, loss_png
+from jaxtrain.run.show.figures import Picture, loss_figure, loss_png
 from jaxtrain.training.objectives.objective import Baseline, Yardstick
 
 

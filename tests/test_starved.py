@@ -15,7 +15,7 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.vectors.source import VectorData
 from jaxtrain.run.attempts.goodput import Account
-from jaxtrain.run.commands.starved import advise_on_waiting
+from jaxtrain.run.commands.train import advise_on_waiting
 from jaxtrain.training.settings import load_config
 
 DATASET = Dataset([], [], "", {"source": "birds"}, None, "images")

@@ -14,8 +14,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.run.tasks.lm_eval_model import lm_eval_model
-from jaxtrain.run.tasks.scoring import Score, encode_pair
-from jaxtrain.run.tasks.tasks import Question, Task, results
+from jaxtrain.run.tasks.tasks import Question, Score, Task, encode_pair, results
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxtrain.cli import main
 from jaxtrain.data.text.source import TextData
-from jaxtrain.run.commands.train_tokenizer import END
+from jaxtrain.run.commands.data import END
 
 TEXT = "".join(f"line {number} of the text, and the cat sat on it\n" for number in range(400))
 

@@ -189,7 +189,7 @@ class Record:
           UserError: it has no such number.
         """
         numbers = {name: x for name, x in values.items() if not isinstance(x, list)}
-        validate(self.settings, [name for name in numbers if name.startswith("eval_")])
+        validate_best(self.settings, [name for name in numbers if name.startswith("eval_")])
         metric = self.settings.metric
         assert metric is not None, "nothing is compared"
         value = math.nan if values[metric] is None else float(values[metric])
@@ -213,7 +213,7 @@ class Record:
         )
 
 
-def validate(settings: Best, known: Sequence[str]) -> None:
+def validate_best(settings: Best, known: Sequence[str]) -> None:
     """Raises UserError where evaluations, which tell these, do not tell what is compared."""
     metric = settings.metric
     if metric is not None and metric not in known:

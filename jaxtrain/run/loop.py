@@ -1,33 +1,72 @@
-"""Training loop: steps, and the actions due between them (log, evaluate, save)."""
+"""Training loop: steps, and the actions due between them (log, evaluate, save).
+
+`Functions` holds `init`, `train_step` and `eval_step` for a custom loop.
+"""
 
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from rich.console import Console
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
+from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.checkpoint.states import RunStates
-from jaxtrain.run.dataset import RunData
-from jaxtrain.run.evaluation import Evaluation
-from jaxtrain.run.feed import Feed
+from jaxtrain.run.evaluation import Evaluation, Record, validate_best
+from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.metrics.log import MetricsLog, RunMetrics, lacks_evaluation
-from jaxtrain.training.compiled_step import Stepper
+from jaxtrain.training.compiled_step import CompiledStep, Stepper
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Config
+from jaxtrain.training.state import TrainState
+from jaxtrain.training.step import Step
 
 if TYPE_CHECKING:
-    from jaxtrain.run.evaluation import Record
     from jaxtrain.run.metrics.tracking import Tracking
-    from jaxtrain.run.recorder import Recorder
+
+
+class Recorder(Protocol):
+    """Records some steps of a start, such as `analysis.profiling.recorder.Recorder`."""
+
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """The step that the loop calls from now on."""
+        ...
+
+    def turns_at(self, step: int) -> bool:
+        """Whether recording begins or ends after this step."""
+        ...
+
+    def turn(self, seconds: float) -> None:
+        """Begins or ends recording; the devices are done with every step so far."""
+        ...
+
+    def close(self) -> None:
+        """Ends what is still recorded."""
+        ...
+
+
+class RecorderKind(Protocol):
+    """What makes a recorder for the steps of a start."""
+
+    def validate(self, done: int, last: int) -> None:
+        """Raises UserError where there are too few steps to record."""
+        ...
+
+    def __call__(
+        self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
+    ) -> Recorder:
+        """The recorder of a start that goes from `done` steps to `last`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +100,7 @@ class _Stretch:
     last: int
     log: MetricsLog
     garbage: Garbage
-    record: "Record | None" = None
+    record: Record | None = None
     best_step: int | None = None
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -294,18 +333,15 @@ class Loop:
         early = f"Ended at step {step}, not {stretch.last}: " if is_early else ""
         self.say(f"{early}{stretch.record}")
 
-    def _record(self, step: int) -> "Record | None":
+    def _record(self, step: int) -> Record | None:
         """What the evaluations up to a step have shown; None where nothing is compared."""
         best = self.config.best
         if best.metric is None:
             return None
-        # Imported here: most runs compare no evaluations.
-        from jaxtrain.run.evaluation import Record, validate
-
         known = self.evaluation.names(self.stepper.state, self.feed.abstract_training())
         mixing = self.dataset.mixing
         parts = [] if mixing is None else mixing.heldout_ranges()
-        validate(best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
+        validate_best(best, [*known, *(f"{name}_{part}" for part in parts for name in known)])
         record = Record.of(best, self.lines, step)
         self.saved.keep_best(record.steps)
         return record
@@ -386,3 +422,56 @@ class Loop:
 
 def _every(period: int, step: int) -> bool:
     return period > 0 and step % period == 0
+
+
+class Functions:
+    """The compiled functions of a `Trainer`, without its state, its log and its checkpoints.
+
+    Batches are those of `Trainer.step`: of the whole global batch, on the host or on devices.
+    """
+
+    def __init__(
+        self, program: Step, step: CompiledStep, evaluation: Evaluation,
+        feed: Feed,
+    ) -> None:  # fmt: skip
+        """Compiles nothing yet."""
+        self._program, self._step = program, step
+        self._evaluation, self._feed = evaluation, feed
+        self._ahead = RunAhead()
+
+    def init(self, seed: int) -> TrainState:
+        """Return a fresh state, sharded over the mesh; the same bits on every mesh.
+
+        Args:
+          seed: of the parameters.
+        """
+        return self._program.create(seed)
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
+        """Take one optimizer step; return the new state and its metrics, scalars on the devices.
+
+        Args:
+          state: is donated: its arrays cannot be read afterwards.
+          batch: a global batch.
+
+        Raises:
+          UserError: the step cannot learn from the batch.
+        """
+        with self._program.setup.layout.active():
+            state, metrics = self._step(state, self._feed.own("functions.train_step", batch))
+        self._ahead.add(metrics["loss"])
+        return state, metrics
+
+    def eval_step(self, state: TrainState, batch: Batch) -> dict[str, Any]:
+        """Return `eval_loss` and the objective's other metrics over a batch, as Python numbers.
+
+        Args:
+          state: stays as it is.
+          batch: whose rows divide over the devices that split a batch.
+
+        Raises:
+          UserError: the batch cannot be evaluated, or has no target that counts.
+        """
+        with self._program.setup.layout.active():
+            placed = self._feed.own("functions.eval_step", batch, whole=True)
+        return self._evaluation.of(state, [placed], step=int(state.step), before_each=lambda: None)

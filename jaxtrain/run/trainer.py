@@ -30,9 +30,8 @@ from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing, own_folder
 from jaxtrain.run.checkpoint.states import states_of
 from jaxtrain.run.cluster.cluster import Alone
-from jaxtrain.run.dataset import RunData
 from jaxtrain.run.evaluation import Evaluation
-from jaxtrain.run.feed import Feed
+from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.metrics.log import RunMetrics
@@ -48,16 +47,15 @@ from jaxtrain.training.settings import Config, load_config
 from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
-    from jaxtrain.run.functions import Functions
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
     from jaxtrain.run.generation.decoding import Sampling
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Skip, Told
+    from jaxtrain.run.loop import Functions, Recorder, RecorderKind
     from jaxtrain.run.metrics.tracking import Track, Tracking
-    from jaxtrain.run.recorder import Recorder, RecorderKind
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
 Prompt = TypeVar("Prompt", str, list[int])
 
@@ -256,7 +254,7 @@ class Trainer:
     @functools.cached_property
     def functions(self) -> "Functions":
         """`init`, `train_step` and `eval_step`, compiled, for a training loop of your own."""
-        from jaxtrain.run.functions import Functions
+        from jaxtrain.run.loop import Functions
 
         return Functions(self.program, self._step, self._evaluation, self._feed)
 
@@ -547,7 +545,7 @@ class Trainer:
 
     def plot(self) -> "Picture":
         """The loss and the objective's other metrics so far, with what a model must beat."""
-        from jaxtrain.run.show.plot import loss_figure
+        from jaxtrain.run.show.figures import loss_figure
 
         train = self.config.train
         return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))

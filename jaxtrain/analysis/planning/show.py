@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtrain.analysis.planning.compiled.compiled import Compiled
     from jaxtrain.analysis.planning.result import Plan
     from jaxtrain.analysis.planning.search.candidates import Candidate, Found
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
 _BAR = 30
 _ROWS, _BUFFERS = 14, 8
@@ -325,7 +325,7 @@ def traffic_by_axis(plan: "Plan") -> dict[str, int]:
 def plan_figure(plan: "Plan") -> "Picture":
     """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
     pieces of a step's time, and the traffic by mesh axis."""
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
     figure = Picture(11, 5)
     memory, time, traffic = figure.subplots(1, 3, width_ratios=[2.2, 1, 1])

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.units import human_seconds
-from jaxtrain.run.show.picture import Picture
+from jaxtrain.run.show.figures import Picture
 from jaxtrain.run.show.progress import say
 from jaxtrain.run.show.report import format_mesh, human_bytes
 

@@ -9,12 +9,14 @@ from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.writer import changes
 from jaxtrain.run.show.html import charts
-from jaxtrain.run.show.html.elements import Html, element, join
 from jaxtrain.run.show.html.page import (
+    Html,
     Recorder,
     Tile,
     details,
     document,
+    element,
+    join,
     sections,
     settings,
     tiles,

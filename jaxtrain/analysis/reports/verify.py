@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from jaxtrain.analysis.verify.report import Report, proof_table, show_end, show_small
 from jaxtrain.config.writer import changes
-from jaxtrain.run.show.html.elements import element
 from jaxtrain.run.show.html.page import (
     Recorder,
     Tile,
     document,
+    element,
     sections,
     settings,
     tiles,

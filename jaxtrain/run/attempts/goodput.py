@@ -25,7 +25,7 @@ from jaxtrain.run.attempts.watchdog import Activity, Phases
 from jaxtrain.run.show.progress import clock, say
 
 if TYPE_CHECKING:
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
 FORMAT = 1  # of goodput.json
 PRODUCTIVE = "step"
@@ -122,7 +122,7 @@ class Account:
 
     def figure(self) -> "Picture":
         """A bar for each attempt, stacked by cause; the oldest share one where there are many."""
-        from jaxtrain.run.show.picture import Picture
+        from jaxtrain.run.show.figures import Picture
 
         merged = max(0, len(self.attempts) - _MAX_BARS)
         bars = {str(n): a for n, a in enumerate(self.attempts, start=1) if n > merged}

@@ -26,8 +26,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.signals import record_signals
-from jaxtrain.run.commands.options import add_run_commands, adder
-from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.commands.options import (
+    DONE,
+    FAILED,
+    PREEMPTED,
+    USER_ERROR,
+    add_run_commands,
+    adder,
+)
 
 SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 

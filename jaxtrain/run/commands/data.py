@@ -1,11 +1,27 @@
-"""The command `data`: describe a config's data and show examples."""
+"""The commands `data`, `prepare` and `tokenizer`: show data, tokenize text, train a BPE."""
 
 import argparse
 import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.config.files import writable, write_atomically
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from jaxtrain.config.buckets import BucketPath, Place, on_disk, place
+from jaxtrain.config.errors import UserError, count_of
+from jaxtrain.config.files import path_errors, writable, write_atomically
+from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.data.bad_records import sentences
 from jaxtrain.data.cached_stores import with_stores
+from jaxtrain.data.text.source import TextData
+from jaxtrain.data.text.stores.prepare import prepare, source_characters, training_text
+from jaxtrain.data.text.stores.store import Store
+from jaxtrain.data.text.stores.transfer import prepare_in_bucket
+from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS
+from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import (
     SHEET_IMAGES,
@@ -14,12 +30,11 @@ from jaxtrain.run.show.examples import (
     show_examples,
     show_tokens,
 )
-from jaxtrain.run.show.progress import say, terminal
-from jaxtrain.run.status import DONE
+from jaxtrain.run.show.progress import quantity, say, terminal
 from jaxtrain.training.settings import load_config
 
 
-def command(arguments: argparse.Namespace) -> int:
+def describe_data(arguments: argparse.Namespace) -> int:
     """Prints what is known of a config's data, its digest and the first batch; draws them."""
     console, picture = terminal(), writable("--png", arguments.png)
     if arguments.examples < 0:
@@ -46,8 +61,150 @@ def command(arguments: argparse.Namespace) -> int:
             show_tokens(batch, dataset, print_line)
         show_examples(batch, dataset, arguments.examples, print_line)
         if picture is not None:
-            from jaxtrain.run.show.data_picture import data_picture
+            from jaxtrain.run.show.figures import data_picture
 
             write_atomically(picture, data_picture(batch, dataset).png())
             say(console, f"Drawn: {picture}")
     return DONE
+
+
+def prepare_store(arguments: argparse.Namespace) -> int:
+    """Makes the store and says what is in it, and how to train on it."""
+    console = terminal()
+    data, out = text_of_arguments(arguments, console), place(arguments.out)
+    workers = arguments.workers
+    most = os.cpu_count() or 1
+    if not 1 <= workers <= most:
+        raise UserError(
+            f"--workers {workers}: use 1 to {most}, the processors of this machine; with 1 the "
+            "tokenizer uses them all by threads"
+        )
+    with Progress(
+        TextColumn("prepare"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=source_characters(data), figures="")
+
+        def show(characters: int, tokens: int) -> None:
+            figures = f"{quantity(characters)} characters  {quantity(tokens)} tokens"
+            bar.update(task, completed=characters, figures=figures)
+
+        with path_errors(f"--out {arguments.out}", needs="name a folder that can be written"):
+            if isinstance(out, BucketPath):
+                store = prepare_in_bucket(
+                    data, out, workers=workers, progress=show, say=bar.console.print
+                )
+            else:
+                store = prepare(data, out, workers=workers, progress=show)
+    _report_store(console, store, out, data)
+    return DONE
+
+
+def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextData:
+    """The text that a command names: a config's, or the source itself."""
+    source, bindings = arguments.source, list(arguments.gin_bindings)
+    if getattr(arguments, "tokenizer", None) is not None:
+        bindings.insert(0, f"TextData.tokenizer = {arguments.tokenizer!r}")
+    is_config = source.endswith(".gin") or source in [one.name for one in shipped_headers()]
+    if not is_config:
+        bindings.insert(0, f"TextData.source = {source!r}")
+    config = load_config(
+        source if is_config else "gpt_quickstart", bindings, allow_imports=arguments.allow_imports
+    )
+    say(console, *config.notes)
+    data = config.train.data
+    if not isinstance(data, TextData):
+        raise UserError(
+            f"{arguments.command} {source}: its data are {type(data).__name__}; name text, or a "
+            "config with TextData"
+        )
+    return data
+
+
+def _report_store(console: Console, store: Store, out: Place, data: TextData) -> None:
+    train, heldout = store.parts["train"], store.parts["heldout"]
+    lines = [
+        f"{train.tokens:,} tokens of {count_of(train.texts, 'document')} to train on, "
+        f"{heldout.tokens:,} of "
+        f"{heldout.texts:,} held out, {store.bytes:,} bytes in {out}",
+        f"To train on them: -b 'TextData.source=\"{out}\"'"
+        + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),
+    ]
+    say(console, *sentences(store.facts), *lines)
+
+
+END = "<|endoftext|>"
+LEAST = 257  # every byte, and the end of a text
+
+
+def train_tokenizer(arguments: argparse.Namespace) -> int:
+    """Train a tokenizer on the documents that are trained on, and write its files."""
+    console, out = terminal(), on_disk(arguments.out)
+    if arguments.vocab_size < LEAST:
+        raise UserError(
+            f"--vocab-size {arguments.vocab_size}: use at least {LEAST}, a token for each byte and "
+            "one that ends a text"
+        )
+    with path_errors(f"--out {arguments.out}", needs="name a folder that can be written"):
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"--out {arguments.out} is there already; name a folder that is new")
+        data = text_of_arguments(arguments, console)
+        out.mkdir(parents=True, exist_ok=True)
+        characters, tokens = train_bpe(data, out, vocab_size=arguments.vocab_size)
+    file = out / "tokenizer.json"
+    say(
+        console,
+        f"{tokens:,} tokens learned from {characters:,} characters, in {file}",
+        f"To train with it: -b 'TextData.tokenizer=\"{file}\"', with a model's vocab_size of at "
+        f"least {tokens}",
+    )
+    return DONE
+
+
+def train_bpe(data: TextData, folder: Path, *, vocab_size: int) -> tuple[int, int]:
+    """Write tokenizer.json and tokenizer_config.json of a tokenizer trained on a source's text.
+
+    Args:
+      data: names the source; documents that are held out are left out.
+      folder: of the files.
+      vocab_size: tokens at most, with one for each byte and the one that ends a text.
+
+    Returns:
+      How many characters were read, and how many tokens there are.
+
+    Raises:
+      UserError: as of `texts_of`; or there is no text.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    characters = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal characters
+        for part in training_text(data):
+            characters += len(part)
+            yield part
+
+    made.train_from_iterator(texts(), trainer)
+    if not characters:
+        raise UserError(f"TextData.source = {data.source!r}: empty text, nothing to learn from")
+    write_atomically(folder / "tokenizer.json", made.to_str(pretty=True).encode())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
+    write_atomically(folder / SETTINGS, json.dumps(settings, indent=2).encode())
+    return characters, made.get_vocab_size()

@@ -1,4 +1,4 @@
-"""The command `init`: write a starter project."""
+"""The commands `configs`, a list of the shipped configs, and `init`, a starter project."""
 
 import argparse
 from pathlib import Path
@@ -8,6 +8,20 @@ from rich.console import Console
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
+from jaxtrain.config.shipped import shipped_headers
+from jaxtrain.run.commands.options import DONE
+from jaxtrain.run.show.progress import say
+
+
+def show_configs(console: Console) -> int:
+    """Prints a line for each shipped config: its name, what it trains and what it is meant for."""
+    headers = shipped_headers()
+    longest = max(len(header.name) for header in headers)
+    for header in headers:
+        line = f"{header.name:{longest}}  {header.trains}; for {header.hardware}"
+        say(console, line)
+    return DONE
+
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 FILES = ("README.md", "my_model.py", "slurm.sbatch", "train.gin")

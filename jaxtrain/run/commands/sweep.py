@@ -19,10 +19,10 @@ from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.attempts.supervise import Child
+from jaxtrain.run.commands.options import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.metrics.files import lines_of
 from jaxtrain.run.show import compare
 from jaxtrain.run.show.progress import clock, say, terminal
-from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.training.settings import Config, load_config
 
 PICTURE = "sweep.png"

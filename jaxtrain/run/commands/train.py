@@ -1,6 +1,10 @@
-"""The commands `train`, `eval`, `predict` and `inspect`, one function each."""
+"""The commands `train`, `eval`, `predict` and `inspect`, one function each.
+
+`train` detects data starvation (steps that wait for batches) and gives advice.
+"""
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -19,26 +23,31 @@ from rich.markup import escape
 from jaxtrain.config.buckets import BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
+from jaxtrain.config.values import settings_of
+from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.images.stores import DEMO
+from jaxtrain.data.mixture import Mixture
+from jaxtrain.data.source import Dataset, is_store
+from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
 from jaxtrain.run.attempts.folder import explain_folder_errors
+from jaxtrain.run.attempts.goodput import PRODUCTIVE, Account
 from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
 from jaxtrain.run.checkpoint.sealing import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.commands.starved import advise_on_waiting
+from jaxtrain.run.commands.options import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.generation.answer import printable
+from jaxtrain.run.loop import RecorderKind
 from jaxtrain.run.metrics.files import numbers_of, strict
-from jaxtrain.run.recorder import RecorderKind
 from jaxtrain.run.show import report
-from jaxtrain.run.show.output import Output
-from jaxtrain.run.show.progress import quiet, say, terminal
-from jaxtrain.run.show.run_folders import list_names, runs_in
-from jaxtrain.run.status import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.show.compare import list_names, runs_in
+from jaxtrain.run.show.progress import Output, quiet, say, terminal
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -298,3 +307,55 @@ def _existing_run(workdir: str, step: int | None) -> Place:
         if step is not None:
             require_sealed(folder / FOLDER, step)
     return folder
+
+
+# Of the time of steps and their batches: less is noise.
+_SHARE = 0.05
+_SECONDS = 30.0
+
+
+def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | None:
+    """Advice where a run waited for batches for more than 5% of its steps' time.
+
+    `None` too where steps took less than 30 seconds: the first batches always take time.
+
+    Args:
+      account: where the time went.
+      data: the settings of its data.
+      dataset: the data.
+    """
+    waited, worked = account.seconds["data"], account.seconds[PRODUCTIVE]
+    if worked < _SECONDS or waited <= _SHARE * (waited + worked):
+        return None
+    cores = os.cpu_count() or 1
+    if isinstance(data, ImageData) and data.workers < cores:
+        advice = f"set ImageData.workers (now {data.workers}; this machine has {cores} cores)"
+    elif _is_read_while_training(data):
+        advice = "bring it to a local disk, or give the process more cores"
+    else:
+        advice = "give the process more cores"  # its rows are made of what is in memory
+    share = waited / (waited + worked)
+    return f"Steps waited for batches of {_name(data, dataset)} {share:.0%} of their time: {advice}"
+
+
+def _name(data: Any, dataset: Dataset) -> str:
+    """The data by the setting that says where they are, or by their class."""
+    name, source = type(data).__name__, dataset.facts.get("source")
+    settings = settings_of(type(data)) if dataclasses.is_dataclass(data) else {}
+    for setting in ("source", "sources"):
+        if setting in settings and source is not None:
+            return f"{name}.{setting} = {str(source)!r}"
+    return f"@{name}()"
+
+
+def _is_read_while_training(data: Any) -> bool:
+    """Whether examples are read from files when they are drawn, and not from memory."""
+    if isinstance(data, ImageData):
+        return data.source not in (*DEMO, "synthetic")
+    if isinstance(data, Mixture):
+        of = [dataclasses.replace(data.data, source=one) for one in data.sources.values()]
+        return any(map(_is_read_while_training, of))
+    if not isinstance(data, TextData):
+        return False
+    path = data.path()
+    return data.is_tokens() or (path is not None and is_store(path))

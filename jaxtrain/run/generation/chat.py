@@ -11,6 +11,7 @@ from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, t
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
+from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import Answer, show, tokenizer_of
 from jaxtrain.run.generation.beams import BeamSearch
@@ -22,7 +23,6 @@ from jaxtrain.run.generation.published_defaults import (
     published_defaults,
 )
 from jaxtrain.run.generation.write import write
-from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Train
 

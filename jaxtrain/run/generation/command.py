@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens, token_model
+from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import (
     Answer,
@@ -23,7 +24,6 @@ from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import Defaults, ends_of_run, published_defaults
 from jaxtrain.run.generation.speculative import Draft, Guesser, Lookup, rolls_back, speculate
 from jaxtrain.run.inference.inputs import read_records
-from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 
 LOOKUP = "lookup"  # in the place of a draft's folder

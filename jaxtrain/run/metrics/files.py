@@ -159,8 +159,7 @@ class MetricsFiles:
             self._drawing = _drawer().submit(self._draw)
 
     def _draw(self) -> None:
-        from jaxtrain.run.show.confusion import confusion_figure
-        from jaxtrain.run.show.plot import loss_png
+        from jaxtrain.run.show.figures import confusion_figure, loss_png
 
         # One line at a time: a run's memory would grow with its length by what all of them take.
         write_atomically(self._image, loss_png(each_line(self._metrics), self._yardstick))

@@ -23,6 +23,7 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.checkpoint import metadata
+from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.huggingface.exporting import companion_files
@@ -41,7 +42,6 @@ from jaxtrain.run.quantization.activation_aware import (
     scaling_groups,
 )
 from jaxtrain.run.show.progress import say, terminal
-from jaxtrain.run.status import DONE
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters, on_host, place_weights
 from jaxtrain.training import layouts

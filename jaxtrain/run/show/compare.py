@@ -1,4 +1,4 @@
-"""Comparison of several runs: table and figure (`jaxtrain plot`)."""
+"""Comparison of several runs, named or found in a folder: table, figure, page (`jaxtrain plot`)."""
 
 import dataclasses
 import math
@@ -14,13 +14,43 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors, writable, write_atomically
+from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
+from jaxtrain.run.show.html import charts
+from jaxtrain.run.show.html.page import Recorder, document, sections
 from jaxtrain.run.show.progress import say
-from jaxtrain.run.show.run_folders import runs_in
-from jaxtrain.run.status import DONE
 
 if TYPE_CHECKING:
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
+
+
+_DEPTH = 3  # a folder of runs may hold a sweep's folder, which holds runs
+_SHOWN = 8
+
+
+def runs_in(folder: Path, file: str) -> list[Path]:
+    """The folders below this one that hold a file of runs, in order of their names.
+
+    Args:
+      folder: a folder.
+      file: what a run's folder has, such as `config.gin`.
+    """
+    return list(_below(folder, file, _DEPTH))
+
+
+def _below(folder: Path, file: str, depth: int) -> Iterator[Path]:
+    for inside in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if (inside / file).is_file():
+            yield inside
+        elif depth > 1 and not inside.name.startswith("."):
+            yield from _below(inside, file, depth - 1)
+
+
+def list_names(runs: list[Path]) -> str:
+    """Some runs by their paths, for a message."""
+    more = f" and {len(runs) - _SHOWN} more" if len(runs) > _SHOWN else ""
+    return ", ".join(map(str, runs[:_SHOWN])) + more
+
 
 PICTURE = "plot.png"
 POINTS = 100  # of a curve; where there are more lines, each point is the mean of its neighbours
@@ -71,8 +101,6 @@ def plot(
         write_atomically(picture, figure(runs).png())
         say(console, f"Drawn: {picture}")
     if page is not None:
-        from jaxtrain.run.show.html.runs import runs_page
-
         write_atomically(page, runs_page(runs, words))
         say(console, f"Written: {page}")
     return DONE
@@ -135,7 +163,7 @@ def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
 
 def figure(runs: Sequence[Run]) -> "Picture":
     """Losses, the objectives' metrics and learning rates over steps, a panel each."""
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
     drawn = panels(runs)
     picture = Picture(8, 1 + 2.6 * len(drawn))
@@ -213,3 +241,33 @@ def _metrics(runs: Iterable[Run]) -> list[str]:
         or (name.startswith("eval_") and name.removeprefix("eval_") in names)
     )
     return sorted(found, key=lambda name: (name.removeprefix("eval_"), name.startswith("eval_")))
+
+
+_READS = (
+    f"A training curve has at most {POINTS} points: of more lines each point is the mean of its "
+    "neighbours. Dots are measured on held-out data. Values that are not finite leave gaps."
+)
+
+
+def runs_page(runs: Sequence[Run], words: Sequence[str] = ()) -> bytes:
+    """Return the page: the table of the terminal, and what `--png` draws, with a legend whose
+    entries hide and show a run.
+
+    Args:
+      runs: at least one.
+      words: the command line.
+    """
+    recorder = Recorder()
+    recorder.print(table(runs))
+    drawn = []
+    for name, metrics in panels(runs):
+        several = []
+        for number, run in enumerate(runs):
+            for metric in metrics:
+                is_evaluation = metric.startswith("eval_")
+                found = curve(run.lines, metric, math.inf if is_evaluation else POINTS)
+                several.append(charts.Curve(number, *found, is_evaluation))
+        drawn.append(charts.Panel(name, several))
+    body, rules = charts.curves([run.name for run in runs], drawn)
+    title = f"{runs[0].name}: curves" if len(runs) == 1 else f"{len(runs)} runs compared"
+    return document(title, body, sections(recorder.blocks), words=words, styles=rules, reads=_READS)

@@ -15,7 +15,7 @@ from jaxtrain.run.show.report import parameters
 from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
 _MAX_PANELS = 16
 # Parts along a direction from which on numbers would run into each other.
@@ -81,7 +81,7 @@ def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Pictu
       name: for the title.
       axes: what each dimension means.
     """
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
     parts = parts_of(array)
     shape = array.shape

@@ -13,7 +13,7 @@ from jaxtrain.models.model import token_model
 from jaxtrain.run.generation import BATCH_SIZE
 from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.tasks.scoring import Pair, Score, encode_pair, scores
+from jaxtrain.run.tasks.tasks import Pair, Score, encode_pair, scores
 from jaxtrain.run.trainer import Trainer
 
 _WRITTEN = 256  # tokens that a task's answer has at most where it says no number, as elsewhere

@@ -15,7 +15,7 @@ from jaxtrain.training.pipeline.table import Action, Timetable, Work, needs, res
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
 
 class Span(NamedTuple):
@@ -273,7 +273,7 @@ def timeline_figure(timeline: Timeline) -> "Picture":
     A rank's virtual stages differ by shade. Where boxes are too narrow for digits, none are drawn
     and the title says so.
     """
-    from jaxtrain.run.show.picture import Picture
+    from jaxtrain.run.show.figures import Picture
 
     schedule = timeline.schedule
     boxes = timeline.makespan / min(span.end - span.start for span in timeline.spans)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.run.show.html.elements import Html, element
-from jaxtrain.run.show.html.page import data
+from jaxtrain.run.show.html.page import Html, data, element
 
 _FILLS, _COLORS, _DASHES = 14, 8, 4  # classes of page.css
 _SMALL = 0.2  # of the capacity: shorter bars are drawn without it

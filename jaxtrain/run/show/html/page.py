@@ -1,6 +1,10 @@
-"""A self-contained HTML page of what the terminal shows: no script, no file from elsewhere."""
+"""A self-contained HTML page of what the terminal shows: no script, no file from elsewhere.
+
+Text and attributes of its elements are always escaped.
+"""
 
 import datetime
+import html
 import importlib.metadata
 import io
 import shlex
@@ -12,7 +16,55 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.run.show.html.elements import Html, as_markup, element, join
+_VOID = frozenset(("br", "input", "meta"))
+
+
+class Html(str):
+    """Markup that is escaped already; every other string is text and is escaped where it is used.
+
+    Only `element` and `join` make it, and `as_markup` for constants of this package.
+    """
+
+
+def as_markup(markup: str) -> Html:
+    """Return a constant of this package, such as its style sheet, as markup."""
+    return Html(markup)
+
+
+def join(*children: str) -> Html:
+    """Return the children one after another; text is escaped, markup is kept."""
+    return Html("".join(c if isinstance(c, Html) else html.escape(_printable(c)) for c in children))
+
+
+def element(tag: str, *children: str, **attributes: Any) -> Html:
+    """Return one element.
+
+    Args:
+      tag: its name.
+      children: text, which is escaped, or `Html`.
+      attributes: a trailing underscore is dropped and others become hyphens (`class_`,
+        `data_label`); True is an attribute without a value; None and False are left out.
+    """
+    written = ""
+    for name, value in attributes.items():
+        if value is None or value is False:
+            continue
+        written += f" {name.removesuffix('_').replace('_', '-')}"
+        if value is not True:
+            written += f'="{html.escape(_printable(str(value)))}"'
+    if tag in _VOID:
+        return Html(f"<{tag}{written}>")
+    return Html(f"<{tag}{written}>{join(*children)}</{tag}>")
+
+
+def _printable(text: str) -> str:
+    """Return text with its control characters and lone surrogates as escapes: a page can hold
+    neither, and marks that reverse the direction of text would show a name as another."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t\xa0" else c.encode("unicode_escape").decode()
+        for c in text
+    )
+
 
 # The browser itself then blocks scripts, and anything from another place.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
