@@ -73,7 +73,7 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
         return own
     with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
         plain = _layout_on(_abstract(config, own, device_count), config)
-        share = dividing.largest_fsdp(plain, shapes_of(config.train.model))
+        share = _largest_fsdp(plain, config.train.model)
         if share > 1:
             rest = sizes["fsdp"] // share
             return dataclasses.replace(own, data=sizes["data"] * rest, fsdp=share)
@@ -150,8 +150,18 @@ def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Conf
     found = Layout.of(mesh, config.sharding, num_kv_heads)
     with contextlib.suppress(NotRead):
         if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
-            return dividing.replicate_uneven(found, shapes_of(config.train.model))
+            return _replicate_uneven(found, config.train.model)
     return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _largest_fsdp(layout: Layout, model: Model) -> int:
+    return dividing.largest_fsdp(layout, shapes_of(model))
+
+
+@functools.lru_cache(maxsize=4096)
+def _replicate_uneven(layout: Layout, model: Model) -> Layout:
+    return dividing.replicate_uneven(layout, shapes_of(model))
 
 
 def parts_of_batch(train: Train, layout: Layout, *, microbatches: int) -> int:

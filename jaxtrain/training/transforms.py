@@ -43,6 +43,7 @@ def speed_of(model: Model) -> float | None:
     return None if model.experts is None else model.experts.bias_speed
 
 
+@functools.lru_cache(maxsize=16)
 def biases(model: Model) -> frozenset[str]:
     """The names of the biases of a model's routers."""
     return frozenset() if speed_of(model) is None else biases_of(model.build)

@@ -110,7 +110,8 @@ def stages_and_policies(
 @functools.lru_cache(maxsize=64)
 def _goes_with_residuals(config: Config, remat: tuple[tuple[str, Any], ...]) -> bool:
     """Whether the stages of a pipeline can keep their residuals with this remat policy."""
-    pipeline = {"Mesh.pipe": 2, "Mesh.fsdp": 1, **dict(remat)}
+    mesh = dict.fromkeys((f"Mesh.{axis}" for axis in MESH_AXES), 1)
+    pipeline = {**mesh, "Mesh.pipe": 2, "Pipeline.backward": "recompute", **dict(remat)}
     residuals = {**pipeline, "Pipeline.backward": "residuals"}
     return _conflicts(config, residuals, 2) <= _conflicts(config, pipeline, 2)
 

@@ -31,6 +31,7 @@ from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_mod
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.precision import to_compute
+from jaxtrain.nn.remat import RESIDUAL
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
@@ -113,8 +114,8 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
 
 
 def least_memory(config: Config, layout: Layout, platform: str) -> int:
-    """A lower bound of `memory(...).total` that traces no layer: state, batch, accumulators, and
-    the parameters' copy in the compute dtype.
+    """A lower bound of `memory(...).total` that traces no layer: state, batch, accumulators, the
+    parameters' copy in the compute dtype, gradients, logits, and the inputs of layers.
 
     Args: as `memory`.
     """
@@ -122,7 +123,7 @@ def least_memory(config: Config, layout: Layout, platform: str) -> int:
     if not reads_tokens(config.train.model):
         return argument_bytes(config, layout).total
     step = _step(config, layout, platform)
-    return step.arguments.total + step.standing
+    return step.arguments.total + step.standing + step.least
 
 
 def _step(config: Config, layout: Layout, platform: str) -> "_Step":
@@ -193,6 +194,33 @@ class _Step:
         """Bytes beside the arguments in every phase."""
         return self._accumulators + self._copies
 
+    @property
+    def least(self) -> int:
+        """Bytes beside these in the largest phase, of each no more than is known without a trace:
+        a layer keeps its input at least, unless that is in host memory."""
+        sizes, model = self.layout.mesh.shape, self._model
+        length = self.config.train.data.abstract_batch(1).inputs.shape[1] // sizes["context"]
+        stream = self._compute * length * model.embed_dim
+        if self.layout.sequence_parallel:
+            stream //= sizes["tensor"]
+        stream = int(stream * self._rows)
+        of_layer = 0 if RESIDUAL in self.config.remat.offload else stream
+        if self._ranks == 1:
+            kept = of_layer * model.layers
+        else:
+            table = waiting(self.config.pipeline, self._ranks)
+            of_stage = self._layers_of_stage * (table.residuals or 1)
+            kept = of_layer * of_stage + (table.inputs + table.gradients) * stream
+        on_host = self._compute * self._numbers_on_host
+        gradients = self._gradients(itemsize=self._compute) - on_host
+        of_layers = self._gradients(itemsize=self._compute, layers=True) - on_host
+        tables = sum(self._tables().values())
+        return max(
+            kept + 3 * stream + self._logits() + tables,
+            kept + 2 * stream + of_layers + self._gathered_layer,
+            gradients + 2 * stream + tables,
+        )
+
     @functools.cached_property
     def _state(self) -> StateShapes:
         return shapes_of_state(without_layout(self.config, self.layout))
@@ -240,6 +268,10 @@ class _Step:
         return held / self._microbatches / self.layout.batch_devices()
 
     @property
+    def _layers_of_stage(self) -> int:
+        return math.ceil(self._model.layers / self._ranks / self.config.pipeline.virtual_stages)
+
+    @property
     def _copies(self) -> int:
         if not self.copied and self.config.precision.compute == self.config.precision.params:
             return 0
@@ -272,7 +304,7 @@ class _Step:
             return {name: size * layers for name, size in kept.items()}
         pipeline = self.config.pipeline
         table = waiting(pipeline, self._ranks)
-        of_stage = math.ceil(layers / self._ranks / pipeline.virtual_stages)
+        of_stage = self._layers_of_stage
         streams = table.inputs + table.gradients
         stream = round(self._profile.stream * self._rows)
         at_once = table.residuals or 1
@@ -288,7 +320,7 @@ class _Step:
         """The same in host memory; of a pipeline's stages, which compute again, one's at a time."""
         layers = self._model.layers
         if self._ranks > 1:
-            layers = math.ceil(layers / self._ranks / self.config.pipeline.virtual_stages)
+            layers = self._layers_of_stage
         return round(self._profile.offloaded * self._rows) * layers
 
     @property
@@ -369,9 +401,6 @@ class _Step:
     def _layers(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute, layers=True)
         of_layers -= self._compute * self._numbers_on_host
-        layers = self._model.layers
-        held = elements(self._state, self.layout, "weight", "weights", layers=True)
-        weights = self._compute * held // layers
         # Gradients of one kind's products at a time; where the layer runs again all results too.
         results = self._profile.products if self.config.remat.kept.repeats_products else 0
         products = round((results + self._profile.widest) * self._rows)
@@ -381,8 +410,14 @@ class _Step:
             "one layer's backward pass": products + 2 * self._stream,
             "one layer's attention scores": self._scores(),
             "one layer's gradients in the ring": self._sums_in_ring(),
-            "collective buffers: one layer's weights": 2 * weights * self._gathers,
+            "collective buffers: one layer's weights": self._gathered_layer,
         }
+
+    @property
+    def _gathered_layer(self) -> int:
+        """Bytes of one layer's weights, gathered, and of the next one's."""
+        held = elements(self._state, self.layout, "weight", "weights", layers=True)
+        return 2 * (self._compute * held // self._model.layers) * self._gathers
 
     def _scores(self) -> int:
         """Bytes of one layer's attention scores in its backward pass, of a kernel that makes all.
