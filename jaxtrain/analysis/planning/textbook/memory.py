@@ -14,6 +14,7 @@ from jaxtrain.analysis.planning.textbook.profile import (
     is_on_host,
     layer_profile,
     layer_stash,
+    least_profile,
     on_platform,
     shard_bytes,
 )
@@ -114,8 +115,8 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
 
 
 def least_memory(config: Config, layout: Layout, platform: str) -> int:
-    """A lower bound of `memory(...).total` that traces no layer: state, batch, accumulators, the
-    parameters' copy in the compute dtype, gradients, logits, and the inputs of layers.
+    """A lower bound of `memory(...).total` for which one layer is traced for all meshes: state,
+    batch, accumulators, the copy in the compute dtype, gradients, logits, and what layers keep.
 
     Args: as `memory`.
     """
@@ -196,15 +197,17 @@ class _Step:
 
     @property
     def least(self) -> int:
-        """Bytes beside these in the largest phase, of each no more than is known without a trace:
-        a layer keeps its input at least, unless that is in host memory."""
+        """Bytes beside these in the largest phase, of each no more than is known without a trace
+        of this layout: a layer keeps its input at least, unless that is in host memory."""
         sizes, model = self.layout.mesh.shape, self._model
         length = self.config.train.data.abstract_batch(1).inputs.shape[1] // sizes["context"]
         stream = self._compute * length * model.embed_dim
         if self.layout.sequence_parallel:
             stream //= sizes["tensor"]
         stream = int(stream * self._rows)
+        of_row, results = least_profile(self.config, self.layout, self.platform)
         of_layer = 0 if RESIDUAL in self.config.remat.offload else stream
+        of_layer = max(of_layer, int(of_row * self._rows))
         if self._ranks == 1:
             kept = of_layer * model.layers
         else:
@@ -217,7 +220,7 @@ class _Step:
         tables = sum(self._tables().values())
         return max(
             kept + 3 * stream + self._logits() + tables,
-            kept + 2 * stream + of_layers + self._gathered_layer,
+            kept + 2 * stream + int(results * self._rows) + of_layers + self._gathered_layer,
             gradients + 2 * stream + tables,
         )
 

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Var
 
-from jaxtrain.nn.attention.kernels import TILE
+from jaxtrain.nn.attention.kernels import KERNELS, TILE
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
 from jaxtrain.nn.transformer.language_model import Transformer
@@ -100,6 +100,37 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
     )
 
 
+def least_profile(config: Config, layout: Layout, platform: str) -> tuple[int, int]:
+    """Lower bounds of what a layer keeps on the device, and of the results that its backward pass
+    has at once, in bytes of a row.
+
+    They are those without `context`, in equal parts: it splits an array at most so. A ring keeps
+    no scores, so of a kernel that does they are 0.
+    """
+    config, sizes = resolved(config, platform), layout.mesh.shape
+    plain = KERNELS[config.attention.kernel].plain and sizes["context"] > 1
+    if plain or config.sharding.tensor_layout != "1d":
+        return 0, 0
+    expert = _expert_ranks(config, sizes["expert"])
+    if config.train.model.experts is not None and config.train.model.experts.capacity_factor is None:
+        expert = 1  # more of them have more slots
+    mesh = Mesh(fsdp=2, expert=expert, tensor=sizes["tensor"])
+    alone = dataclasses.replace(config, mesh=mesh)
+    ranks = 2 * expert * sizes["tensor"]
+    found = layer_profile(alone, abstract_layout(alone, ranks), platform)
+    results = found.widest + found.products * config.remat.kept.repeats_products
+    return found.kept_bytes // sizes["context"], results // sizes["context"]
+
+
+def _expert_ranks(config: Config, ranks: int) -> int:
+    """As many ranks along `expert` as a row's bytes are the same with: with a capacity they have
+    as many slots for each row, however many they are from two on."""
+    experts = config.train.model.experts
+    if experts is None or experts.capacity_factor is None:
+        return ranks
+    return next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
+
+
 def layer_stash(config: Config, layout: Layout, platform: str) -> int:
     """Bytes of a row that wait in one layer for its weights' gradients, on a device, where a
     schedule takes them later than its input's."""
@@ -114,7 +145,7 @@ def _of_a_layer(config: Config, layout: Layout, platform: str) -> tuple[Config, 
     mesh = Mesh(
         # Weights are gathered, so that what is kept of them is known from what is not.
         fsdp=2,
-        expert=sizes["expert"],
+        expert=_expert_ranks(config, sizes["expert"]),
         context=sizes["context"],
         tensor=config.mesh.sizes(layout.mesh.size)["tensor"],
     )
