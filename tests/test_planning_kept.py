@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.textbook import memory
+from jaxtrain.analysis.planning.textbook import residuals
 from jaxtrain.analysis.planning.textbook.profile import on_platform
 from jaxtrain.training.kernel import resolved
 from jaxtrain.training.layouts import abstract_layout
@@ -36,11 +36,11 @@ def test_stages_and_rows_share_their_traces(name: str, zero: int) -> None:
     config = resolved(load_config(config_name, more), "gpu")
     layout = on_platform(abstract_layout(config, math.prod(sizes.values())), "gpu", "planned")
     rows = times * layout.batch_devices()
-    key: Any = memory.of_forward(config)
-    shared = memory.of_weights(layout)
+    key: Any = residuals.of_forward(config)
+    shared = residuals.of_weights(layout)
     assert (shared == layout) == (zero == 3)
-    expected = memory.residual_bytes(dataclasses.replace(config), layout, rows)
-    assert memory.residual_bytes_of_rows(key, shared, rows) == expected
+    expected = residuals.residual_bytes(dataclasses.replace(config), layout, rows)
+    assert residuals.residual_bytes_of_rows(key, shared, rows) == expected
     # Each row adds as much, and weights are none of it.
-    fewer = memory.residual_bytes(key, shared, layout.batch_devices())[0]
+    fewer = residuals.residual_bytes(key, shared, layout.batch_devices())[0]
     assert expected[0] == times * fewer > 0

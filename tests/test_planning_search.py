@@ -12,9 +12,10 @@ from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import search as searching
 from jaxtrain.analysis.planning.search.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.search.search import _list_layouts, price, search
-from jaxtrain.analysis.planning.search.space import meshes_and_schedules
+from jaxtrain.analysis.planning.search.space import meshes_and_schedules, stages_and_policies
 from jaxtrain.analysis.planning.search.variants import apply_changes, refusal
-from jaxtrain.analysis.planning.textbook.memory import least_memory, memory
+from jaxtrain.analysis.planning.textbook import profile
+from jaxtrain.analysis.planning.textbook.memory import least_memory, memory, state_memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
 from jaxtrain.analysis.planning.timing.unstacked import between_layers
 from jaxtrain.config.errors import UserError
@@ -253,3 +254,60 @@ def test_the_least_memory_is_below_the_estimate_and_has_the_sums_of_gradients(
     sums = 4 * sum(math.prod(leaf.shape) for leaf in shapes) // 4  # float32, over fsdp
     expected = sums if accumulation > 1 and reads_tokens(config.train.model) else 0
     assert whole.arguments.total + 0.99 * expected <= least <= whole.total
+
+
+SIZES = {
+    "tensor": {"Mesh.tensor": 4, "Sharding.sequence_parallel": True},
+    "expert": {"Mesh.expert": 4},
+    "context": {"Mesh.context": 4, "Attention.context_parallel": "ulysses"},
+    "pipeline": {"Mesh.pipe": 4, "Pipeline.microbatches": 8, "Pipeline.backward": "residuals"},
+}
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("capacity", [None, 1.25])
+def test_the_least_memory_of_a_mixture_is_below_the_estimate_and_has_its_activations(
+    capacity, kind, policy
+):
+    if capacity is not None and kind == "context":
+        pytest.skip("slots of experts are counted along whole rows")
+    mesh = {f"Mesh.{axis}": 1 for axis in ("data", "expert", "context", "pipe", "tensor")}
+    changes = {**mesh, "Mesh.fsdp": 2, **SIZES[kind], "Train.global_batch_size": 256}
+    bindings = [f"Mixtral.capacity_factor={capacity}", "Mixtral.num_layers=8"]
+    config = load_config("mixtral_tiny", [*KERNEL, *bindings, f"Remat.policy={policy!r}"])
+    config = apply_changes(config, changes)
+    layout = abstract_layout(config, 8)
+    least, whole = (of(config, layout, "tpu") for of in (least_memory, memory))
+    assert state_memory(config, layout, "tpu") < least <= whole.total
+    if kind in ("tensor", "pipeline") or capacity is not None:
+        assert least >= 0.9 * whole.total
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_with_a_capacity_a_layer_keeps_as_much_on_any_number_of_expert_ranks(ranks, monkeypatch):
+    """So one trace, with two ranks, has them all."""
+    bindings = ["Mixtral.capacity_factor=1.25", "Mixtral.num_experts=8", "Remat.policy='none'"]
+    config = load_config("mixtral_tiny", [*KERNEL, *bindings])
+    config = apply_changes(config, {"Mesh.expert": ranks, "Train.global_batch_size": 64})
+    layout = abstract_layout(config, 2 * ranks)
+
+    def measure():
+        return [profile.layer_profile(config, layout, "tpu"), profile.layer_stash(
+            config, layout, "tpu"
+        )]  # fmt: skip
+
+    short = measure()
+    monkeypatch.setattr(profile, "_expert_ranks", lambda config, ranks: ranks)
+    assert measure() == short
+
+
+def test_stages_that_keep_residuals_are_not_tried_with_activations_on_the_host():
+    """Whatever the configuration itself asks for: a run would reject it."""
+    config = load_config("gpt2_124m", ["Pipeline.backward='residuals'"])
+    mesh = next(m for m in meshes_and_schedules(config, parse_target("h100:1x8"), 8)
+                if m["Mesh.pipe"] == 2)  # fmt: skip
+    tried = list(stages_and_policies(config, parse_target("h100:1x8"), mesh))
+    assert any(one.get("Remat.offload") for one in tried)
+    for one in tried:
+        assert not (one.get("Remat.offload") and one["Pipeline.backward"] == "residuals")

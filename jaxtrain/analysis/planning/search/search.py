@@ -39,7 +39,12 @@ from jaxtrain.analysis.planning.search.variants import (
     slices_of,
 )
 from jaxtrain.analysis.planning.textbook.facts import Facts
-from jaxtrain.analysis.planning.textbook.memory import Memory, least_memory, memory
+from jaxtrain.analysis.planning.textbook.memory import (
+    Memory,
+    least_memory,
+    memory,
+    state_memory,
+)
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.analysis.planning.timing.executed import stack_costs
@@ -103,6 +108,7 @@ def search(
     fitting: list[Candidate] = []
     best: dict[str, float] = {}  # kind -> seconds of its fastest
     refused: dict[str, int] = {}
+    heavy: dict[tuple[Any, ...], bool] = {}  # without their remat: whether the state is too large
     priced = too_large = slower = done = 0
     large: list[tuple[_Layout, _Sized | None]] = []  # without a size: that was not needed to tell
     left: list[_Layout] = []
@@ -123,7 +129,7 @@ def search(
                 slower += 1
                 continue
             laid = _lay_out(config, layout, target)
-            if _is_hopeless(config, layout, laid, target):
+            if _is_hopeless(config, layout, laid, target, heavy):
                 priced, too_large = priced + 1, too_large + 1
                 large.append((layout, None))
                 continue
@@ -354,11 +360,29 @@ def _lay_out(config: Config, layout: _Layout, target: Target) -> Layout:
     )
 
 
-def _is_hopeless(config: Config, layout: _Layout, laid: Layout, target: Target) -> bool:
-    """Whether even the state and the sums of gradients do not fit, with the most microbatches."""
-    room = target.chip.hbm_bytes
-    variant = apply_changes(config, {**layout.changes, **layout.counts[-1]})
-    return room is not None and least_memory(variant, laid, target.chip.kind) > room
+# Settings that the state and the sums of gradients do not depend on.
+_OF_ACTIVATIONS = ("Remat.", "Pipeline.backward")
+
+
+def _is_hopeless(
+    config: Config,
+    layout: _Layout,
+    laid: Layout,
+    target: Target,
+    heavy: dict[tuple[Any, ...], bool],
+) -> bool:
+    """Whether not even the lower bound of the memory fits, with the most microbatches.
+
+    `heavy` says of layouts without their remat whether the state alone is too large, once each.
+    """
+    room, kind = target.chip.hbm_bytes, target.chip.kind
+    if room is None:
+        return False
+    changes = {**layout.changes, **layout.counts[-1]}
+    key = tuple(item for item in changes.items() if not item[0].startswith(_OF_ACTIVATIONS))
+    if key not in heavy:
+        heavy[key] = state_memory(apply_changes(config, changes), laid, kind) > room
+    return heavy[key] or least_memory(apply_changes(config, changes), laid, kind) > room
 
 
 def _smallest(

@@ -6,17 +6,19 @@ import math
 from typing import Any
 
 import jax
-from jax.extend.core import Var
 
 from jaxtrain.analysis.planning.textbook.activation_traffic import stream_bytes
 from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.profile import (
-    is_on_host,
     layer_profile,
     layer_stash,
     least_profile,
     on_platform,
-    shard_bytes,
+)
+from jaxtrain.analysis.planning.textbook.residuals import (
+    of_forward,
+    of_weights,
+    residual_bytes_of_rows,
 )
 from jaxtrain.analysis.planning.textbook.state_bytes import (
     Arguments,
@@ -27,22 +29,17 @@ from jaxtrain.analysis.planning.textbook.state_bytes import (
     without_layout,
 )
 from jaxtrain.analysis.planning.textbook.steady import waiting
-from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.ring import queries_at_once
-from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.remat import RESIDUAL
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.compose import compose
 from jaxtrain.training.kernel import resolved
 from jaxtrain.training.layouts import abstract_layout, rows_held
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config
-from jaxtrain.training.state import with_shardings
-from jaxtrain.training.step import base_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +109,19 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
         arguments = argument_bytes(config, layout)
         return _of_whole_model(config, layout.of_microbatches, platform, arguments)
     return _step(config, layout, platform).memory()
+
+
+def state_memory(config: Config, layout: Layout, platform: str) -> int:
+    """Bytes of `memory(...).total` that no remat policy changes: state, batch, accumulators, and
+    the parameters' copy in the compute dtype.
+
+    Args: as `memory`.
+    """
+    config = resolved(config, platform)
+    if not reads_tokens(config.train.model):
+        return argument_bytes(config, layout).total
+    step = _step(config, layout, platform)
+    return step.arguments.total + step.standing
 
 
 def least_memory(config: Config, layout: Layout, platform: str) -> int:
@@ -521,81 +531,3 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         waits[_STASH] = activations * table.stash // stages
     sent = on_host * config.train.accumulation * pipeline.microbatches // sizes["pipe"]
     return Memory(arguments, gradients, waits, on_host // stages, sent)
-
-
-def of_forward(config: Config) -> Config:
-    """The configuration without what a forward pass on a given layout does not depend on, but for
-    its rows: a key for many layouts."""
-    return dataclasses.replace(
-        config,
-        mesh=Mesh(fsdp=1),
-        train=dataclasses.replace(config.train, accumulation=1),
-        sharding=type(config.sharding)(),
-        offload=Offload(),
-        pipeline=Pipeline(),
-    )
-
-
-def of_weights(layout: Layout) -> Layout:
-    """A layout of which a forward pass reads the same: stages 1 and 2 split what it does not read,
-    and up to them fsdp splits what data does, the batch alone."""
-    if layout.splits_parameters:
-        return layout
-    sizes = dict(layout.mesh.shape)
-    sizes |= {"data": 1, "fsdp": sizes["data"] * sizes["fsdp"]}
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    mesh = layout.mesh.update(axis_sizes=tuple(sizes.values()))
-    return dataclasses.replace(layout, mesh=mesh, zero=0)
-
-
-def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """As `kept`, of any number of rows from two that are traced: each row adds as much."""
-    devices = layout.batch_devices()
-    one, two = (residual_bytes(config, layout, times * devices) for times in (1, 2))
-    first, host = (a + (rows // devices - 1) * (b - a) for a, b in zip(one, two, strict=True))
-    return first, host
-
-
-@functools.lru_cache(maxsize=4096)
-def residual_bytes(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """Return the bytes that `rows` keep for the backward pass, on a device and on its host."""
-    setup = compose(config, layout).setup
-    assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
-    with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
-        state = base_step(setup).abstract_state()
-        batch = config.train.data.abstract_batch(rows)
-        batch = with_shardings(batch, setup.batch_shardings(batch))
-
-        def forward(weights: Any, statistics: Any, batch: Batch) -> Any:
-            trained, frozen = to_compute(weights, setup.precision.compute)
-
-            def loss(trained: Any) -> Any:
-                whole = setup.tuning.join((trained, frozen))
-                sums, statistics_ = setup.sums(whole, statistics, batch, train=True)
-                return sums["loss"], statistics_
-
-            return jax.tree.leaves(jax.vjp(loss, trained, has_aux=True)[1])
-
-        closed: Any = jax.make_jaxpr(forward)(state.weights, state.statistics, batch)
-    found = [var.aval for var in _of_examples(closed.jaxpr, len(jax.tree.leaves(batch)))]
-    on_host = sum(shard_bytes(x) for x in found if is_on_host(x))
-    return sum(map(shard_bytes, found)) - on_host, on_host
-
-
-# Results that a compiler makes again where they are used, in the fusion that reads them: a mask out
-# of what it compares, and constants.
-_MADE_AGAIN = frozenset({"broadcast_in_dim", "eq", "ge", "gt", "iota", "le", "lt", "ne"})
-
-
-def _of_examples(jaxpr: Any, count: int) -> list[Any]:
-    """The outputs, each once, that depend on the last `count` inputs and are none of them: weights
-    are there anyway, in another shape too."""
-    depends, made_again = set(jaxpr.invars[len(jaxpr.invars) - count :]), set()
-    inputs = set(depends)
-    for equation in jaxpr.eqns:
-        if any(isinstance(var, Var) and var in depends for var in equation.invars):
-            depends |= {*equation.outvars}
-        if equation.primitive.name in _MADE_AGAIN:
-            made_again |= {*equation.outvars}
-    outputs = dict.fromkeys(var for var in jaxpr.outvars if isinstance(var, Var))
-    return [var for var in outputs if var in depends - inputs - made_again]

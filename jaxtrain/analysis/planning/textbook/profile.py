@@ -111,9 +111,8 @@ def least_profile(config: Config, layout: Layout, platform: str) -> tuple[int, i
     plain = KERNELS[config.attention.kernel].plain and sizes["context"] > 1
     if plain or config.sharding.tensor_layout != "1d":
         return 0, 0
-    expert = _expert_ranks(config, sizes["expert"])
-    if config.train.model.experts is not None and config.train.model.experts.capacity_factor is None:
-        expert = 1  # more of them have more slots
+    # Without a capacity more ranks have more slots.
+    expert = _expert_ranks(config, sizes["expert"]) if _has_capacity(config) else 1
     mesh = Mesh(fsdp=2, expert=expert, tensor=sizes["tensor"])
     alone = dataclasses.replace(config, mesh=mesh)
     ranks = 2 * expert * sizes["tensor"]
@@ -122,11 +121,15 @@ def least_profile(config: Config, layout: Layout, platform: str) -> tuple[int, i
     return found.kept_bytes // sizes["context"], results // sizes["context"]
 
 
+def _has_capacity(config: Config) -> bool:
+    experts = config.train.model.experts
+    return experts is not None and experts.capacity_factor is not None
+
+
 def _expert_ranks(config: Config, ranks: int) -> int:
     """As many ranks along `expert` as a row's bytes are the same with: with a capacity they have
     as many slots for each row, however many they are from two on."""
-    experts = config.train.model.experts
-    if experts is None or experts.capacity_factor is None:
+    if not _has_capacity(config):
         return ranks
     return next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
 
