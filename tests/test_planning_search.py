@@ -311,3 +311,13 @@ def test_stages_that_keep_residuals_are_not_tried_with_activations_on_the_host()
     assert any(one.get("Remat.offload") for one in tried)
     for one in tried:
         assert not (one.get("Remat.offload") and one["Pipeline.backward"] == "residuals")
+
+
+def test_meshes_without_stages_are_tried_whatever_the_configurations_schedule():
+    """A run would reject a schedule without stages, so a search from a pipeline has none there."""
+    pipelined = ["Mesh.pipe=2", "Pipeline.schedule='interleaved'", "Pipeline.virtual_stages=2"]
+    config, target = load_config("gpt2_124m", pipelined), parse_target("h100:1x8")
+    refused = {}
+    layouts = list(_list_layouts(config, target, 1, refused))
+    assert {one.changes["Mesh.pipe"] for one in layouts} >= {1, 2}
+    assert not [reason for reason in refused if "Mesh.pipe=1" in reason]

@@ -12,6 +12,7 @@ from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.compatibility import check_compatibility
 from jaxtrain.training.kernel import resolved
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.named import activation_names
 from jaxtrain.training.run_context import RunContext
 from jaxtrain.training.settings import Config
@@ -35,6 +36,10 @@ ON_HOST = (
     ("residual", "query", "key", "value", "attention"),
     ("residual", "query", "key", "value", "attention", "mlp_gate", "mlp_up"),
 )
+_NO_PIPELINE = {
+    f"Pipeline.{name}": getattr(Pipeline(), name)
+    for name in ("schedule", "virtual_stages", "backward", "microbatches")
+}
 
 
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
@@ -52,7 +57,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
         # One way around a torus of more has half of the links that a gather has.
         fast_rings = sizes["tensor"] > 1 and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
         if sizes["pipe"] == 1:
-            yield _with_rings(config, mesh, devices, fast=fast_rings)
+            # A schedule that the configuration names would be rejected without stages.
+            yield _with_rings(config, {**mesh, **_NO_PIPELINE}, devices, fast=fast_rings)
             continue
         for name, chunks in _schedules(config, sizes["pipe"]):
             taken = {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
