@@ -66,7 +66,7 @@ class CompiledStep:
         self.on_arrays: Callable[..., Any] = self.wrap(self._jitted)
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
-        """One optimizer step, as `Step.train_step`; takes the state away from its caller."""
+        """Run one optimizer step, like `Step.train_step`. The state passed in is donated."""
         arrays, metrics = self.on_arrays(jax.tree.leaves(state), batch)
         return self.state_of(arrays), metrics
 
@@ -75,7 +75,7 @@ class CompiledStep:
         return jax.tree.unflatten(self.structure, arrays)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
-        """What will be compiled, lowered from shapes: no array is made.
+        """Lower the program to be compiled, from shapes: no array is made.
 
         Args:
           batch: a global batch, or its shapes.
@@ -161,7 +161,9 @@ class Stepper:
         self._arrays = arrays
 
     def step(self, batch: Batch) -> Sums:
-        """One optimizer step on a global batch on the devices; metrics on the devices."""
+        """Run one optimizer step on a global batch on the devices, and return its metrics on the
+        devices.
+        """
         self._arrays, metrics = self.train_step(self._arrays, batch)
         self._ahead.add(metrics["loss"])
         return metrics

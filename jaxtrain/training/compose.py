@@ -172,7 +172,7 @@ def _setup(config: Config, layout: Layout) -> tuple[Setup, _Parts]:
 
 
 def _grouped_kernel_of(config: Config, layout: Layout) -> "Grouped | None":
-    """What experts' products are multiplied by on a layout's devices; None: there are none."""
+    """Return the grouped matmul of the experts on a layout's devices, or None without experts."""
     if config.train.model.experts is None:
         return None
     from jaxtrain.nn.matmul.grouped import Grouped, kernel_on

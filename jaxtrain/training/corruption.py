@@ -38,7 +38,7 @@ class CorruptionError(RuntimeError):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Corruption:
-    """How often devices are checked for silent errors; in optimizer steps, 0 is never.
+    """Checks of the devices for silent data corruption; periods in optimizer steps, 0 is never.
 
     Attributes:
       replay_every: every so often a step is taken twice and the results compared: the time of a
@@ -128,7 +128,7 @@ def compare_replicas(state: Any, step: int) -> None:
 
 
 def differing_replicas(state: Any) -> list[Difference]:
-    """What `compare_replicas` names, or an empty list."""
+    """Return the differences that `compare_replicas` names, or an empty list."""
     named = [(name, x) for name, x in _name_arrays(state) if _copies(x) > 1]
     if not named:
         return []
@@ -248,11 +248,11 @@ def _some(clauses: list[str]) -> str:
 
 
 def _copies(x: Any) -> int:
-    """How many devices hold each element."""
+    """Return the number of devices that hold a copy of each element."""
     shards = math.prod(x.shape) / max(math.prod(x.sharding.shard_shape(x.shape)), 1)
     return round(x.sharding.num_devices / max(shards, 1))
 
 
 def _name_arrays(state: Any) -> list[tuple[str, Any]]:
-    """Every array and its name in the state, as checkpoints name them."""
+    """Return each array of the state with its name, as checkpoints name them."""
     return [(name_of(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]

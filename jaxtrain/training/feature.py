@@ -45,7 +45,7 @@ class Conflict(NamedTuple):
     property: str
 
     def message(self, context: RunContext) -> str:
-        """What is written, why it cannot be, and both ways out."""
+        """Return the error message: the two settings, why they conflict, and both fixes."""
         need = self.needing.needs[self.property]
         why, way_out = (
             need if isinstance(need, tuple) else (need, text_of(self.needing.off, context))

@@ -29,7 +29,7 @@ SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**24
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What happens at a bad step: a loss or a gradient norm that is not finite, or a spike.
+    """Reaction to a bad step: a loss or a gradient norm that is not finite, or a spike.
 
     Attributes:
       policy: 'stop' ends the run; 'skip' leaves the update out, the state bit for bit as it was,
@@ -123,7 +123,7 @@ class History:
         return cls(zeros, zeros, jnp.zeros((), jnp.int32))
 
     def with_step(self, loss: jax.Array, grad_norm: jax.Array) -> "History":
-        """One good step more, in the place of the oldest."""
+        """Return the history with one more good step, which replaces the oldest."""
         window = self.losses.shape[0]
         here = jnp.arange(window) == self.count % window
         return History(
@@ -150,7 +150,7 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What becomes of a step.
+    """Verdict on a step: whether it is good, and the guard's state after it.
 
     Attributes:
       good: bool scalar: whether the update counts.
@@ -213,7 +213,9 @@ def select(good: jax.Array | None, new: Any, old: Any) -> Any:
 
 
 def updates_taken(opt_state: optax.OptState, steps: jax.Array) -> jax.Array:
-    """How many updates the optimizer's learning-rate schedule has seen; `steps` if it has none."""
+    """Return the number of updates counted by the learning-rate schedule; `steps` without a
+    schedule.
+    """
 
     def counts(x: Any) -> bool:
         return isinstance(x, optax.ScaleByScheduleState)
@@ -274,7 +276,7 @@ class Rewind(Exception):  # noqa: N818 - control flow, not an error
 
 
 class Rewinds:
-    """How often a run has gone back from the same bad step."""
+    """Counter of how often a run has gone back from the same bad step."""
 
     def __init__(self, settings: Guard) -> None:
         self._settings = settings
@@ -294,7 +296,7 @@ class Rewinds:
 
 
 def what_is_bad(metrics: Mapping[str, float]) -> str | None:
-    """What is bad about a step with these metrics, as host numbers; None for a good step.
+    """Return what is bad about a step with these metrics (host numbers); None for a good step.
 
     Where the step has not judged itself (no `bad` among them), numbers that are not finite are bad.
     """

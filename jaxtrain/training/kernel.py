@@ -24,7 +24,8 @@ def resolve_kernel(config: Config, platform: str) -> Choice | None:
 
 
 def kernel_request(config: Config, platform: str) -> Request | None:
-    """What a configuration's model asks of a kernel; None where there is no attention over text.
+    """Return the requirements of a configuration's model on an attention kernel; None without
+    attention over text.
 
     Of pairs it is the target's attention to the source: a kernel that can do that without a causal
     mask can do theirs to themselves.

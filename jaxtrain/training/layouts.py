@@ -165,7 +165,10 @@ def _replicate_uneven(layout: Layout, model: Model) -> Layout:
 
 
 def parts_of_batch(train: Train, layout: Layout, *, microbatches: int) -> int:
-    """What the rows on the devices are a multiple of; `microbatches` of a pipeline."""
+    """Return the number that the rows on the devices must be a multiple of.
+
+    `microbatches` are those of a pipeline.
+    """
     piped = 1 if layout.mesh.shape["pipe"] == 1 else microbatches
     return layout.batch_devices() * train.accumulation * piped
 
@@ -253,7 +256,7 @@ def validate_batch(
 
 
 def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
-    """Why rows without weight would change what is computed."""
+    """Yield the reasons why zero-weight rows would change the result."""
     model = settings.model
     name = type(model).__name__
     if _has_statistics(model):

@@ -61,7 +61,7 @@ def _lines(source: Published) -> Iterator[str]:
 
 
 def _read_json(source: Published, name: str) -> Mapping[str, Any]:
-    """What a file beside the weights says; nothing where there is none."""
+    """Return the contents of a JSON file next to the weights; empty if there is no such file."""
     return json_object(source.carried().get(name, b"{}"), source.path / name)
 
 

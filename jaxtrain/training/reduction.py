@@ -102,12 +102,12 @@ def local_gradients(
 
 
 def _of_device(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> P:
-    """Of a gradient [k, ...] of these logical axes."""
+    """Return the PartitionSpec of a gradient [k, ...] with these logical axes."""
     return P(_summed_axes(axes, layout, names), *layout.gradient(names))
 
 
 def _summed_axes(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) -> MeshAxes:
-    """Those of the mesh axes along which devices have gradients of the same parameters."""
+    """Return those of the mesh axes along which devices have gradients of the same parameters."""
     return without(axes, {axis for part in layout.gradient(names) for axis in parts_of(part)})
 
 

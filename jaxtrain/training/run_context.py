@@ -88,12 +88,12 @@ class RunContext:
 
     @functools.cached_property
     def trained(self) -> nnx.State:
-        """Those that are trained, adapters among them."""
+        """Trained parameters, adapters included."""
         return _count_trained(self.config.finetune, self.model)
 
     @functools.cached_property
     def logical(self) -> set[str]:
-        """What the dimensions of the model's parameters mean."""
+        """Logical axis names of all dimensions of the model's parameters."""
         variables = jax.tree.leaves(self.shapes, is_leaf=is_variable)
         return {axis for variable in variables for axis in logical_axes(variable)}
 
@@ -108,7 +108,7 @@ class RunContext:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why an axis that others of its kind use is not among those."""
+        """Mesh axes not supported here that other models of this kind support, with the reasons."""
         if self.model.inputs != "pairs":
             return {}
         lengths = "reads a source and a target, which have lengths of their own"

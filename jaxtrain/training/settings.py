@@ -100,7 +100,7 @@ for _package in (
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Which checkpoints stay on disk and how they get there.
+    """Checkpointing: retention on disk, asynchronous saves and the interval's failure rate.
 
     Attributes:
       keep: number of newest checkpoints kept; at least 1.
@@ -140,7 +140,8 @@ class Checkpoint:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Best:
-    """Which evaluation is the best: its checkpoint stays beside the newest, and a run may end.
+    """Best-checkpoint tracking and early stopping: a metric's best checkpoint stays with the
+    newest.
 
     Attributes:
       metric: a value of metrics.jsonl's evaluation lines, such as 'eval_loss' or 'eval_accuracy'; a
@@ -198,7 +199,7 @@ REGULAR = ("step", "evaluation")
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deadlines:
-    """How long each phase may last before the process counts as stalled; 0 switches one off.
+    """Timeout of each phase, after which the process counts as stalled; 0 disables one.
 
     A phase's deadline is the number given here until 5 of its times are known. Then it is
     `factor` times the median of the last 64, but at least `minimum_seconds` for steps and
@@ -261,7 +262,7 @@ class Deadlines:
         return max(map(self._seconds_of, self._phases())) or None
 
     def check_seconds(self) -> float:
-        """How often to look: ten times in the shortest deadline, at least once a second."""
+        """Return the polling interval: a tenth of the shortest deadline, at most one second."""
         given = [self._seconds_of(name) for name in self._phases() if self._seconds_of(name)]
         return min([1.0, *(seconds / 10 for seconds in (*given, self.minimum_seconds))])
 
@@ -298,7 +299,7 @@ MAX_STEPS = 2**31 - 1  # TrainState counts them in an int32
 
 @runtime_checkable
 class Data(Protocol):
-    """What the trainer needs of a data source's settings."""
+    """Interface that the trainer needs of a data source's settings."""
 
     def open(self, *, seed: int) -> Dataset:
         """Reads the source."""
@@ -311,7 +312,7 @@ class Data(Protocol):
 
 @runtime_checkable
 class TextSource(Protocol):
-    """What generation needs of a data source's settings: the tokenizer without the text."""
+    """Interface that generation needs of a data source: the tokenizer without the text."""
 
     def open_tokenizer(self) -> Tokenizer:
         """The tokenizer that made the tokens."""
@@ -321,7 +322,8 @@ class TextSource(Protocol):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """What is trained on what, and for how long; periods are in optimizer steps, 0 is never.
+    """The training run: model, data, objective, batch size and length; periods in optimizer steps,
+    0 is never.
 
     Attributes:
       model: `@GPT()`, `@Llama()`, `@ResNet()`, ...
@@ -390,7 +392,7 @@ class Train:
 
     @property
     def task(self) -> Objective:
-        """What the model is trained to do."""
+        """The training objective of the model: `objective`, or else the model's own."""
         objective = self.objective
         if objective is None:
             objective = objective_named(self.model.objective)
@@ -430,7 +432,7 @@ class Config:
     notes: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def to_gin(self) -> str:
-        """Every value as gin text; reading it again gives an equal configuration."""
+        """Return all values as gin text; reading it again gives an equal configuration."""
         return writer.to_gin(self)
 
     def operative(self) -> str:
@@ -509,7 +511,7 @@ def _of_sections(given: Sequence[Any]) -> gin_files.Text:
 
 
 def _own_modules(given: Sequence[Any]) -> list[str]:
-    """Where classes of the user's own come from among sections and what they refer to."""
+    """Return the modules of user-defined classes among sections and their values."""
     found: dict[str, None] = {}
     for one in given:
         module = type(one).__module__

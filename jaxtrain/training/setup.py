@@ -1,4 +1,4 @@
-"""What is trained, how its mathematics is run, its gradient; gradient accumulation.
+"""`Setup`: the trained parameters, execution and gradients of a step; gradient accumulation.
 
 A `Setup` has the facts that a step is composed of. It takes no step itself: see `step.py`.
 """
@@ -95,7 +95,7 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 class Targets(NamedTuple):
-    """What gradients are taken with respect to, and how those of microbatches are added.
+    """Parameters that gradients are taken with respect to, and how microbatch gradients are added.
 
     Attributes:
       select: layout, trained parameters -> what the gradient is taken with respect to.
@@ -111,7 +111,7 @@ class Targets(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """Where parameters are between steps.
+    """Storage of the parameters between steps: their shardings.
 
     Attributes:
       shardings: layout, parameters -> a NamedSharding for each.
@@ -215,7 +215,7 @@ class Setup:
 
     @functools.cached_property
     def stages(self) -> Stages | None:
-        """Which layers stand on which stage of the pipeline; None where there is none."""
+        """Assignment of layers to pipeline stages; None without a pipeline."""
         ranks = self.layout.mesh.shape["pipe"]
         if ranks == 1:
             return None
@@ -298,7 +298,7 @@ class Setup:
     def _of_batch(
         self, layout: Layout, batch: Batch, *arguments: Any
     ) -> tuple[nnx.State, Sums, nnx.State]:
-        """What `_of_rows` gives, of the rows of all devices that sum their gradients once."""
+        """Return what `_of_rows` gives, for all devices that sum their gradients once."""
         axes = () if self.tuning.splits_more(layout) else reduce_once_axes(layout, self.passes)
         if not axes:
             grads, sums, statistics = self._of_rows(layout, batch, *arguments)

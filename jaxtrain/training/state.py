@@ -40,7 +40,7 @@ class TrainState:
 
     @property
     def weights(self) -> Weights:
-        """All parameters: trained and frozen."""
+        """Pair of all parameters: trained and frozen."""
         return self.params, self.frozen
 
     def replace(self, **changes: Any) -> "TrainState":
@@ -49,7 +49,7 @@ class TrainState:
 
 
 class Gradient(NamedTuple):
-    """What a gradient pass hands to the update.
+    """Result of a gradient pass, the input of the update.
 
     Attributes:
       grads: float32, in the form of the trained parameters.
@@ -70,8 +70,13 @@ class Gradient(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What a step gives: the new state, its metrics, and what the host has still to do (`Files`);
-    (): nothing."""
+    """Result of a step.
+
+    Attributes:
+      state: the new state.
+      metrics: the step's metrics.
+      pending: what the host has still to do (`Files`); () is nothing.
+    """
 
     state: TrainState
     metrics: Sums
@@ -79,7 +84,7 @@ class Updated(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """What an optimizer's update gives: parameters, optimizer state, and as of `Updated`."""
+    """Result of an optimizer update: parameters, optimizer state, and `pending` as in `Updated`."""
 
     params: nnx.State
     opt_state: optax.OptState

@@ -64,8 +64,10 @@ class Files(Protocol):
     def finisher(
         self, options: Mapping[str, str]
     ) -> Callable[[TrainState, TrainState, Any], TrainState]:
-        """What ends a step, with the layout active: the whole state before it, the state in memory
-        after it and what it left pending, to the whole state.
+        """Return the function that finishes a step, to be called with the layout active.
+
+        It takes the whole state before the step, the state in memory after it and what the step
+        left pending, and returns the whole state.
 
         Args:
           options: of XLA, by name.
@@ -111,7 +113,7 @@ class Step(NamedTuple):
         return self.build(self.setup.replace(**changes))
 
     def train_step(self, state: TrainState, batch: Batch) -> Updated:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
           state: what compiled programs take of it (`in_memory`); donate it.
@@ -124,7 +126,7 @@ class Step(NamedTuple):
         return self.update(state, self.gradient(state, batch))
 
     def in_memory(self, state: TrainState) -> TrainState:
-        """What compiled programs take of a state."""
+        """Return the part of a state that compiled programs take."""
         return state if self.files is None else self.files.in_memory(state)
 
     def attach_files(self, state: TrainState, before: TrainState | None = None) -> TrainState:

@@ -58,7 +58,8 @@ def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
 def update_biases(
     frozen: nnx.State, load_LE: jax.Array | None, speed: float | None, order: list[int] | None
 ) -> nnx.State:
-    """What is not trained, after a step: the biases moved, all else, a teacher too, as it was.
+    """Return the frozen parameters after a step: router biases updated, everything else (a teacher,
+    too) unchanged.
 
     Args:
       frozen: what is not trained.
@@ -100,7 +101,10 @@ Estimate = Callable[[Setup, TrainState, Batch], nnx.State]
 
 
 def estimate_of(rule: Rule) -> Callable[[Setup, TrainState, Batch], Any] | None:
-    """What estimates for a rule whether an estimate is due, and that, else zeros; None: nothing."""
+    """Return the curvature estimator of a rule, or None if it needs no estimate.
+
+    The estimator returns whether an estimate is due and the estimate, or else zeros.
+    """
     if not isinstance(rule, SophiaRule):
         return None
     return functools.partial(_when_due, _ESTIMATES[rule.curvature], rule.every)

@@ -37,7 +37,7 @@ _IN_A_BYTE, _NOT_FINITE = 4, 3
 
 
 class Codec(Protocol):
-    """How a device sends its values to the others along `data`.
+    """Encoding of the messages that a device sends to the others along `data`.
 
     Attributes:
       keeps_rest: whether what a message leaves out is kept for the next.
@@ -46,8 +46,8 @@ class Codec(Protocol):
     keeps_rest: ClassVar[bool]
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
-        """What all replicas' messages add up to, the same on each, and what is left to be sent: []
-        where nothing is kept.
+        """Return the sum of all replicas' messages, the same on each, and the residual still to be
+        sent: [] if the codec keeps none.
 
         Called on every device with its own shards, inside `jax.shard_map`; what an array becomes
         does not depend on the arrays beside it, so that devices along other mesh axes that hold the
@@ -70,7 +70,9 @@ class Int8:
     keeps_rest: ClassVar[bool] = True
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
-        """As in Codec. A part's owner rounds the sum again; what that loses the owner keeps."""
+        """Exchange as in `Codec`. The owner of a part rounds the sum again and keeps the rounding
+        error.
+        """
         k = jax.lax.axis_size("data")
         flat = _to_blocks(pending)
         blocks_kMN = jnp.pad(flat, ((0, -len(flat) % k), (0, 0))).reshape(k, -1, BLOCK)
@@ -110,7 +112,7 @@ class TopK:
     keep: float
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
-        """As in Codec."""
+        """Exchange as in `Codec`."""
         k, rank = jax.lax.axis_size("data"), jax.lax.axis_index("data")
         padded = [jnp.pad(x.reshape(-1), (0, -x.size % k)) for x in pending]
         values_kC, places_kC, left_kP = self._split([x.reshape(k, -1) for x in padded])
@@ -141,7 +143,9 @@ class TopK:
         return _without_padding(sent_kP, pending), _without_padding(left_kP, pending)
 
     def _split(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """Of each row the largest entries [..., C], their places, and the row without them."""
+        """Return the largest entries [..., C] of each row, their positions, and the rows without
+        them.
+        """
         places = [largest(x, self.keep) for x in arrays]
         pairs = list(zip(arrays, places, strict=True))
         values = [jnp.take_along_axis(x, at, -1) for x, at in pairs]
@@ -163,7 +167,7 @@ class Signs:
     keeps_rest: ClassVar[bool] = False
 
     def exchange(self, pending: Arrays) -> tuple[Arrays, Arrays]:
-        """As in Codec; nothing is left."""
+        """Exchange as in `Codec`; there is no residual."""
         k = jax.lax.axis_size("data")
         flat = to_flat(pending)
         padded = jnp.pad(flat, (0, -flat.size % (_IN_A_BYTE * k)))
@@ -173,10 +177,10 @@ class Signs:
 
 
 class Reduction(Protocol):
-    """How replicas add up their gradients, and what they keep for the next step."""
+    """Gradient reduction over replicas, with the state that it keeps for the next step."""
 
     def init(self, params: nnx.State, replicas: int) -> Any:
-        """What is kept before the first step; () where nothing is."""
+        """Return the state before the first step; () for a reduction without state."""
         ...
 
     def shardings(self, kept: Any, layout: Layout) -> Any:
@@ -184,7 +188,7 @@ class Reduction(Protocol):
         ...
 
     def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
-        """What arrives of the replicas' gradients, and what is kept.
+        """Return the reduced gradients and the new state.
 
         Args:
           grads: each replica's part of the mean over all targets, float32 [k, ...], sharded as the
@@ -284,18 +288,18 @@ class Coded:
     codec: Codec
 
     def init(self, params: nnx.State, replicas: int) -> Any:
-        """As of Reduction: nothing is left of any step."""
+        """Return the initial state as in `Reduction`: a residual of zeros."""
         if not self.codec.keeps_rest:
             return ()
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         return to_replicas(zeros, replicas)
 
     def shardings(self, kept: Any, layout: Layout) -> Any:
-        """As of Reduction."""
+        """Return the shardings as in `Reduction`."""
         return replica_shardings(kept, layout.moment, layout)
 
     def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
-        """As of Reduction."""
+        """Reduce as in `Reduction`."""
         if self.codec.keeps_rest:
             grads = jax.tree.map(jnp.add, kept, grads)
         leaves, structure = jax.tree.flatten(grads)

@@ -41,7 +41,7 @@ Method = Literal[
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """How the replicas along the mesh axis `data` agree.
+    """Gradient or parameter exchange between the replicas along the mesh axis `data`.
 
     Attributes:
       method: 'synchronous' reduces every step's gradients; 'local_sgd' (arXiv 1805.09767) averages
@@ -123,7 +123,7 @@ def validate(settings: Exchange, layout: Layout | None) -> Iterator[str]:
 
 
 def _validate_torus(replicas: int) -> Iterator[str]:
-    """Where replicas are no grid."""
+    """Yield an error where the number of replicas does not form a grid."""
     if replicas > 1 and 1 in sides(replicas):
         yield (
             f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
@@ -132,7 +132,7 @@ def _validate_torus(replicas: int) -> Iterator[str]:
 
 
 def _validate_turns(settings: Exchange) -> Iterator[str]:
-    """Where a period has no room for the turns of all fragments, or a fragment for its way."""
+    """Yield errors where a period is too short for the turns of all fragments or for the delay."""
     period = settings.period
     if settings.fragments > period:
         yield (

@@ -22,7 +22,7 @@ REPLICA = P("data")
 
 
 def replicas_of(setup: Setup) -> int:
-    """How many replicas there are: k."""
+    """Return the number of replicas, k."""
     return setup.layout.mesh.shape["data"]
 
 
@@ -85,7 +85,7 @@ def _where(axes, function, tree):  # noqa: ANN001, ANN202 - any pytree in, the s
 
 
 def _of_one(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """One replica's part of an array [k, ...]: its shape, laid out over the other axes."""
+    """Return the shape of one replica's part of an array [k, ...], sharded over the other axes."""
     sharding = jax.typeof(x).sharding
     return jax.ShapeDtypeStruct(
         x.shape[1:], x.dtype, sharding=NamedSharding(sharding.mesh, P(*sharding.spec[1:]))
@@ -93,7 +93,9 @@ def _of_one(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def to_replicas(tree, replicas: int):  # noqa: ANN001, ANN201 - any pytree in, the same out
-    """Every array repeated along a leading "replica" dimension; on a mesh, without a transfer."""
+    """Return each array repeated along a leading "replica" dimension; on a mesh, without a
+    transfer.
+    """
 
     def repeat(x: jax.Array) -> jax.Array:
         sharding = jax.typeof(x).sharding
@@ -120,7 +122,9 @@ def _without_replica(leaf):  # noqa: ANN001, ANN202
 
 
 def replica_shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
-    """As `sharding.shardings`; unnamed leaves are split over `data` along their first dimension."""
+    """Return shardings like `sharding.shardings`; unnamed leaves are split over `data` along their
+    first dimension.
+    """
 
     def one(leaf):  # noqa: ANN001, ANN202
         return layout.named(spec(logical_axes(leaf)) if is_variable(leaf) else REPLICA)

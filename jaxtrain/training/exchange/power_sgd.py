@@ -28,7 +28,8 @@ from jaxtrain.training.optimizers.matrices import sides
 
 
 class Narrow(NamedTuple):
-    """How a matrix [rows, columns] is sent as two factors, of as many rows and as many columns.
+    """Split of a matrix [rows, columns] into two low-rank factors, [rows, rank] and [columns,
+    rank].
 
     Attributes:
       stack, rows, columns: its dimensions, as of `matrices.Sides`.
@@ -72,8 +73,11 @@ class PowerSGD:
     rank: int
 
     def init(self, params: nnx.State, replicas: int) -> dict[str, Any]:
-        """As of Reduction: what each replica has `left` to send, float32 [k, ...], and each
-        matrix's `basis` Q, float32 [..., columns, r], first of random numbers."""
+        """Return the initial state as in `Reduction`.
+
+        It has each replica's residual `left`, float32 [k, ...], and each matrix's `basis` Q,
+        float32 [..., columns, r], which starts from random numbers.
+        """
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         return {"left": to_replicas(zeros, replicas), "basis": self._first(zeros)}
 
@@ -90,12 +94,12 @@ class PowerSGD:
         return found
 
     def shardings(self, kept: Any, layout: Layout) -> dict[str, Any]:
-        """As of Reduction."""
+        """Return the shardings as in `Reduction`."""
         left = replica_shardings(kept["left"], layout.moment, layout)
         return {"left": left, "basis": shardings(kept["basis"], layout.moment, layout)}
 
     def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
-        """As of Reduction."""
+        """Reduce as in `Reduction`."""
         pending = jax.tree.map(jnp.add, kept["left"], grads)
         leaves, structure = jax.tree.flatten(pending, is_leaf=is_variable)
         named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_variable)
@@ -117,7 +121,7 @@ class PowerSGD:
 
 
 def _exchange(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What arrives of the matrices [k, ...], what is left of each, and the next Q."""
+    """Return the low-rank sum of the matrices [k, ...], each replica's residual, and the next Q."""
     letters = string.ascii_lowercase
     stack, rows, columns = ("".join(letters[i] for i in part) for part in told[:3])
     whole = letters[: x.ndim - 1]

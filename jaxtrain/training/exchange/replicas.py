@@ -183,8 +183,11 @@ def _exchange(setup: Setup, rule: Agreement, state: TrainState) -> TrainState:
 
 
 def _mean(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
-    """One model: the plain mean of the replicas' parameters, or of the averages that they keep, if
-    any; without the optimizer's state, which nothing there reads."""
+    """Return one model: the plain mean of the replicas' parameters, or of their weight averages if
+    any.
+
+    The result has no optimizer state, which nothing there reads.
+    """
     layout = setup.layout
     average = averaged_params(state.opt_state, state.params) if of_averages else None
     kept = state.params if average is None else average

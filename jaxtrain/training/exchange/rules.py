@@ -21,7 +21,7 @@ Memory = dict[str, Any]
 
 
 class Agreement(Protocol):
-    """How replicas agree.
+    """Rule by which replicas with their own parameters agree.
 
     Attributes:
       period: steps between two exchanges.
@@ -31,7 +31,9 @@ class Agreement(Protocol):
     def period(self) -> int: ...
 
     def first_memory(self, params: nnx.State) -> Memory:
-        """What the rule remembers between exchanges, from the parameters of a fresh state."""
+        """Return the rule's initial state between exchanges, from the parameters of a fresh train
+        state.
+        """
         ...
 
     def exchange(

@@ -31,7 +31,7 @@ Arrays = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    """Every `count`-th layer, from the fragment's own on (strided, as arXiv 2501.18512 has it).
+    """Strided fragments: each has every `count`-th layer, from its own on (as in arXiv 2501.18512).
 
     If an array has no layers, or a number that `count` does not divide, its first dimension that
     divides on a device is split instead: rows of a table, features of a vector. If there is none,
@@ -90,7 +90,10 @@ class Fragments:
 
 
 def _specs(tree: Any) -> tuple[list[P], list[P]]:
-    """How each array lies, and a fragment of it: as many devices have different parts of it."""
+    """Return the PartitionSpec of each array and of a fragment of it.
+
+    A fragment has different parts on as many devices as the array has.
+    """
     wholes, parts = [], []
     for variable in jax.tree.leaves(tree, is_leaf=is_variable):
         spec = jax.typeof(variable.get_value()).sharding.spec
@@ -174,7 +177,7 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
         )
 
     def mix(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
-        """What the outer step made of a fragment, mixed into what every replica has."""
+        """Mix the outer step's result for a fragment into the parameters of each replica."""
         params = reshard(state.params, layout.moment, layout)
 
         def mixed(own: jax.Array, outer: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """How a kind, a group's size and eight bits are asked for."""
+    """Names of the settings that select a format, a group size and 8 bits."""
 
     bits: str
     group: str
@@ -52,7 +52,7 @@ class FewBits(Tuning):
     group: int = BLOCK
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """What `draw` gave is trained, parameters are not; of those quantized the codes are kept.
+        """Split the weights into trained adapters (from `draw`) and frozen, quantized parameters.
 
         Arguments are those of `Tuning.begin`.
         """

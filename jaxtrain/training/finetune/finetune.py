@@ -20,7 +20,8 @@ from jaxtrain.training.finetune.tuning import Tuning
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finetune:
-    """Which parameters a run trains; by default all of them.
+    """Fine-tuning: which parameters a run trains (by default all), LoRA adapters, quantized
+    weights.
 
     Attributes:
       freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
@@ -168,7 +169,7 @@ def _validate_unmatched(
 
 
 def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
-    """What holds for adapters and for quantized weights."""
+    """Yield errors that adapters and quantized weights have in common."""
     # Imported here, as below: most runs train all parameters, as they are.
     from jaxtrain.training.finetune.few_bits import can_adapt, validate_blocks
 
@@ -215,7 +216,7 @@ def tuning_of(
     build: Callable[[jax.Array], nnx.Module],
     untrained: frozenset[str] = frozenset(),
 ) -> Tuning:
-    """What is trained of a model.
+    """Return the trainable/frozen partition of a model's parameters.
 
     Args:
       settings: which parameters are.
@@ -255,5 +256,5 @@ def tuning_of(
 
 
 def matching(patterns: Iterable[str], names: Collection[str]) -> list[str]:
-    """Those of the names that one of the patterns matches."""
+    """Return the names that match one of the patterns."""
     return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]

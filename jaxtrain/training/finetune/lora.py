@@ -44,7 +44,7 @@ class LoRA(FewBits):
 
     @property
     def draws(self) -> bool:
-        """Where it drops anything."""
+        """Whether adapters use dropout."""
         return self.dropout > 0
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
@@ -194,7 +194,9 @@ def _of_magnitude(weight: jax.Array, size: jax.Array, inside: tuple[int, ...]) -
 
 
 def targets_of(wanted: tuple[str, ...], shapes: nnx.State) -> Iterator[tuple[str, list[str]]]:
-    """What each of `Finetune.lora_targets` names: 'attention', 'mlp', or a pattern."""
+    """Yield each entry of `Finetune.lora_targets` ('attention', 'mlp' or a pattern) with the names
+    that match it.
+    """
     able = {name: logical_axes(v) for name, v in by_name(shapes).items() if can_adapt(v)}
     for one in wanted:
         if one == "attention":

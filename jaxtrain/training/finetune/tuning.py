@@ -17,7 +17,7 @@ TEACHER = "teacher"  # under this name a model holds another one that it learns 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """How a model's parameters become what is trained and what is frozen, and the model again.
+    """Partition of a model's parameters into trained and frozen ones, and its inverse.
 
     Attributes:
       frozen: names of the parameters that are held as they are, such as `layers/up`.
@@ -37,7 +37,7 @@ class Tuning:
         )
 
     def teacher_layout(self, layout: Layout) -> Layout:
-        """Where a teacher's parameters lie, beside a model in this layout."""
+        """Return the layout of a teacher's parameters next to a model in this layout."""
         zero = layout.zero if self.teacher_zero is None else self.teacher_zero
         return dataclasses.replace(layout, zero=zero)
 
@@ -52,7 +52,8 @@ class Tuning:
         return layout.zero < 2 and self.teacher_layout(layout).zero == 3
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
-        """What is trained beside the model's own parameters, freshly drawn: nothing.
+        """Return freshly drawn parameters that are trained in addition to the model's own: none
+        here.
 
         Args:
           shapes: of the model's parameters, its layers in their order.
@@ -72,7 +73,9 @@ class Tuning:
         return partition(params, lambda name, _: name not in self.frozen)
 
     def join(self, weights: Weights) -> nnx.State:
-        """What the model computes with; of any part of a model, such as its layers."""
+        """Merge trained and frozen parameters into those of the model, or of any part such as its
+        layers.
+        """
         trained, frozen = weights
         return nnx.merge_state(trained, frozen) if self.frozen else trained
 

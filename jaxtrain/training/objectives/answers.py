@@ -52,7 +52,7 @@ class AnswerObjective(Objective[Predictor]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """As in Objective."""
+        """Return the sums over a batch and the running statistics, as in `Objective`."""
         answers_BC, statistics = model(countable(batch), statistics, execution, train=train)
         return self.of_predicted(answers_BC, batch, settings, train=train), statistics
 

@@ -20,7 +20,7 @@ Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _scale(dtype: jnp.dtype) -> float:
-    """What gradients are multiplied by until the loss's own, with its scale, is known.
+    """Return the factor that gradients have until the scale of the loss is known.
 
     Those of logits are probabilities, and float16 has its full precision from 6e-5 on only.
     """

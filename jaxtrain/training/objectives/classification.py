@@ -48,8 +48,10 @@ def evaluation_sums(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> S
 
 
 def _before(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """How many classes come before the target, int32 [...]; of equals the first one does, as of
-    argmax."""
+    """Return the rank of the target class: the number of classes before it, int32 [...].
+
+    Of equal logits the first class comes first, as in argmax.
+    """
     places = jnp.arange(logits.shape[-1])
     is_target = targets[..., None] == places
     own = jnp.where(is_target, logits, 0).sum(-1, keepdims=True)
@@ -164,7 +166,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
     def logits(
         self, model: Predictor, statistics: Any, batch: Batch, execution: Execution
     ) -> jax.Array:
-        """Of the classes: float32 [B, C]."""
+        """Return the class logits, float32 [B, C]."""
         answers_BC, _ = model(batch.inputs, statistics, execution, train=False)
         return answers_BC.astype(jnp.float32)
 
@@ -176,7 +178,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         )
 
     def count_shape(self, batch: Batch, rows: int) -> tuple[int, ...]:
-        """One number a label: by how much it counts."""
+        """Return the shape of the weights in the loss: one element per label."""
         return np.shape(batch.targets)
 
     def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
@@ -220,7 +222,7 @@ WEIGHT = 0.3
 
 
 class AuxiliaryClassification(Classification):
-    """As `Classification`, of a model whose answers are a tuple: its own, then other heads'."""
+    """Classification with auxiliary heads: the model returns a tuple, its own logits first."""
 
     name: ClassVar[str] = "auxiliary_classification"
     minimized: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")

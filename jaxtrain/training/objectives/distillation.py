@@ -38,9 +38,11 @@ from jaxtrain.training.settings import load_config
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Distillation(TokenObjective):
-    """What a frozen teacher says (arXiv 1503.02531): (1 - share) cross entropy + share
-    temperature^2 KL(teacher || model), both softened by the temperature, the mean over the targets
-    that count. Metrics: `cross_entropy` and `divergence`, the two parts.
+    """Knowledge distillation from a frozen teacher (arXiv 1503.02531).
+
+    The loss is (1 - share) cross entropy + share temperature^2 KL(teacher || model), both softened
+    by the temperature, the mean over the targets that count. Metrics: `cross_entropy` and
+    `divergence`, the two parts.
 
     Attributes:
       teacher: the folder of a run, its newest checkpoint, or a Hugging Face folder; it has the
@@ -110,7 +112,7 @@ class Distillation(TokenObjective):
         )
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """What is of a cross entropy alone."""
+        """Yield errors for settings that only a plain cross entropy reads."""
         yield from validate_unread(settings, "Train.objective=@Distillation()")
 
     def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
@@ -149,7 +151,9 @@ class Distillation(TokenObjective):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """As in Objective: those of both models' hidden states, and the model's layers'."""
+        """Return the sums as in `Objective`: those of both models' hidden states, and of the
+        model's layers.
+        """
         del settings, train
         batch = self.arrange(batch, execution)
         assert batch.positions is not None, "a batch of text has positions"

@@ -200,7 +200,9 @@ def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.A
 
 @jax.custom_vjp
 def _pick(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """As `_at`; its gradient is no scatter into zeros, but fused into the rest of the logits'."""
+    """Return the target logits, like `_at`; the gradient is fused with the rest, not a scatter into
+    zeros.
+    """
     del classes
     return jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 

@@ -41,7 +41,7 @@ class Baseline:
 
 @dataclasses.dataclass(frozen=True)
 class Yardstick:
-    """How an objective's metrics are to be read.
+    """Presentation of an objective's metrics: units, panels and baselines.
 
     Attributes:
       unit: of the loss, such as 'nats a token'; '' if it has none.
@@ -121,12 +121,13 @@ class Objective(abc.ABC, Generic[M]):
                 )
 
     def validate_model(self, model: Model) -> Iterator[str]:
-        """Why a model, which names this objective, cannot be trained to it: what it reads."""
+        """Yield why a model that names this objective cannot be trained with it, such as other
+        inputs.
+        """
         yield from self.validate_inputs(model)
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """What is learned from, out of what a data source opened: the same, or examples of another
-        form made of its own.
+        """Return the dataset to train on: the opened one, or one with its examples in another form.
 
         Args:
           dataset: the opened data.
@@ -144,15 +145,17 @@ class Objective(abc.ABC, Generic[M]):
         return self
 
     def builder(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
-        """What makes the module, from a key: the model's own, or more around it."""
+        """Return the function that builds the module from a key: the model's own, or a wrapper of
+        it.
+        """
         return model.build
 
     def adapt_tuning(self, tuning: Tuning) -> Tuning:
-        """What is trained of it, where `tuning` is what is trained of the model."""
+        """Return the trainable/frozen partition for this objective, given the model's `tuning`."""
         return tuning
 
     def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
-        """Why a run cannot train to it.
+        """Yield why a run cannot train with this objective.
 
         Args:
           model: the model's settings.
@@ -163,8 +166,10 @@ class Objective(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def counts(self, batch: Batch) -> Sums:
-        """What sums over a batch are divided by, float32 scalars: `weight`, which says how much its
-        targets count together, and more by name."""
+        """Return the denominators of the sums over a batch, float32 scalars.
+
+        They are `weight`, the total weight of its targets, and more by name.
+        """
 
     @abc.abstractmethod
     def over(self, name: str) -> str:
@@ -199,7 +204,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Why a batch of your own cannot be learned from, but for the number of its rows.
+        """Yield why a user-provided batch is invalid, apart from its number of rows.
 
         Args:
           batch: whatever its fields hold; see `own_batch` for what is looked at.
@@ -209,7 +214,7 @@ class Objective(abc.ABC, Generic[M]):
         """
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """Why the loss's settings are not its own."""
+        """Yield errors for settings of the loss that this objective does not support."""
         del settings
         yield from ()
 
@@ -243,7 +248,7 @@ class Objective(abc.ABC, Generic[M]):
         return {}
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """What its metrics are measured in and compared with, in a run's end line and pictures.
+        """Return units and baselines of the metrics, for the summary and the plots of a run.
 
         Args:
           model: the model's settings.
@@ -279,7 +284,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def total(self, sums: Sums, scales: Sums) -> jax.Array:
-        """What is minimized: each such sum times the scale of what it is divided by.
+        """Return the scalar to minimize: each such sum times the scale of its count.
 
         Args:
           sums: of the batch or of a part of it; those that are metrics alone are left out.
@@ -297,7 +302,7 @@ class Objective(abc.ABC, Generic[M]):
 
 
 class TellsLogits(abc.ABC, Generic[M]):
-    """What an objective is besides, whose models give logits of their inputs alone."""
+    """Interface of objectives whose models compute logits from their inputs alone."""
 
     @abc.abstractmethod
     def reading(self, inputs: Any) -> Batch:
@@ -305,7 +310,7 @@ class TellsLogits(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def logits(self, model: M, statistics: Any, batch: Batch, execution: Execution) -> jax.Array:
-        """What a model says of a batch's inputs, as in evaluation: float32 [B, ..., V].
+        """Return the model's logits of a batch's inputs, in evaluation mode: float32 [B, ..., V].
 
         Args:
           model: as of `Objective.sums`.
@@ -316,7 +321,7 @@ class TellsLogits(abc.ABC, Generic[M]):
 
 
 def at_least_one(count: jax.Array) -> jax.Array:
-    """What a sum of this count is divided by: a batch without any target has a loss of 0."""
+    """Return the denominator for a sum of this count, at least 1: without targets the loss is 0."""
     return jnp.maximum(count, 1.0)
 
 

@@ -46,7 +46,7 @@ class DPO(TokenObjective):
         require_positive(self, "beta")
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """What is of a cross entropy."""
+        """Yield errors for settings that only a plain cross entropy reads."""
         yield from validate_unread(settings, "Train.objective=@DPO()")
 
     def weight(self, batch: Batch) -> jax.Array:

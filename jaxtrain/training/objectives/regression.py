@@ -43,7 +43,9 @@ class Regression(AnswerObjective):
         }
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """What is of a cross entropy; no answer has places for chunks."""
+        """Yield errors for cross-entropy settings; `chunk_size` is ignored, as there are no
+        positions.
+        """
         unchunked = dataclasses.replace(settings, chunk_size=None)
         yield from validate_unread(unchunked, f"the objective {self.name!r}")
 
@@ -72,7 +74,7 @@ class Regression(AnswerObjective):
 
 
 class Reconstruction(Regression):
-    """As `Regression`, of the numbers that went in; the data's targets are not read."""
+    """Regression of the inputs themselves (autoencoders); the data's targets are not read."""
 
     name: ClassVar[str] = "reconstruction"
 

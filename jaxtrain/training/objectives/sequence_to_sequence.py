@@ -62,8 +62,11 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """As in Objective: those of the hidden states. A held-out row with several answers is an
-        exact match if any of them is predicted whole: greedy decoding then writes that one."""
+        """Return the sums as in `Objective`: those of the hidden states.
+
+        A held-out row with several answers is an exact match if all targets of any one of them are
+        predicted: greedy decoding then writes that one.
+        """
         memory = _read(model, batch, execution)
         h_BTD = _generate(model, batch, memory, execution)
         found = self.of_hidden(model, h_BTD, batch, settings, train=train)
@@ -108,7 +111,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     def logits(
         self, model: PairModule, statistics: Any, batch: Batch, execution: Execution
     ) -> jax.Array:
-        """Of the token that each place of the target is to tell: float32 [B, T, V]."""
+        """Return the logits of the token at each target position, float32 [B, T, V]."""
         del statistics
         return logits(model, hidden_states(model, batch, execution)).astype(jnp.float32)
 
@@ -136,7 +139,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
 
 
 class Seen(NamedTuple):
-    """Which tokens of a batch see which: of the source, of the target, the target of the source."""
+    """Attention masks of a batch: source, target, and target to source."""
 
     source: Mask
     target: Mask
@@ -169,13 +172,13 @@ def _generate(model: PairModule, batch: Batch, memory: Any, execution: Execution
 
 
 def _right(logits_BTV: jax.Array, model: PairModule, batch: Batch) -> jax.Array:
-    """Which targets have the highest logit, bool [B, T]."""
+    """Return whether each target has the highest logit, bool [B, T]."""
     real_V = jnp.arange(logits_BTV.shape[-1]) < vocabulary(model)
     return jnp.where(real_V, logits_BTV, -jnp.inf).argmax(-1) == batch.targets
 
 
 def _exact_matches(right_BT: jax.Array, batch: Batch) -> jax.Array:
-    """Of which rows all targets that count are right, and any counts, bool [B]."""
+    """Return whether each row has targets that count, all of them predicted right, bool [B]."""
     counts_BT = batch.loss_mask != 0
     return (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)
 
@@ -187,7 +190,7 @@ def _answers(batch: Batch) -> Iterator[Batch]:
 
 
 def validate_answers(layout: Layout) -> Iterator[str]:
-    """Why several answers cannot be distinguished on a mesh."""
+    """Yield why several answers for a source are not supported on a mesh."""
     if layout.mesh.shape["pipe"] > 1:
         yield (
             f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline uses each source's first answer "

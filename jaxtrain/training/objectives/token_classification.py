@@ -60,7 +60,7 @@ class TokenClassification(TokenObjective):
         return Yardstick("nats a label", ("accuracy",), uniform_guess(classes))
 
     def class_count(self, model: TokenModel) -> tuple[str, int]:
-        """Its classes."""
+        """Return the setting that holds the number of classes, and that number."""
         classes = token_classes_of(model)
         assert classes is not None, "rejected before"
         return "num_classes", classes

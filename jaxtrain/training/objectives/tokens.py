@@ -87,7 +87,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         *,
         train: bool,
     ) -> Sums:
-        """Where layers of its own stand behind the last, their sums, and more of `own`."""
+        """Return the sums of extra layers behind the last, if the objective has any."""
         del model, h_BTD, batch, execution, settings, train
         return {}
 
@@ -102,7 +102,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         *,
         train: bool,
     ) -> Sums:
-        """All sums of finished hidden states."""
+        """Return all sums of the final hidden states."""
         more = self.of_more_layers(model, h_BTD, batch, execution, settings, train=train)
         return {**self.of_hidden(model, h_BTD, batch, settings, train=train), **more}
 
@@ -113,8 +113,11 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def validate_model(self, model: Model) -> Iterator[str]:
-        """One that does not read tokens, that says of its attention what this mask is not, or that
-        has modules which would not be trained."""
+        """Yield errors for a model that the objective does not support.
+
+        It must read tokens, its attention must be causal if the objective's mask is, and it must
+        not have modules that would not be trained.
+        """
         yield from self.validate_inputs(model)
         name = type(model).__name__
         if not self.tells_further:
@@ -132,21 +135,21 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def mask(self, batch: Batch) -> Mask:
-        """Which tokens see which: of their own document alone."""
+        """Return the attention mask: tokens attend within their own document."""
         return Mask(
             causal=self.causal, segment_ids_BT=batch.segment_ids, segment_ids_BS=batch.segment_ids
         )
 
     @final
     def arrange(self, batch: Batch, execution: Execution) -> Batch:
-        """As in Objective: rows, and places over context."""
+        """Arrange a batch as in `Objective`: rows, and positions over the mesh axis `context`."""
         method = execution.context_parallel
         of_places = dataclasses.replace(self.in_order(batch), rows=None)
         arranged = jax.tree.map(lambda x_BT: along_context(x_BT, method), of_places)
         return dataclasses.replace(arranged, rows=batch.rows)
 
     def weight(self, batch: Batch) -> jax.Array:
-        """How much a batch counts: its targets, each by its loss mask."""
+        """Return the weight of a batch: the sum of its loss mask."""
         return batch.loss_mask.sum()
 
     @final
@@ -160,7 +163,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         return "weight" if name in self.own else "tokens"
 
     def class_count(self, model: TokenModel) -> tuple[str, int]:
-        """What a target is one of: the setting that says how many there are, and how many."""
+        """Return the setting that holds the number of classes of a target, and that number."""
         return "vocab_size", model.vocab_size
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -182,7 +185,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """As in Objective: those of the hidden states, and the layers'."""
+        """Return the sums as in `Objective`: those of the hidden states and of the layers."""
         batch = self.arrange(batch, execution)
         assert batch.positions is not None, "a batch of text has positions"
         h_BTD, _, of_layers = hidden_states(
@@ -204,7 +207,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     def logits(
         self, model: Transformer, statistics: Any, batch: Batch, execution: Execution
     ) -> jax.Array:
-        """Of the token that each place is to tell: float32 [B, T, V]."""
+        """Return the next-token logits at each position, float32 [B, T, V]."""
         del statistics
         assert batch.positions is not None, "a batch of text has positions"
         mask = self.mask(batch)
@@ -319,7 +322,7 @@ def add_sums(total: Sums, more: Sums) -> Sums:
 
 
 def _tokens(batch: Batch) -> jax.Array:
-    """How many tokens are a document's."""
+    """Return the number of tokens that belong to a document."""
     if batch.segment_ids is None:
         return jnp.asarray(batch.loss_mask.size, jnp.float32)
     return (batch.segment_ids != 0).sum(dtype=jnp.float32)

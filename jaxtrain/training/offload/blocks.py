@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a step in memory leaves to be done.
+    """Pending update of a step in memory.
 
     Attributes:
       grads: what the rule is given, laid out as the moments are.
@@ -65,7 +65,7 @@ class Pending(NamedTuple):
 
 
 def groups(params: nnx.State, kept: Any) -> list[Group]:
-    """Which parameters are updated together.
+    """Return the groups of parameters that are updated together.
 
     Args:
       params: their shapes.
@@ -105,7 +105,7 @@ def largest_block(params: nnx.State, kept: Any) -> int:
 
 
 class Blocks:
-    """What is compiled to update a state in files, and to begin one: once for each group."""
+    """Compiled functions that initialize and update a state in files, one pair per group."""
 
     def __init__(
         self,

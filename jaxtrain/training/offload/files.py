@@ -97,12 +97,12 @@ class FileArray:
 
     @property
     def ndim(self) -> int:
-        """Its dimensions."""
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole array."""
+        """Size of the whole array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, layer: int | None = None) -> jax.Array:

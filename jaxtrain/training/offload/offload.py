@@ -12,8 +12,8 @@ Where = Literal["none", "host", "disk"]
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What lies in pinned memory of the hosts between its uses (ZeRO-Offload, arXiv 2101.06840), or
-    in files on their disks (ZeRO-Infinity, arXiv 2104.07857).
+    """Offload of training state to the hosts: pinned memory (ZeRO-Offload, arXiv 2101.06840) or
+    files on their disks (ZeRO-Infinity, arXiv 2104.07857).
 
     Each device's shard lies in the memory, or on the disk, of its own host. The update reads it one
     layer at a time and writes it back; what is computed stays on the devices, bit for bit.

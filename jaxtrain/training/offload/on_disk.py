@@ -90,7 +90,7 @@ def offload_to_disk(
 
 @dataclasses.dataclass(frozen=True)
 class _OnDisk:
-    """As of `step.Files`.
+    """Optimizer state in files; implements `step.Files`.
 
     Attributes:
       step: whose state it is.

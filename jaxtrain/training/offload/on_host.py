@@ -163,7 +163,10 @@ def fetch_params(setup: Setup, state: TrainState) -> TrainState:
 
 
 def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
-    """As of `apply_on_devices`; where a step is not good what is on a host is never written."""
+    """Return the update for state in host memory, like `apply_on_devices`.
+
+    A bad step never writes what is on a host.
+    """
     streams, keeps_params = offload.optimizer_state == "host", offload.parameters == "host"
 
     def apply(

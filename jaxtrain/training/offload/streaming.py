@@ -25,7 +25,7 @@ OfLayer = Callable[[Any, Any, jax.Array], tuple[Any, Any]]
 
 
 def on_device(tree):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
-    """Every array in the memory of the devices, inside a program."""
+    """Move each array into device memory, inside a compiled program."""
     return jax.tree.map(lambda x: jax.device_put(x, DEVICE), tree)
 
 
@@ -105,7 +105,7 @@ def streamed(
     def update(
         updates: Any, state: Any, params: Any = None, *, good: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """As optax's; where `good` is given and false the state stays as it was."""
+        """Update as in optax; where `good` is false the state stays as it was."""
         none = ()
         if first:
             updates, none = before.update(updates, state[: len(first)], on_device(params), **extra)

@@ -64,7 +64,7 @@ def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def blocks_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """How many blocks an array has along each of its dimensions."""
+    """Return the number of blocks along each dimension of an array."""
     return tuple(size // side for size, side in zip(shape, block_of(shape, axes), strict=True))
 
 
@@ -130,7 +130,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 
 
 def _code(scaled: jax.Array, signed: bool) -> jax.Array:
-    """Which of the map is the nearest to numbers of -1 to 1 (0 to 1): `_value` the other way.
+    """Return the nearest code for values of -1 to 1 (0 to 1): the inverse of `_value`.
 
     Comparisons with where decades begin find the decade, and the place in it is read off a number's
     size: comparing it with all 255 middles takes 250 times as long on CPUs (0.6 us a number).
@@ -153,7 +153,7 @@ def _code(scaled: jax.Array, signed: bool) -> jax.Array:
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
-    """What a code stands for.
+    """Return the value that a code stands for.
 
     Of the d-th decade from below, counted from 0, there are 2^d steps (2^(d+1) where none is
     negative), each the middle of its part of 0.1 to 1; 0 is one value more, and 1 the last.
@@ -262,7 +262,7 @@ def _init(params: Any) -> CodedMoments:
 
 
 def _quantize(means: Any, *, signed: bool) -> Any:
-    """What stays of float32 means."""
+    """Return moments with the matrices among them quantized; the others stay float32."""
     return each(lambda v: encode(v, signed=signed) if is_matrix(v) else v, means)
 
 

@@ -22,7 +22,7 @@ class Evaluated(abc.ABC):
 
     @abc.abstractmethod
     def eval_params(self, params: Any) -> Any:
-        """What they use in place of the parameters, float32; laid out as the optimizer's state."""
+        """Return the parameters for evaluation, float32, sharded like the optimizer state."""
 
     @abc.abstractmethod
     def restart(self, params: Any) -> "Evaluated":

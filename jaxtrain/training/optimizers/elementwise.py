@@ -158,8 +158,9 @@ class RAdam(AdamRule):
 
 
 def memory_length(t: jax.Array, b2: float) -> jax.Array:
-    """How many updates' worth of memory a mean has after t: r - 2 t b2^t / (1 - b2^t), of at most
-    r = 2 / (1 - b2) - 1.
+    """Return the effective length of a moving average after t updates, in updates (RAdam's rho_t).
+
+    It is r - 2 t b2^t / (1 - b2^t), at most r = 2 / (1 - b2) - 1.
 
     It is about t at first, as the difference of two numbers near r, which float32 would lose. With
     x = -t log b2 the second is 2 t / (e^x - 1), whose series begins 2 t / x - t.

@@ -21,8 +21,9 @@ _OF_LAYERS = re.compile(r"(.+)\[(\d*):(\d*)\]")
 
 
 class Part(NamedTuple):
-    """What a pattern stands for: parameters, and of stacked ones the layers from `first` on that
-    come before `last`."""
+    """A parsed pattern: parameters by name; of stacked ones, the layers from `first` to before
+    `last`.
+    """
 
     pattern: str
     first: int = 0
@@ -69,7 +70,7 @@ def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple
 def by_layer(
     parts: Sequence[tuple[Part, float]], otherwise: jax.Array, layers: Sequence[int] | None
 ) -> jax.Array:
-    """What the parts of a stacked parameter, as of `factors_of`, say of the layer at each place.
+    """Return the value of each layer of a stacked parameter, from the parts of `factors_of`.
 
     Args:
       parts: with their values.
@@ -84,13 +85,13 @@ def by_layer(
 
 
 def value_of(groups: Mapping[str, float], name: str, param: Any) -> float | None:
-    """What the first pattern that fits a parameter gives it; None where none fits."""
+    """Return the value of the first pattern that matches a parameter, or None if none does."""
     return next((value for pattern, value in groups.items() if fits(pattern, name, param)), None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """How much of each parameter is taken away with an update.
+    """Weight decay of each parameter.
 
     Attributes:
       of_matrices: of matrices that no group names; norm scales and biases do not decay.
@@ -101,7 +102,7 @@ class Decay:
     groups: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def of(self, name: str, param: Any) -> float:
-        """Of one parameter."""
+        """Return the weight decay of one parameter."""
         own = value_of(self.groups, name, param)
         return own if own is not None else self.of_matrices if is_matrix(param) else 0.0
 

@@ -94,7 +94,7 @@ def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sid
     stack = len(dims.stack)
 
     def apply_flat(x: jax.Array) -> jax.Array:
-        """Of matrices that lie whole on their devices."""
+        """Apply the function to matrices that are not sharded."""
         flat = x.reshape(*x.shape[: x.ndim - len(dims.rows + dims.columns)], rows, columns)
         return function(flat).reshape(x.shape)
 

@@ -70,8 +70,10 @@ def keep_moments(
         layers: Sequence[int] | None = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        """As optax's; `layers` says which layer stands at each place of stacked arrays, if not the
-        place's own (in a pipeline)."""
+        """Update as in optax; `layers` is the layer at each index of stacked arrays.
+
+        None: the index itself, as outside of a pipeline.
+        """
         if dtype == "float32":
             return of_rule.update(updates, state, params, **extra)
         before = _cast(state.rule, jnp.float32)
@@ -145,7 +147,7 @@ def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = 
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """One of the two bfloat16 neighbours of each number; over all bits, the number on average.
+    """Round stochastically to one of the two bfloat16 neighbours; unbiased over uniform bits.
 
     bfloat16 is the upper half of a float32. The lower half, in 65,536ths of the step between the
     neighbours, is how far the number is from the one nearer zero; with as many random bits added

@@ -118,7 +118,7 @@ class Optimizer:
 
     @property
     def decay(self) -> Decay:
-        """How much of each parameter is taken away with an update, before the learning rate."""
+        """Weight decay of each parameter, before the learning rate."""
         return Decay(self.weight_decay, self.weight_decays)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
@@ -138,7 +138,7 @@ Joined = TypeVar("Joined")
 
 
 def chain(first: Parts, rest: Parts) -> optax.GradientTransformation:
-    """All of them, one after the other."""
+    """Chain all transformations, in order."""
     return optax.chain(*first, *rest)
 
 
@@ -188,7 +188,7 @@ _LEAST_NORM = 1e-3
 
 
 def clip_each(largest: float) -> optax.GradientTransformation:
-    """Every number of a gradient, brought to between -largest and largest."""
+    """Clip each gradient element to between -largest and largest."""
 
     def one(gradient: Any) -> Any:
         return gradient.replace(jnp.clip(gradient.get_value(), -largest, largest))

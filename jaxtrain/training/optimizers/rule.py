@@ -33,7 +33,7 @@ class Kept(NamedTuple):
     dtype: Literal["float32", "uint8"] | None = None
 
     def bytes(self, moments: Moments) -> int:
-        """Of the whole array."""
+        """Return the size of the whole array in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype or moments).itemsize
 
 
@@ -82,7 +82,7 @@ class Rule(abc.ABC):
 
 
 def rules() -> Mapping[str, type[Rule]]:
-    """Every rule by its name: those of this package, and those of modules imported so far."""
+    """Return all update rules by name: this package's, and those of modules imported so far."""
     return Named(Rule, jaxtrain.training.optimizers)
 
 

@@ -177,7 +177,7 @@ def notes(settings: Schedule, steps: int) -> Iterator[str]:
 
 
 def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> jax.Array:
-    """What decay has left of the peak; 1 up to step `start`."""
+    """Return the fraction of the peak learning rate after decay; 1 up to step `start`."""
     final = settings.final_fraction
     if settings.name == "constant":
         return jnp.ones(())
@@ -216,7 +216,7 @@ _BETTER = 1e-4
 
 
 def on_plateau(settings: Schedule) -> list[optax.GradientTransformation]:
-    """What multiplies updates once their mean loss has not fallen for long enough; [] never does.
+    """Return the transformations that scale updates down when the loss plateaus; [] if disabled.
 
     Its update takes `value`, the step's loss. What it knows is part of the optimizer's state.
     """

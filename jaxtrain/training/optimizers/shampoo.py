@@ -93,7 +93,7 @@ class Shampoo(DirectionRule):
             )
 
         def inverse_roots(total: Any) -> Any:
-            """Of every side: the power is shared by those of a matrix that have one."""
+            """Return the inverse root of each side's statistics; the sides share the power."""
 
             def one(_: Any, of: Any) -> Any:
                 if not isinstance(of, tuple):

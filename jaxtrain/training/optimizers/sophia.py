@@ -36,8 +36,11 @@ class SophiaRule(AdamRule):
         require_at_least(1, self, "every")
 
     def direction(self) -> optax.GradientTransformationExtraArgs:
-        """Its update takes `curvature`: whether there is a new estimate of the Hessian's diagonal,
-        and that, in the form of the gradients."""
+        """Return the update direction; its update takes `curvature`.
+
+        That is whether there is a new estimate of the Hessian's diagonal, and the estimate, in the
+        form of the gradients.
+        """
         return optax.GradientTransformationExtraArgs(_init, self._update)
 
     def _update(

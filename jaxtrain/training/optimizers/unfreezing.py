@@ -36,7 +36,7 @@ class Waiting(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Unfreezing:
-    """Which parameters wait, and for what step.
+    """Steps at which frozen parameters start to be trained.
 
     Attributes:
       steps: pattern, as of `Optimizer.learning_rates`, and how many steps leave what it fits as it
@@ -137,7 +137,7 @@ class Unfreezing:
     def _open_places(
         self, name: str, param: Any, start: int, step: jax.Array, layers: Sequence[int] | None
     ) -> bool | jax.Array:
-        """Which places wait for this step, and need not any more."""
+        """Return whether each index of an array is unfrozen from this `start` on, by this step."""
         own = self._start(name, param, layers)
         if isinstance(own, int):
             return True if own == 0 else step >= start

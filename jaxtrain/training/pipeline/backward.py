@@ -26,7 +26,7 @@ StageFunction = Callable[[Any, Any, Any], Any]
 
 
 class Backward:
-    """How the gradients of `stage(params, x, context) -> outputs` are taken; traced once.
+    """Forward and backward pass of `stage(params, x, context) -> outputs`, traced once.
 
     Attributes:
       keep_residuals: whether the forward pass keeps its residuals; else backward computes the stage
@@ -350,7 +350,7 @@ def _needed_equations(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
 
 
 def _reachable(jaxpr: Jaxpr, sources: Sequence[Any], wanted: Sequence[Any]) -> list[bool]:
-    """Which of the wanted variables depend on any of `sources`."""
+    """Return for each wanted variable whether it depends on any of `sources`."""
     reached = {*sources}
     for eqn in jaxpr.eqns:
         if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):

@@ -70,7 +70,7 @@ class Parts(abc.ABC):
     def enter(
         self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
     ) -> Stream:
-        """What goes into the first layer of a pass, of what the passes before it have made."""
+        """Return the input of a pass's first layer, given the outputs of the passes before it."""
 
     @abc.abstractmethod
     def run_layers(
@@ -82,7 +82,7 @@ class Parts(abc.ABC):
         micro: Batch,
         numbers: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """One stage's layers: what comes out of the last, and their auxiliary sums.
+        """Run the layers of one stage; return the output of the last and their auxiliary sums.
 
         Args:
           number: of the pass.
@@ -135,7 +135,7 @@ class Parts(abc.ABC):
         return _split(layers, lambda name, _: self.in_pass(number, name))
 
     def split_shared(self, outer: Any) -> tuple[Variables, Variables]:
-        """Of the parameters around the layers those that every layer reads, and the others."""
+        """Split the parameters around the layers: those that every layer reads, and the rest."""
         return _split(outer, lambda name, _: self.is_shared(name))
 
     def join(self, one: nnx.State, other: nnx.State) -> nnx.State:
@@ -147,7 +147,7 @@ class Parts(abc.ABC):
         return nnx.merge(self.graphdef, self.join(layers, outer))
 
     def of_micro(self, micro: Batch) -> Execution:
-        """How the mathematics of a microbatch is run: with the draws of its rows."""
+        """Return the execution settings for a microbatch, with the random draws of its rows."""
         if self.step is None or micro.rows is None:
             return self.execution
         draws = Draws.of_step(self.seed, self.step, micro.rows)
@@ -184,8 +184,10 @@ class Parts(abc.ABC):
 
 
 def crossing(way: str, name: str, first_pass: int) -> str:
-    """What the exchange of a part of the stream is called in tables and programs: by its way, where
-    it crosses every boundary of stages."""
+    """Return the name of a stream part's exchange in tables and programs.
+
+    It is the direction alone for a part that crosses every boundary between stages.
+    """
     return f"{way}_{name}" if first_pass else way
 
 
@@ -198,7 +200,7 @@ def _split(params: Any, first: Callable[[str, Any], bool]) -> tuple[Variables, V
 
 @dataclasses.dataclass(frozen=True)
 class TextParts(Parts):
-    """Those of a `Transformer`; its stream is [B, T, D].
+    """Pipeline parts of a `Transformer`; its stream is [B, T, D].
 
     Attributes:
       leading: how many layers stand before the equal ones.
@@ -212,7 +214,7 @@ class TextParts(Parts):
     def enter(
         self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
     ) -> Stream:
-        """As in `Parts`."""
+        """Embed the tokens, as in `Parts`."""
         del number, before
         model, mask = self.model(layers, outer), self.objective.mask(micro)
         assert micro.positions is not None, "a batch of text has positions"
@@ -228,7 +230,7 @@ class TextParts(Parts):
         micro: Batch,
         numbers: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """As in `Parts`."""
+        """Run the layers of one stage, as in `Parts`."""
         del number
         model, mask = self.model(layers, outer), self.objective.mask(micro)
 
@@ -243,16 +245,16 @@ class TextParts(Parts):
 
     @property
     def enter_has_layers(self) -> bool:
-        """As in `Parts`: those before the equal ones."""
+        """Whether there are leading layers before the stacked ones, as in `Parts`."""
         return self.leading > 0
 
     @property
     def head_has_layers(self) -> bool:
-        """As in `Parts`: the modules of multi-token prediction."""
+        """Whether the head has multi-token prediction modules, as in `Parts`."""
         return self.objective.tells_further
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
-        """As in `Parts`."""
+        """Return the sums of the final hidden states, as in `Parts`."""
         model = self.model(layers, outer)
         h_BTD = model.finish(x["stream"])
         return self.objective.of_finished(
@@ -262,7 +264,7 @@ class TextParts(Parts):
 
 @dataclasses.dataclass(frozen=True)
 class ImageParts(Parts):
-    """Those of a `StackedPredictor`; its stream is [B, T, D]."""
+    """Pipeline parts of a `StackedPredictor`; its stream is [B, T, D]."""
 
     objective: AnswerObjective
 
@@ -271,7 +273,7 @@ class ImageParts(Parts):
     def enter(
         self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
     ) -> Stream:
-        """As in `Parts`."""
+        """Embed the inputs, as in `Parts`."""
         del number, before
         model = self.model(layers, outer)
         return {"stream": model.embed(countable(micro), self.of_micro(micro))}
@@ -285,7 +287,7 @@ class ImageParts(Parts):
         micro: Batch,
         numbers: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """As in `Parts`; there are no auxiliary sums."""
+        """Run the layers of one stage, as in `Parts`; there are no auxiliary sums."""
         del number
         model = self.model(layers, outer)
 
@@ -298,7 +300,7 @@ class ImageParts(Parts):
         return {"stream": x_BTD}, {}
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
-        """As in `Parts`."""
+        """Return the sums of the predictions, as in `Parts`."""
         model = self.model(layers, outer)
         with jax.named_scope("loss"):
             answers_BC = model.finish(x["stream"], self.of_micro(micro))
@@ -311,7 +313,7 @@ _STACKS = ("encoder_layers", "decoder_layers")
 
 @dataclasses.dataclass(frozen=True)
 class PairParts(Parts):
-    """Those of an `EncoderDecoder`.
+    """Pipeline parts of an `EncoderDecoder`.
 
     The source's stream [B, S, D] goes through the encoder's stages, and from stage to stage of the
     decoder as what was read; there the target's [B, T, D] goes beside it.
@@ -327,18 +329,21 @@ class PairParts(Parts):
     passes: ClassVar[int] = len(_STACKS)
 
     def in_pass(self, number: int, name: str) -> bool:
-        """As in `Parts`."""
+        """Whether a parameter belongs to a pass (encoder or decoder), as in `Parts`."""
         return name.split("/")[0] == _STACKS[number]
 
     def is_shared(self, name: str) -> bool:
-        """As in `Parts`."""
+        """Whether every layer reads a parameter, as in `Parts`."""
         return name in self.read_by_layers
 
     def enter(
         self, number: int, layers: Variables, outer: Variables, before: Stream, micro: Batch
     ) -> Stream:
-        """As in `Parts`. The target has a place from the first stage on, since what stages pass on
-        has one shape; it is zeros there, and is not sent."""
+        """Return the input of the encoder's or the decoder's first layer, as in `Parts`.
+
+        The target has a slot from the first stage on, because the stream has one shape on all
+        stages; in the encoder it is zeros and is not sent.
+        """
         model, execution = self.model(layers, outer), self.of_micro(micro)
         if number == ENCODER:
             assert micro.source is not None, "a batch of pairs has sources"
@@ -359,7 +364,7 @@ class PairParts(Parts):
         micro: Batch,
         numbers: jax.Array,
     ) -> tuple[Stream, Sums]:
-        """As in `Parts`; there are no auxiliary sums."""
+        """Run the layers of one stage, as in `Parts`; there are no auxiliary sums."""
         model, execution = self.model(layers, outer), self.of_micro(micro)
         stage = self._read if number == ENCODER else self._write
         return stage(model, x["source"], x["target"], micro, numbers, execution), {}
@@ -373,7 +378,7 @@ class PairParts(Parts):
         numbers: jax.Array,
         execution: Execution,
     ) -> Stream:
-        """What resumes from a stage of the encoder."""
+        """Return the stream after a stage of the encoder."""
         mask = model.of_source(masks_of(micro).source, x_BSD.shape[1])
 
         def layer(own: Any, x_BSD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
@@ -392,7 +397,7 @@ class PairParts(Parts):
         numbers: jax.Array,
         execution: Execution,
     ) -> Stream:
-        """What resumes from a stage of the decoder."""
+        """Return the stream after a stage of the decoder."""
         masks, length = masks_of(micro), x_BTD.shape[1]
         mask = model.of_target(masks.target, length, length)
         memory_BSD = shard(x_BSD, HIDDEN)
@@ -406,7 +411,7 @@ class PairParts(Parts):
         return {"source": x_BSD, "target": x_BTD}
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
-        """As in `Parts`."""
+        """Return the sums of the decoder's hidden states, as in `Parts`."""
         model = self.model(layers, outer)
         h_BTD = model.finish_target(x["target"], self.of_micro(micro))
         return self.objective.of_hidden(model, h_BTD, micro, self.loss, train=self.train)
@@ -422,7 +427,8 @@ def parts_of(
     padded: bool,
     seed: int,
 ) -> Parts:
-    """What the stages of a pipeline compute; other arguments as of `Parts`.
+    """Return the parts of a model in a pipeline: what each stage computes. Other arguments as in
+    `Parts`.
 
     Args:
       model: the module, of which the shapes are enough.

@@ -87,7 +87,8 @@ class Rank:
         scales: Sums,
         step: jax.Array | None,
     ) -> tuple[Variables, Variables, Sums]:
-        """All ticks: gradients of the rank's layers and of what stands around them, and sums.
+        """Run all ticks; return the gradients of the rank's layers and of the other parameters, and
+        sums.
 
         Args:
           ticks: int32 [ticks, names] each: the table's columns of the rank, and of everyone.
@@ -361,7 +362,7 @@ class Rank:
         return _add(outer, of_outer), {**jax.tree.map(jnp.zeros_like, gradient), **told}
 
     def _before(self, number: int, x: Stream) -> Stream:
-        """What the passes before a pass have made of a stream."""
+        """Return the outputs of the earlier passes in a stream."""
         return {name: x[name] for name, first in self._parts.travels.items() if first < number}
 
     def _auxiliary_gradient(self, of: "_Pass") -> Sums:
@@ -442,7 +443,7 @@ class Rank:
     def _store(
         self, carry: Carry, name: str = "", of: "_Pass | None" = None, new: Any = ()
     ) -> Kept:
-        """What an action leaves for a later one: zeros but for `new` of a pass."""
+        """Return what an action stores for later ones: zeros except for `new` of a pass."""
         kept = {
             name: [[jnp.zeros_like(b[0]) for b in own] for own in carry[name]] for name in _KEPT
         }
@@ -471,7 +472,7 @@ class Rank:
         return found
 
     def _mask_idle(self, found: Any, row: Row) -> Any:
-        """What an action found; zeros where the rank has none in this tick."""
+        """Return the results of an action, zeros where the rank is idle in this tick."""
         if not self._together:
             return found
         busy = row["busy"] > 0
@@ -505,7 +506,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """What a rank knows of a pass around the ring.
+    """Functions and shapes of one pass around the ring, on a rank.
 
     Attributes:
       number: counted from 0.

@@ -29,7 +29,7 @@ MOST_TURNS = 4096
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How the stages over `Mesh.pipe` take turns; only where Mesh.pipe is above 1.
+    """Pipeline-parallel schedule of the stages over `Mesh.pipe`; only where Mesh.pipe is above 1.
 
     Attributes:
       schedule: 'gpipe': all forwards, then all backwards (arXiv 1811.06965); '1f1b': one forward,
@@ -151,7 +151,7 @@ def cut_layers(
     longest: int | None = None,
     written: str = "num_layers",
 ) -> tuple[int, ...]:
-    """How many layers each stage has, one stage after the other, so that no stage costs much.
+    """Return the number of layers of each stage, balanced by cost.
 
     The most expensive stage is as cheap as possible: every tick waits for it. Among the cuts of
     which that is true: the smallest sum of squared costs, then the fewest layers on the two ends,

@@ -103,7 +103,7 @@ class _Buffer:
 
 
 class _Waiting:
-    """All that waits of one kind: a buffer a rank, and where it lies at every tick.
+    """Buffers of one kind, one per rank, with the slot used at each tick.
 
     Attributes:
       used: int32 [ticks, ranks], the slot that a rank's action reads or fills.
@@ -208,7 +208,7 @@ def _zeros(shape: jax.ShapeDtypeStruct, leading: tuple[int, ...]) -> jax.Array:
 
 
 def take(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
-    """What lies at a place of each."""
+    """Return the element at a slot of each buffer."""
     return [jax.lax.dynamic_index_in_dim(b, slot, keepdims=False) for b in buffers]
 
 

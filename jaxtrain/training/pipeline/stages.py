@@ -60,7 +60,7 @@ class Stages:
 
     @functools.cached_property
     def valid(self) -> np.ndarray:
-        """Which places hold a layer; bool [places]."""
+        """Whether each index holds a layer; bool [places]."""
         return self.order >= 0
 
     def to_stages(self, tree: Any) -> Any:

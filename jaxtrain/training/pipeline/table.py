@@ -20,7 +20,7 @@ def stage_on(rank: int, chunk: int, ranks: int, *, folded: bool) -> int:
 
 
 class Work(enum.IntEnum):
-    """What a rank does in a tick; BACKWARD gives input and weight gradients together."""
+    """Kind of work of a rank in a tick; BACKWARD gives input and weight gradients together."""
 
     IDLE = 0
     FORWARD = 1
@@ -30,7 +30,7 @@ class Work(enum.IntEnum):
 
 
 class Action(NamedTuple):
-    """One stage's work on one microbatch; both are counted from 0 over the whole pipeline."""
+    """Work of a stage on a microbatch; both are counted from 0 over the whole pipeline."""
 
     kind: Work
     microbatch: int
@@ -94,7 +94,9 @@ class Timetable:
 
 
 def result(action: Action) -> Action:
-    """What others wait for: a BACKWARD counts as its BACKWARD_INPUT, the gradient it sends."""
+    """Return the result that others wait for: BACKWARD counts as its BACKWARD_INPUT, the gradient
+    it sends.
+    """
     return action._replace(kind=Work.BACKWARD_INPUT) if action.kind == Work.BACKWARD else action
 
 

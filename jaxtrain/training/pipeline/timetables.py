@@ -139,7 +139,7 @@ def _turns(
 
 
 def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
-    """What the ticks of a schedule are for, in order; all ranks do the same in one.
+    """Return the kind of work of each tick in a schedule, in order; it is the same on all ranks.
 
     All ranks exchange once a tick, so that a tick lasts as long as its longest action: were one
     rank's forward beside another's backward, it would wait for it. So ticks are alike. Each way

@@ -104,7 +104,7 @@ def _lacks(data: Any, size: str) -> Iterator[str]:
 
 
 def _lengths(config: Config, text: TextData) -> Iterator[str]:
-    """Why rows cannot have these lengths beside the longest."""
+    """Yield why rows cannot have these lengths in addition to the longest."""
     for name, size in (("context", config.mesh.context), ("pipe", config.mesh.pipe)):
         if size != 1:
             yield (
@@ -142,14 +142,16 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
 
 
 def _labels(config: Config, model: TokenModel) -> Iterator[str]:
-    """Labels where tokens are told, tokens where labels are, or more classes than are told."""
+    """Yield errors where data and objective differ in labels or tokens, or where labels exceed
+    classes.
+    """
     data: Any = config.train.data
     name, objective = type(model).__name__, config.train.task
     if not isinstance(objective, TokenObjective):
         return
     has_labels, classes = _is_a(data, "ClassedRows"), token_classes_of(model)
     if objective.labels and classes is None:
-        yield f"{name}.objective={objective.name!r} tells classes, and {name} has no num_classes"
+        yield f"{name}.objective={objective.name!r} predicts classes, and {name} has no num_classes"
     elif objective.labels != has_labels:
         gives = "labels" if has_labels else "texts alone"
         use = "LabelledText() or @TaggedText" if objective.labels else "TextData"

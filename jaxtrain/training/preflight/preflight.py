@@ -55,7 +55,9 @@ def check(
 
 
 def also_wrong(config: Config) -> list[str]:
-    """What else is wrong with the configuration of a `ConfigError`, rejected while it was read."""
+    """Return the further errors of a configuration that was rejected while it was read
+    (`ConfigError`).
+    """
     count = None
     with contextlib.suppress(NotRead):
         config = settings.settle_settings(config)
@@ -66,7 +68,9 @@ def also_wrong(config: Config) -> list[str]:
 
 
 def _refusals(ctx: RunContext) -> list[str]:
-    """What all parts say; an error hides only what cannot be asked without what it spoils."""
+    """Return the errors of all checks; an error hides only those that cannot run without what it
+    spoils.
+    """
     found: dict[str, None] = {}
     for part in _PARTS:
         try:
@@ -157,7 +161,7 @@ def _scan(ctx: RunContext, config: Config) -> Iterable[str]:
 
 
 def _layers_of(ctx: RunContext) -> str:
-    """How the user writes the number of layers."""
+    """Return the setting for the number of layers, as users write it."""
     return f"{ctx.name}.{ctx.model.settings.get('layers', 'layers')}"
 
 
