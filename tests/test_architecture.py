@@ -156,6 +156,19 @@ def test_no_two_architectures_know_each_other():
         assert name not in INTERFACES or "configurable" not in path.read_text(), name
 
 
+def test_a_decoder_is_short_and_its_interface_small():
+    lines = (PACKAGE / "models" / "transformers" / "llama.py").read_text().splitlines()
+    assert len(lines) < 90
+    tree = ast.parse((PACKAGE / "models" / "model.py").read_text())
+    protocols = [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+    ]
+    assert protocols == ["Model", "TokenModel", "ImageModel", "VectorModel"]
+
+
 @pytest.mark.parametrize("path", MODULES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_is_short_and_says_what_it_is_for(path):
     text = path.read_text()
