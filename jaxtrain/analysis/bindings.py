@@ -38,17 +38,17 @@ def sections() -> list[type]:
 
 
 def models() -> list[type]:
-    """What `Train.model` takes."""
+    """Return the settings classes that `Train.model` takes."""
     return sorted(_settings_in(jaxtrain.models, "inputs"), key=lambda one: one.__name__.lower())
 
 
 def sources() -> list[type]:
-    """What `Train.data` takes."""
+    """Return the settings classes that `Train.data` takes."""
     return sorted(_settings_in(jaxtrain.data, "abstract_batch"), key=lambda one: one.__name__)
 
 
 def parts_of_sources() -> list[type]:
-    """What else is bound by a class: settings of those sources that hold settings."""
+    """Return the settings classes that are part of the data sources' settings."""
     found = {
         part
         for source in sources()
@@ -60,12 +60,12 @@ def parts_of_sources() -> list[type]:
 
 
 def patterns() -> list[type]:
-    """What a model's `attention_pattern` takes."""
+    """Return the settings classes that a model's `attention_pattern` takes."""
     return sorted(Pattern.__subclasses__(), key=lambda one: one.__name__)
 
 
 def objectives() -> list[type]:
-    """What `Train.objective` takes."""
+    """Return the settings classes that `Train.objective` takes."""
     found = _settings_in(jaxtrain.training.objectives, "minimized")
     return sorted(found, key=lambda one: one.__name__)
 
@@ -90,7 +90,8 @@ def page() -> str:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the `Attributes:` of a settings class and of those that it extends say of its fields.
+    """Return the description of each field, from the `Attributes:` of a settings class and its
+    bases.
 
     Raises:
       ValueError: a field is not described, or what is described is no field.

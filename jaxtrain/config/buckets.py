@@ -37,7 +37,7 @@ class BucketRefusedError(BucketError, PermissionError):
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One object below a folder.
+    """Object below a folder of a bucket.
 
     Attributes:
       name: its name below the folder, with slashes.
@@ -126,7 +126,7 @@ class BucketPath:
                 yield _check(inside, self)
 
     def list_objects(self) -> list[Stored]:
-        """All objects below this folder, at any depth, in order of their names.
+        """Return all objects below this folder, at any depth, sorted by name.
 
         Raises:
           UserError: a name leads out of the folder, as names with '..' would on a disk.
@@ -143,7 +143,7 @@ class BucketPath:
         return rows
 
     def size(self) -> int:
-        """Of the object, in bytes; FileNotFoundError where there is none."""
+        """Return the size of the object in bytes; FileNotFoundError if it does not exist."""
         return int(_ask(self, lambda files: files.info(self.address))["size"])
 
     # -- reading and writing -----------------------------------------------------------------------
@@ -274,7 +274,9 @@ def require(setting: str, path: BucketPath) -> None:
 
 
 def in_threads(function: Callable[[Any], Any], arguments: Iterable[Any]) -> list[Any]:
-    """What a function that waits for a bucket returns for each of its arguments, in order."""
+    """Call a function that waits for a bucket on each argument in threads; return the results in
+    order.
+    """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="bucket") as threads:
         return list(threads.map(function, arguments))
 
@@ -318,7 +320,7 @@ def _files() -> Any:
 
 
 def _ask(path: BucketPath, question: Callable[[Any], Any]) -> Any:
-    """What gcsfs answers; its errors become ours."""
+    """Return the result of a gcsfs call; translate its errors into ours."""
     with _translate(path):
         return question(_files())
 
@@ -342,7 +344,9 @@ def _translate(path: BucketPath) -> Iterator[None]:
 
 
 def library_errors() -> tuple[type[Exception], ...]:
-    """What gcsfs and those below it raise besides OSError; none while it is not loaded."""
+    """Return the exceptions of gcsfs and its libraries other than OSError; () while it is not
+    loaded.
+    """
     if "gcsfs" not in sys.modules:
         return ()
     classes = [

@@ -134,7 +134,9 @@ def remove_tree(folder: Place) -> None:
 
 
 def cache_folder(kind: str) -> Path:
-    """Where results of one kind are kept for later processes: under $JAXTRAIN_CACHE, else home."""
+    """Return the cache folder for one kind of result: under $JAXTRAIN_CACHE, or else the home
+    folder.
+    """
     chosen = os.environ.get("JAXTRAIN_CACHE")
     if chosen:
         return Path(chosen) / kind
@@ -147,7 +149,7 @@ class FullDiskError(OSError):
 
 
 def full_disk(error: BaseException) -> str | None:
-    """What the system says of a full disk, in an error or in what led to it; None: it is not that.
+    """Return the system's message if an error or its cause is a full disk (or quota), else None.
 
     Libraries wrap what the system says into messages of their own, some screens long.
     """
@@ -159,7 +161,7 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def room(path: Path) -> str:
-    """What is free at a place, and on which file system: "0 bytes are free there, on ... "."""
+    """Return the free space at a path and its file system, as "0 bytes are free there, of ... "."""
     place = path.absolute()
     while not place.exists():
         place = place.parent

@@ -77,7 +77,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """One `Name.field = value`, with the place it was written at."""
+    """Binding `Name.field = value`, and where it was written."""
 
     value: Any
     origin: str

@@ -75,18 +75,18 @@ class _Configurables(dict[str, type]):
         return dict.__getitem__(self, name)
 
     def get(self, name: str, default: typing.Any = None) -> typing.Any:
-        """As of a dict."""
+        """Return the class of a name, or a default, as `dict.get` does."""
         return self[name] if name in self else default  # noqa: SIM401 - `get` of itself
 
     def __iter__(self) -> Iterator[str]:
         return iter({**dict.fromkeys(super().__iter__()), **self._modules})
 
     def values(self) -> typing.Any:
-        """As of a dict: all are imported."""
+        """Return all classes, as `dict.values` does; imports all of them."""
         return [self[name] for name in self]
 
     def items(self) -> typing.Any:
-        """As of a dict: all are imported."""
+        """Return all names and classes, as `dict.items` does; imports all of them."""
         return [(name, self[name]) for name in self]
 
 

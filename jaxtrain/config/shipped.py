@@ -51,7 +51,7 @@ def find_config(name: str) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What the comment at the head of a config says.
+    """Header comment of a shipped config.
 
     Attributes:
       name: of the config.

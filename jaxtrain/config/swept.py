@@ -15,7 +15,7 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """One choice of the swept settings' values.
+    """Combination of the swept settings' values.
 
     Attributes:
       values: of the swept settings, as they were written.
@@ -27,7 +27,7 @@ class Combination:
 
 
 def combinations(bindings: Sequence[str]) -> list[Combination]:
-    """All choices, the last swept setting changing fastest; of no list the one there is.
+    """Return all combinations, the last swept setting changing fastest; a single one without lists.
 
     Args:
       bindings: gin bindings; `Name.field = [A, B]` stands for one with A and one with B.

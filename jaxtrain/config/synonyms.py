@@ -38,7 +38,7 @@ SECTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Synonym:
-    """What one or more settings are called elsewhere.
+    """Names of one or more settings in other libraries.
 
     Attributes:
       words: those names, a space between two; case, `_` and `-` do not count. A name with a
@@ -291,7 +291,7 @@ def suggest_setting(
 
 
 def suggest_option(option: str) -> str:
-    """How a setting is written that was given as an option: `; write -b 'Train.steps=VALUE'`."""
+    """Return the binding to write in place of an option: `; write -b 'Train.steps=VALUE'`."""
     entry = _BY_WORD.get(_plain(option))
     if entry is None:
         return ""

@@ -52,7 +52,7 @@ class ByName:
     choices: Callable[[], Mapping[str, type]]
 
     def name_of(self, cls: type) -> str:
-        """What a class is called.
+        """Return the name of a class.
 
         Raises:
           UserError: it is none of those that are called so.
@@ -78,8 +78,9 @@ class OneOf:
 
 
 def hints(cls: type) -> dict[str, Any]:
-    """What each field of a settings class takes: its annotation with its mark, and what is marked
-    `OneOf` as a Literal of the words."""
+    """Return the annotation of each field of a settings class with its mark; `OneOf` becomes a
+    Literal.
+    """
     found = typing.get_type_hints(cls, include_extras=True)
     return {name: _spell_out(annotation) for name, annotation in found.items()}
 
@@ -187,7 +188,7 @@ def _is_protocol(annotation: Any) -> bool:
 
 
 def missing(name: str, annotation: Any, classes: Iterable[type]) -> str:
-    """What is said of a setting that has no value and needs one.
+    """Return the error message for a setting that has no value and needs one.
 
     Args:
       name: the setting.
@@ -231,7 +232,7 @@ def _parts(annotation: Any) -> tuple[Any, ...]:
 
 
 def choices(annotation: Any) -> list[Any]:
-    """What an annotation's Literals name."""
+    """Return the values of an annotation's Literals."""
     return [
         choice
         for part in _parts(annotation)
@@ -330,7 +331,7 @@ def _marks(cls: type) -> list[ByName]:
 
 
 def of_a_choice(cls: type, setting: str) -> str:
-    """Where a setting belongs that a class has not, but what one of its settings names has."""
+    """Return a hint if the setting belongs to a class that one of `cls`'s settings names."""
     found = [
         f"{choice.__name__}.{setting}"
         for mark in _marks(cls)
@@ -369,14 +370,14 @@ def add_quotes(text: str) -> str | None:
 
 
 def _guess_quotes(word: str) -> str | None:
-    """What a word without quotes is in gin; None: nothing."""
+    """Return the gin value that an unquoted word probably means, or None."""
     known = {"True": "True", "False": "False", "None": "None"}
     known |= {cls: f"@{cls}()" for cls in CONFIGURABLES}
     return known.get(word.removesuffix("()")) or known.get(word.capitalize())
 
 
 def no_value(error: SyntaxError) -> tuple[str, str] | None:
-    """What is wrong with a value that is none, and the same line with quotes around it."""
+    """Return what is wrong with an invalid value, and the same line with the value quoted."""
     name, _, rest = (error.text or "").partition("=")
     name, value = name.strip(), rest.strip()
     token = re.search(r"Failed to parse token '(.*)'", error.msg)

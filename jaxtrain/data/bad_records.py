@@ -160,7 +160,7 @@ class BadRecords:
 
     @property
     def found(self) -> list[BadRecord]:
-        """Those met so far."""
+        """Bad records found so far."""
         with self._lock:
             return list(self._found.values())
 

@@ -17,8 +17,8 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One batch of text, pairs, images or vectors; `B` rows, `T` tokens a row (`S` of a source),
-    `HWC` pixels, `D` numbers.
+    """Batch of text, pairs, images or vectors; `B` rows, `T` tokens a row (`S` of a source), `HWC`
+    pixels, `D` features.
 
     Attributes:
       inputs: int32 tokens [B, T], for pairs the decoder's inputs; or float32 vectors instead of
@@ -89,8 +89,10 @@ def _on_host(name: str, value: Any) -> Any:
 
 
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:
-    """What the inputs of a batch are, or of its shapes; vectors that stand in the place of tokens
-    are "tokens" too."""
+    """Return the kind of inputs of a batch, or of its shapes.
+
+    Vectors that take the place of tokens are "tokens" too.
+    """
     if batch.source is not None:
         return "pairs"
     if batch.positions is not None or jnp.issubdtype(batch.inputs.dtype, jnp.integer):
@@ -106,5 +108,5 @@ def example_shape(batch: Batch) -> tuple[int, ...]:
 
 
 def stack(examples: Sequence[Batch]) -> Batch:
-    """One batch of these examples, one under the other."""
+    """Stack examples into one batch, along a new first dimension."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)

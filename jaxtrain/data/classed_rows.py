@@ -54,7 +54,7 @@ class ClassedRows(abc.ABC):
 
     @property
     def section(self) -> str:
-        """What names its settings."""
+        """Name of the settings class, for messages."""
         return type(self).__name__
 
     def pad_row(self, row: np.ndarray, label_T: np.ndarray, is_labeled_T: np.ndarray) -> Batch:
@@ -84,7 +84,7 @@ class ClassedRows(abc.ABC):
         return self.pad_row(row, label_T, label_T >= 0)
 
     def split_by_class(self, labels: Sequence[Labels]) -> np.ndarray:
-        """Which of the examples with these labels are held out, bool: the same share of each."""
+        """Return which examples are held out, bool: the same fraction of each class."""
         classes, held = np.array(labels), np.zeros(len(labels), bool)
         for label in range(self.num_classes):
             (of_class,) = np.nonzero(classes == label)

@@ -128,16 +128,16 @@ class Mixture:
 
     @property
     def tokenizer(self) -> str:
-        """As of `TextData`."""
+        """Tokenizer, as in `TextData`."""
         return self.data.tokenizer
 
     def open_tokenizer(self) -> Tokenizer:
-        """As of `TextData`: one for all sources."""
+        """Return the tokenizer shared by all sources, as in `TextData`."""
         real = [name for name, source in self.sources.items() if source != "synthetic"]
         return self._of((real or list(self.sources))[0]).open_tokenizer()
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """As of `TextData`."""
+        """Return the shapes of a batch, as in `TextData`."""
         return self.data.abstract_batch(global_batch_size)
 
     def open(self, *, seed: int) -> Dataset:

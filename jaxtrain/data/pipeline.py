@@ -82,7 +82,7 @@ def heldout_batches(
     bad_records: BadRecords | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Every example once, without augmentation, in an order that is always the same.
+    """Yield each held-out example once, without augmentation, always in the same order.
 
     The order is shuffled, so that the first few batches, if only they are taken, are a sample of
     all and not the first documents or classes. The last batch is filled up with repetitions of an

@@ -37,7 +37,9 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """One example, without a batch dimension; `rng` drives augmentation, None is evaluation."""
+        """Return an example without a batch dimension; `rng` drives augmentation, None is
+        evaluation.
+        """
         ...
 
 
@@ -46,7 +48,7 @@ class WholeBatches(Examples, Protocol):
     """Examples that nothing augments, and that are quicker made many at a time."""
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """One of them alone, the same for any `rng`."""
+        """Return a single example, the same for any `rng`."""
         return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
@@ -59,7 +61,7 @@ class MixedRows(Examples, Protocol):
     """Examples that are learned from in pairs: each row of a batch with some of its neighbour's."""
 
     def mix(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
-        """One row of a training batch, of itself and its neighbour, each as `example` gives it."""
+        """Mix a row of a training batch with its neighbor, each as `example` returns it."""
         ...
 
 
@@ -253,7 +255,7 @@ def is_store(path: Place) -> bool:
 
 
 def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
-    """Every file under `root`, its name there and its size in bytes, in order of its path's parts.
+    """Yield the files under `root` with their relative names and sizes in bytes, sorted by path.
 
     Names with a leading dot are skipped. A link to a place inside the folder is skipped too: that
     place is read itself.

@@ -125,7 +125,7 @@ def read_text(builder: Any, split: str, setting: str, *, feature: str) -> Iterat
 
 
 def read_feature(records: Sequence[dict[str, Any]], feature: str, name: str) -> Iterator[Any]:
-    """One feature of every record.
+    """Yield one feature of each record.
 
     Args:
       records: from `open_split`.

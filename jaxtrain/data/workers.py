@@ -61,7 +61,7 @@ class _Memory:
 
     @property
     def slot_bytes(self) -> int:
-        """Of a batch."""
+        """Size of a batch's slot in bytes."""
         return sum(self._sizes())
 
     def slot(self, mapped: mmap.mmap, number: int) -> Batch:

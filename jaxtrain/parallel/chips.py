@@ -13,7 +13,7 @@ GPU_MEMORY_FRACTION = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Processor:
-    """What XLA's kernel and fusion decisions ask of a GPU besides its memory.
+    """GPU properties, besides memory, that XLA's kernel and fusion decisions depend on.
 
     Attributes:
       compute_capability: (major, minor).
@@ -62,7 +62,7 @@ DISK_BANDWIDTH = 5e9
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What one JAX device of a chip can do; None where it is not known or does not apply.
+    """Specification of one JAX device of a chip; None where it is not known or does not apply.
 
     Attributes:
       name: as in a target, "v5e", "h100".

@@ -152,7 +152,7 @@ _OF_LONG_RUNS_ON = dict.fromkeys(_V6E, {"xla_tpu_scoped_vmem_limit_kib": str(96 
 
 
 def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]:
-    """What `jax.jit` is given as `compiler_options`; nothing that the environment says itself.
+    """Return `compiler_options` for `jax.jit`, without options that the environment sets itself.
 
     XLA_FLAGS and, for TPUs, LIBTPU_INIT_ARGS win.
 
@@ -189,7 +189,7 @@ def with_known_options(
     compiled: Callable[[dict[str, str]], _Compiled],
     say: Callable[[str], object],
 ) -> _Compiled:
-    """What is compiled with those of the options that this version's compiler has.
+    """Compile with those of the options that this version's compiler has.
 
     Compilers drop options without notice, and reject a program over one that they do not know.
 

@@ -79,7 +79,7 @@ def pass_over_libtpu(root: Path = Path("/")) -> None:
 def platforms_without_libtpu(
     chosen: str | None, *, is_installed: bool, plugins: Collection[str], root: Path = Path("/")
 ) -> str | None:
-    """What `jax_platforms` is to be where libtpu would find no TPU; None: it stays as it is.
+    """Return a value for `jax_platforms` that avoids libtpu on hosts without TPUs; None: no change.
 
     Args:
       chosen: what it is: by the user, or by JAX, which says "tpu,cpu" where it sees TPUs.
@@ -227,7 +227,7 @@ _AMPERE = 8
 
 
 def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
-    """Where a mesh's code runs: 'cpu', 'gpu', OLD_GPU or 'tpu'; JAX's default where it is open."""
+    """Return a mesh's platform: 'cpu', 'gpu', OLD_GPU or 'tpu'; JAX's default if unspecified."""
     if isinstance(mesh, jax.sharding.Mesh):
         return platform_of_device(mesh.devices.flat[0])
     device = mesh.abstract_device

@@ -157,7 +157,7 @@ def _better_by_rows(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...
 
 
 def _padding(size: int, tile: int) -> float:
-    """What whole tiles add to this size, as a part of it."""
+    """Return the padding to whole tiles, as a fraction of the size."""
     return -size % tile / size if size else 0.0
 
 
@@ -246,6 +246,6 @@ def _sentence(
 
 
 def _format_axis(axis: str, layout: Layout) -> str:
-    """How the user writes the size of an axis of the mesh; the sides of a grid are q."""
+    """Return the name of a mesh axis size as users write it; the sides of a grid are q."""
     on_a_grid = layout.tensor_layout != "1d" and axis in ("depth", "row", "tensor")
     return "q" if on_a_grid else f"Mesh.{axis}"

@@ -43,7 +43,7 @@ MASTERS_ELSEWHERE = {
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What the mesh axes shard beyond the batch.
+    """Sharding beyond the batch: ZeRO stages (FSDP), tensor parallelism, sequence parallelism.
 
     Attributes:
       zero: what the fsdp axis shards (ZeRO, arXiv 1910.02054): 0 nothing, 1 the optimizer state,
@@ -470,12 +470,12 @@ def by_name(tree: Any) -> dict[str, nnx.Variable]:
 
 
 def logical_axes(variable: nnx.Variable) -> tuple[str, ...]:
-    """What the dimensions of a parameter mean, as its model declared them."""
+    """Return the logical axis names of a parameter's dimensions, as its model declared them."""
     return variable.get_metadata()["axes"]
 
 
 def own_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """What the dimensions of one layer's parameter mean, of one replica."""
+    """Return the logical axis names of one layer's parameter on one replica."""
     return tuple(axis for axis in axes if axis not in ("replica", "layers"))
 
 

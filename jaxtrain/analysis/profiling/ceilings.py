@@ -43,7 +43,8 @@ class Ceilings:
         return held[-1] if held else self.bandwidth
 
     def least_seconds(self, flops: int | None, moved_bytes: int, runs: float = 1) -> float | None:
-        """What `runs` runs take at least; None where a figure is not known.
+        """Return the minimum time of `runs` runs (roofline) in seconds; None where a figure is not
+        known.
 
         Args:
           flops: of all runs.
@@ -56,7 +57,7 @@ class Ceilings:
         return max(flops / self.flops, moved_bytes / rate)
 
     def bound(self, flops: int | None, moved_bytes: int, runs: float = 1) -> str | None:
-        """Which of the two bounds it: "arithmetic" or "memory"; arguments as above."""
+        """Return the bottleneck, "arithmetic" or "memory"; arguments as in `least_seconds`."""
         rate = self.rate(moved_bytes / runs) if runs else self.bandwidth
         if flops is None or self.flops is None or rate is None:
             return None
@@ -64,7 +65,7 @@ class Ceilings:
 
 
 def ceilings(device: jax.Device, dtype: str) -> Ceilings:
-    """Of one device of a run.
+    """Return the peak rates of one device of a run.
 
     Args:
       device: a local one; where it is simulated, the machine that it has to itself while the others

@@ -34,7 +34,7 @@ _WINDOW = re.compile(r"window=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one run of an operation, on one device.
+    """Cost of one run of an operation, on one device.
 
     Attributes:
       flops: of its matrix products and convolutions, a multiply-add being two, as
@@ -243,7 +243,7 @@ def _through_names(
 
 
 def _part_read(name: str, user: Instruction) -> int | None:
-    """What a user of an array takes of it; None: everything."""
+    """Return the bytes of an array that a user of it reads; None: all of them."""
     if user.opcode in _READS_A_PART and user.operands[0] == name:
         return sum(tensor.bytes for tensor in user.tensors)
     # The array that is updated in place is not read.

@@ -30,7 +30,8 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of an operation, or of one of its kernels: nanoseconds on the trace's clock.
+    """Profiler event: one run of an operation or of one of its kernels, in nanoseconds of the
+    trace.
 
     Attributes:
       name: of the operation.

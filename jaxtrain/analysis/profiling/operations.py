@@ -14,7 +14,7 @@ from jaxtrain.analysis.profiling.scopes import Origin, place_of
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one step on one device.
+    """Time, FLOPs, bytes and roofline of a group of operations, for one step on one device.
 
     Attributes:
       runs: how often it ran.
@@ -38,7 +38,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction of the compiled program, as it is scheduled: mostly a fusion."""
+    """Instruction of the compiled program, as it is scheduled: mostly a fusion."""
 
     name: str
     opcode: str
@@ -48,7 +48,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class ScopePass:
-    """All operations of one scope in one pass; a loop's layers are one."""
+    """Operations of one scope in one pass; the layers of a loop are counted together."""
 
     scope: str
     stage: str
@@ -57,7 +57,7 @@ class ScopePass:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes.
+    """Profile of a step: its time by layer and by operation.
 
     Attributes:
       first, last: the steps that were looked at.

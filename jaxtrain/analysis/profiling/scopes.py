@@ -29,7 +29,7 @@ _MACHINERY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where in the model's code an operation comes from.
+    """Origin of an operation in the model's code.
 
     Attributes:
       scope: the names of scopes, outermost first, joined by "/": "mlp", "mlp/norm"; `OTHER` where

@@ -142,5 +142,5 @@ def _run(
 
 
 def _in_order(x: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Its places so; sinks have none."""
+    """Return an array with its positions in this order; attention sinks have no positions."""
     return x if x.ndim == 1 else x[:, order]

@@ -17,7 +17,7 @@ _TRANSFORMED = re.compile(r"\w+\(|\)")  # of the names of `jax.grad`'s passes: t
 
 
 def float32_islands(program: ClosedJaxpr) -> dict[str, list[str]]:
-    """What is computed of float32 arrays, by named scope, forward and backward passes together.
+    """Return the kinds of float32 operations by named scope, in the forward and backward passes.
 
     Args:
       program: traced by `jax.make_jaxpr`.

@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What a proof measured.
+    """Measurement of a proof.
 
     Attributes:
       measured: the largest difference.
@@ -45,14 +45,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class NotChecked:
-    """Why something was not proved here: neither passed nor failed."""
+    """Verdict of a claim that was not checked here, neither passed nor failed, with the reason."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One thing to prove.
+    """Claim to verify.
 
     Attributes:
       proof: its short name, stable.
@@ -67,7 +67,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What the first step of a program gave, parameters in the model's order of layers.
+    """Result of a program's first step, with parameters in the model's order of layers.
 
     Attributes:
       loss: mean over the targets that count.
@@ -104,7 +104,7 @@ def same_bits(found: Any, expected: Any) -> bool:
 
 
 def bits(different: list[str], count: int, of: str) -> Finding:
-    """How many of `count` things, and the first, are not bit for bit the same; none may differ.
+    """Return the number of items that are not bitwise equal, and name the first; none may differ.
 
     Args:
       different: the names of those that differ.
@@ -140,7 +140,7 @@ def relative_norm(found: Arrays, expected: Arrays) -> float:
 
 
 def band(dtype: str, matmul: str, products: int) -> float:
-    """How far a gradient may be from the float32 one's norm.
+    """Return the tolerance for a gradient, relative to the norm of the float32 one.
 
     Rounding errors of the matmuls along the path are independent and add up like a random walk.
 

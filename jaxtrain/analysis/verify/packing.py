@@ -108,7 +108,7 @@ class Documents:
         return self._run(self.batch)
 
     def as_alone(self) -> Finding | NotChecked:
-        """Every document in its row, and alone at the beginning of one."""
+        """Compare each document in its row with the same document alone at the start of a row."""
         if self.batch.segment_ids is None:
             return _ONE_TEXT
         found = [self._run(row) for row in sample.documents_alone(self.batch)]

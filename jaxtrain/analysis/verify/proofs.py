@@ -155,6 +155,6 @@ def own_precision(bench: Bench) -> Finding:
 
 
 def _matrices(params: Any) -> int:
-    """How many matrices and convolution kernels a model has, those of every layer counted."""
+    """Return the number of matrices and convolution kernels of a model, over all layers."""
     found = [v for v in jax.tree.leaves(params, is_leaf=is_variable) if is_matrix(v)]
     return sum(v.get_value().shape[0] if is_layer(v) else 1 for v in found)

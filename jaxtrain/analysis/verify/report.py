@@ -18,7 +18,7 @@ Verdict = Literal["proved", "FAILED", "not checked"]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """One line of the table.
+    """Line of the report's table.
 
     Attributes:
       proof: its short name.
@@ -41,7 +41,7 @@ class Proof:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """All proofs of one configuration.
+    """Proofs of one configuration.
 
     Attributes:
       small: the shrunk configuration that was proved.

@@ -75,7 +75,7 @@ class MeshRun:
 
     @property
     def islands(self) -> dict[str, list[str]]:
-        """What gradients are computed in float32 whatever Precision.compute says, by scope."""
+        """Operations of the gradients that are float32 whatever Precision.compute is, by scope."""
         train = self.config.train
         batch = train.data.abstract_batch(train.global_batch_size)
         with self.layout.active():
@@ -145,7 +145,7 @@ class MeshRun:
             return function.lower(*arguments).compile()
 
     def name_arrays(self, tree: Any) -> Arrays:
-        """Every array by its path, on the host, layers in the model's order."""
+        """Return the arrays by path, on the host, with layers in the model's order."""
         tree = jax.device_get(tree)
         if self.setup.stages is not None:
             tree = self.setup.stages.to_layers(tree)
@@ -179,7 +179,7 @@ class Bench:
 
     @functools.cached_property
     def one_device_step(self) -> Step:
-        """Its first step, accumulated as the user's."""
+        """First step on one device, accumulated as the user's configuration does."""
         return self.one_device.gradients(self.batch)
 
     @functools.cached_property

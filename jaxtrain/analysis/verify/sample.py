@@ -90,7 +90,7 @@ def _keep(index: int, shape: tuple[int, ...]) -> Any:
 
 
 def dataset(config: Config) -> Dataset:
-    """What a shrunk configuration is proved on, in the form that a data source opens into."""
+    """Return random data for verifying a shrunk configuration, as a data source opens into."""
     rows = config.train.global_batch_size * BATCHES - config.train.global_batch_size // 2
     batch = config.train.data.abstract_batch(1)
     model = config.train.model
@@ -134,7 +134,7 @@ def first_batch(config: Config, data: Dataset) -> Batch:
 
 
 def twins(batch: Batch) -> Batch:
-    """Every second row repeated after itself, with its own loss_mask.
+    """Return the batch with each even row repeated in place of the next one; loss_mask stays.
 
     Split in two, both microbatches then hold the same images: they have the statistics of the
     whole batch, so that accumulation is defined for models which normalize over the batch.

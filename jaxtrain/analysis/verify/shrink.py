@@ -50,7 +50,7 @@ DEPTHS = {34: 18, 56: 20, 32: 20, 101: 50, 152: 50, 13: 11, 16: 11, 19: 11}
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One setting that was shrunk.
+    """Setting that was shrunk.
 
     Attributes:
       setting: its gin name.
@@ -93,7 +93,7 @@ class Small:
         )
 
     def changes(self) -> list[Change]:
-        """Every setting that differs, but for the mesh, in the order of the configuration."""
+        """Return the settings that differ, except the mesh, in the order of the configuration."""
         shown = dataclasses.replace(
             self.config,
             mesh=dataclasses.replace(self.own.mesh, dcn=_dcn(self.own.mesh, {})),
@@ -396,7 +396,7 @@ def _layers(
 def _heads(
     own: Config, attention: AttentionFacts, sizes: dict[str, float], most: MeshSizes
 ) -> dict[str, int]:
-    """As many query heads for one key-value head as the user's; both divide where they did."""
+    """Return numbers of heads that keep the group size (GQA) and divide where the user's do."""
     tensor = most["tensor"]
     group = min(attention.num_heads // attention.num_kv_heads, MAX_GROUP)
     own_tensor = tensor if math.isinf(sizes["tensor"]) else int(sizes["tensor"])
@@ -426,7 +426,7 @@ def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict
 
 
 def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:
-    """Of a DeepSeek: a dense layer where there were some, latents narrower than the stream."""
+    """Return DeepSeek's sizes: one dense layer if there were any, and narrow latents."""
     dense = min(fields["dense_layers"], 1)
     return {
         "num_layers": layers + dense,

@@ -43,7 +43,7 @@ def sharpness(image: Image.Image, factor: float) -> Image.Image:
 
 
 def hue(image: Image.Image, turn: float) -> Image.Image:
-    """Its hues turned by -0.5 to 0.5 of the circle; a grey image has none."""
+    """Rotate the hues by -0.5 to 0.5 of the color circle; grayscale images stay as they are."""
     if image.mode == "L":
         return image
     hues, saturations, values = image.convert("HSV").split()
@@ -199,7 +199,7 @@ class Augment:
         return to_array(image)
 
     def _colors(self, rng: np.random.Generator) -> list[tuple[Operation, float]]:
-        """What is done to colors and how much of it, in an order that is drawn too."""
+        """Draw the color operations and their strengths, in random order."""
         found: list[tuple[Operation, float]] = []
         factors = (
             (brightness, self.brightness),

@@ -28,7 +28,7 @@ _SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a folder of class folders says of settings.
+    """Settings implied by a folder of class folders.
 
     Attributes:
       class_names: sorted.

@@ -58,7 +58,7 @@ class SavedImages:
         return int(self.ends[-1])
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """As in LabelledImages."""
+        """Read one image and its label, as in `LabelledImages`."""
         number = int(np.searchsorted(self.ends, index, side="right"))
         row = index - (int(self.ends[number - 1]) if number else 0)
         file = self.files[number]
@@ -76,11 +76,11 @@ class SavedImages:
         return decode(io.BytesIO(content), _SETTING, name), int(self.of_class[index])
 
     def labels(self) -> np.ndarray:
-        """As in LabelledImages."""
+        """Return the labels of all images, as in `LabelledImages`."""
         return self.of_class
 
     def content(self) -> list[bytes | np.ndarray]:
-        """As in LabelledImages."""
+        """Return the inputs of the digest, as in `LabelledImages`."""
         return [self.identity.encode(), self.of_class]
 
 
@@ -189,7 +189,7 @@ def _labels(column: Any, path: Path, field: str) -> np.ndarray:
 
 
 def _class_names(schema: Any, field: str) -> list[str] | None:
-    """As `datasets` writes them into a file's schema."""
+    """Return the class names that `datasets` wrote into a file's schema, or None."""
     try:
         said = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"))
     except MalformedError:

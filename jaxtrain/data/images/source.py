@@ -404,7 +404,7 @@ class PreparedImages:
         return len(self.images)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """One image [H, W, C], its label and a mask of 1; `rng` None is evaluation."""
+        """Return an image [H, W, C], its label and a mask of 1; `rng` None is evaluation."""
         image, label = self.images.read(index)
         inputs = self.config.prepare(image, rng)
         return Batch(inputs, np.asarray(label, np.int32), np.ones((), np.float32))
@@ -418,12 +418,12 @@ class MixedImages(PreparedImages):
     """
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """One image [H, W, C], its label twice, of which the first counts."""
+        """Return an image [H, W, C] and its label twice, of which the first counts."""
         one = super().example(index, rng)
         return Batch(one.inputs, np.repeat(one.targets, 2), np.array([1, 0], np.float32))
 
     def mix(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
-        """As in MixedRows."""
+        """Mix two images and their labels (mixup, CutMix), as in `MixedRows`."""
         assert self.config.augment is not None, "what mixes"
         inputs, share = self.config.augment.mix(own.inputs, other.inputs, rng)
         return Batch(

@@ -26,7 +26,7 @@ class LabelledImages(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """One image, 8 bits a channel, and its label."""
+        """Read one image, 8 bits a channel, and its label."""
         ...
 
     def labels(self) -> np.ndarray:
@@ -34,7 +34,7 @@ class LabelledImages(Protocol):
         ...
 
     def content(self) -> list[bytes | np.ndarray]:
-        """What the digest covers."""
+        """Return the inputs of the data digest."""
         ...
 
 

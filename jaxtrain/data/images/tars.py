@@ -34,7 +34,9 @@ _LABEL_BYTES = 1 << 20  # of a .cls or .json beside an image
 
 
 class _Tar(NamedTuple):
-    """Where the images of a file lie: int64 [samples] each, and sha256 hex of all its names."""
+    """Index of a tar file: offsets, sizes and labels of its images, int64 [samples] each, and the
+    sha256 hex of all its names.
+    """
 
     begins: np.ndarray
     sizes: np.ndarray
@@ -65,7 +67,7 @@ class TarImages:
         return len(self.begins)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """As in LabelledImages."""
+        """Read one image and its label, as in `LabelledImages`."""
         path = self.paths[self.of_file[index]]
         begin = int(self.begins[index])
         with path.open("rb") as file:
@@ -75,11 +77,11 @@ class TarImages:
         return image, int(self.of_class[index])
 
     def labels(self) -> np.ndarray:
-        """As in LabelledImages."""
+        """Return the labels of all images, as in `LabelledImages`."""
         return self.of_class
 
     def content(self) -> list[bytes | np.ndarray]:
-        """As in LabelledImages."""
+        """Return the inputs of the digest, as in `LabelledImages`."""
         return ["\n".join(self.identity).encode(), self.of_class]
 
 
@@ -130,7 +132,7 @@ def _on_disk(path: Place) -> Path:
 
 
 def _load_or_read(path: Path, label_field: str) -> _Tar:
-    """What is in a file, from the cache where it was read before."""
+    """Return the index of a tar file, from the cache if it was read before."""
     state = path.stat()
     key = f"{_FORMAT} {path.absolute()} {state.st_size} {state.st_mtime_ns} {label_field}"
     kept = cache_folder("tars") / f"{part_digest(key.encode())[:32]}.npz"

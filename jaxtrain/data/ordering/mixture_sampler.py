@@ -23,7 +23,7 @@ _STEP = 2_654_435_769  # the golden ratio's fractional part of them; odd, so tha
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One source of a mixture.
+    """Size of one source of a mixture.
 
     Attributes:
       name: what it is called.
@@ -40,7 +40,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """How far a source is.
+    """Progress of a source.
 
     Attributes:
       rows: drawn so far.
@@ -131,7 +131,7 @@ class Mixing:
         }
 
     def heldout_ranges(self) -> dict[str, range]:
-        """Which of the held-out examples are each source's."""
+        """Return the range of held-out examples of each source, by name."""
         ends = np.cumsum([source.heldout_rows for source in self.sources]).tolist()
         return {
             source.name: range(end - source.heldout_rows, end)
@@ -154,7 +154,7 @@ class Mixing:
         return found
 
     def _before(self, place: int, global_batch_size: int, seed: int) -> tuple[int, ...]:
-        """How many of the places before this one are each source's."""
+        """Return how many positions before this one each source has."""
         segments, offset = _segments(self, global_batch_size, seed)
         segment = next(one for one in reversed(segments) if one.begin <= place)
         return _count(segment, place, offset)
@@ -247,7 +247,7 @@ def _dry_at(segment: _Segment, number: int, rows: int, offset: int, end: int | N
 
 
 def _count(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
-    """How many of the places before this one, of the segment, are each source's."""
+    """Return how many positions of the segment before this one each source has."""
     count, first = place - segment.begin, offset + _STEP * segment.begin
     under = [
         _under(cut, moved, segment.length, count, first)
@@ -260,7 +260,7 @@ def _count(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
 
 
 def _under(cut: int, moved: int, length: int, count: int, offset: int) -> int:
-    """How many of the first places of a segment have a part under a bound.
+    """Count the first positions of a segment whose part is under a bound.
 
     x mod m < c exactly where floor(x / m) - floor((x - c) / m) is 1 and not 0; of place k the part
     is x = step k + offset and the bound c = cut + moved k / length, both taken `length` times.

@@ -55,7 +55,7 @@ HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is 
 
 
 class Order(Protocol):
-    """Which examples stand in which rows."""
+    """Assignment of examples to the rows of batches."""
 
     def indices(
         self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int

@@ -21,7 +21,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffle_nearby(places: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """As `shuffle`, for places that lie close together, asked for again and again further on.
+    """Return the same as `shuffle`, faster for nearby positions that advance from call to call.
+
+    The blocks that the positions are in are cached, the latest few of them.
 
     The blocks of places that they lie in are kept, the latest few of them.
     """

@@ -145,11 +145,11 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @abc.abstractmethod
     def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
-        """Of texts of random tokens."""
+        """Draw labels for texts of random tokens."""
 
     @abc.abstractmethod
     def select_heldout(self, labels: list[Labels]) -> np.ndarray:
-        """Which of the texts with these labels are held out, bool [texts]."""
+        """Return which texts are held out, given their labels: bool [texts]."""
 
     @property
     def vocab_size(self) -> int:
@@ -292,29 +292,29 @@ class LabelledText(ClassedText[files.Texts]):
     label_field: str = "label"
 
     def records(self) -> Iterable[files.Texts]:
-        """As in ClassedText: a text, and the name of its class."""
+        """Read the records: a text, and the name of its class."""
         path = existing_path("LabelledText.source", self.source, words=("synthetic",))
         return files.read(path, "LabelledText.source", self.text_field, self.label_field)
 
     def names_of(self, record: files.Texts) -> Sequence[str]:
-        """As in ClassedText."""
+        """Return the class name in a record."""
         return record[1:]
 
     def encode(self, record: files.Texts, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
-        """As in ClassedText."""
+        """Tokenize the text of a record and look up its label, as in `ClassedText`."""
         text, name = record
         return np.array(tokenizer.encode(text), np.int32), labels[name]
 
     def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
-        """As in ClassedText: one each."""
+        """Draw one label for each text."""
         return rng.integers(0, self.num_classes, len(lengths)).tolist()
 
     def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
-        """As in ClassedText, with the text's one label."""
+        """Return a row as in `ClassedText`, with the text's one label."""
         return self.label_sequence(self.wrap_tokens(places), label)
 
     def select_heldout(self, labels: list[Labels]) -> np.ndarray:
-        """As in ClassedText: the same share of each class."""
+        """Return which texts are held out: the same fraction of each class."""
         return self.split_by_class(labels)
 
 
@@ -332,16 +332,18 @@ class TaggedText(ClassedText[Sentence]):
     tags_field: str = "tags"
 
     def records(self) -> Iterable[Sentence]:
-        """As in ClassedText: the words, and the names of their classes."""
+        """Read the records: the words, and the names of their classes."""
         path = existing_path("TaggedText.source", self.source, words=("synthetic",))
         return read(path, "TaggedText.source", self.words_field, self.tags_field)
 
     def names_of(self, record: Sentence) -> Sequence[str]:
-        """As in ClassedText."""
+        """Return the class names in a record."""
         return record[1]
 
     def encode(self, record: Sentence, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
-        """As in ClassedText; a word without a token has no label."""
+        """Tokenize the words of a record and look up their labels; a word without a token has no
+        label.
+        """
         words, tags = record
         tokens, places = self.tokens_of(words, tokenizer)
         told = np.full(len(tokens), -1, np.int32)
@@ -365,17 +367,19 @@ class TaggedText(ClassedText[Sentence]):
         return tokens, places
 
     def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
-        """As in ClassedText: one for each token."""
+        """Draw one label for each token."""
         return [rng.integers(0, self.num_classes, length).astype(np.int32) for length in lengths]
 
     def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
-        """As in ClassedText, with labels of the tokens; one stands for all."""
+        """Return a row as in `ClassedText`, with one label per token; a scalar label is used for
+        all.
+        """
         if np.ndim(label):
             label = np.asarray(label)[: self.room]
         return self.label_tokens(self.wrap_tokens(places), label, first=len(self.around[0]))
 
     def select_heldout(self, labels: list[Labels]) -> np.ndarray:
-        """As in ClassedText."""
+        """Return which texts are held out, bool [texts]."""
         return is_heldout(len(labels), self.heldout_fraction)
 
 

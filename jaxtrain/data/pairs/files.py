@@ -106,7 +106,7 @@ def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, 
 
 
 def field(record: dict[str, Any], name: str, where: str) -> Any:
-    """What a record has under a name; UserError where it has nothing."""
+    """Return the value of a record's field; UserError if the field is missing."""
     if name not in record:
         raise UserError(f"{where} has no field {name!r}{did_you_mean(name, record)}")
     return record[name]

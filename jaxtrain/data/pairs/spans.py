@@ -51,11 +51,11 @@ class WithSentinels:
         return self.encode_with_places(text)[0]
 
     def encode_inside(self, text: str) -> list[int]:
-        """As in Tokenizer."""
+        """Return the token ids of a text that follows other text, as in `Tokenizer`."""
         return self.encode(text)
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """As in Tokenizer."""
+        """Return the token ids and the character offset of each, as in `Tokenizer`."""
         ids, places, begin = list[int](), list[int](), 0
         for found in [*self._name(text), None]:
             end = len(text) if found is None else found.start()
@@ -83,23 +83,25 @@ class WithSentinels:
         return "".join([*parts, self.text.decode(text)])
 
     def token(self, setting: str, name: str) -> int:
-        """As in Tokenizer."""
+        """Return the id of a special token by its name, sentinels included, as in `Tokenizer`."""
         found = _WRITTEN.fullmatch(name)
         if found is not None and int(found[1]) < self.count:
             return self.sentinel(int(found[1]))
         return self.text.token(setting, name)
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """As in Tokenizer."""
+        """Yield the tokens of each text, as in `Tokenizer`."""
         for text in texts:
             yield np.asarray(self.encode(text), self.dtype)
 
     def encode_pieces(self, pieces: Iterable[TextPiece]) -> Iterator[np.ndarray]:
-        """As in Tokenizer, of whole texts: there is no border in others."""
+        """Yield the tokens of whole texts, as in `Tokenizer`: sentinels leave no safe border to cut
+        at.
+        """
         return self.encode_documents(piece.text for piece in pieces)
 
     def border(self, left: str, right: str) -> Border | None:
-        """As in Tokenizer: none is known."""
+        """Return None, as no border is known to be safe to cut at; see `Tokenizer`."""
         del left, right
         return None
 
@@ -178,12 +180,12 @@ class SpanData:
 
     @property
     def source(self) -> str:
-        """As of the text."""
+        """Source of the text."""
         return self.text.source
 
     @property
     def tokenizer(self) -> str:
-        """As of the text."""
+        """Tokenizer of the text."""
         return self.text.tokenizer
 
     @property
@@ -259,7 +261,7 @@ class SpanData:
 
 @dataclasses.dataclass(frozen=True)
 class Corruption:
-    """What becomes of a row.
+    """Parameters of span corruption of a row.
 
     Attributes:
       share, mean_length: as of `SpanData`.
@@ -313,7 +315,7 @@ class Corrupted:
 
 
 def span_sizes(length: int, corrupted: float, mean_length: float) -> tuple[int, int]:
-    """How many of a text's tokens are lost, and in how many spans; none of fewer than 2 tokens."""
+    """Return the number of masked tokens and of masked spans of a text; none under 2 tokens."""
     if length < 2:
         return 0, 0
     lost = min(max(round(length * corrupted), 1), length - 1)
@@ -323,7 +325,7 @@ def span_sizes(length: int, corrupted: float, mean_length: float) -> tuple[int, 
 def span_mask(
     length: int, corrupted: float, mean_length: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Which tokens of a text are lost, bool [length]: what is left and what is lost, by turns.
+    """Draw which tokens of a text are masked, bool [length]: kept and masked spans alternate.
 
     Both are cut into as many parts, each way of cutting being as likely as any other; the first
     part is left, the last one lost.

@@ -80,7 +80,7 @@ class Files:
     left_out: Mapping[str, int]
 
     def facts(self) -> dict[str, int | str]:
-        """Of a folder from which files are left out: how many, and their endings, most first."""
+        """Return the number of files left out of a folder and their suffixes, most common first."""
         return file_facts(len(self.paths), self.left_out)
 
     def size(self) -> int | None:
@@ -115,7 +115,9 @@ class Files:
 
 
 def reader_of(path: Place) -> Reader | None:
-    """What reads a file of records, by its name; None: it is plain text, a document."""
+    """Return the reader for a file of records, by its name; None for plain text, which is one
+    document.
+    """
     name = _SHARD.sub("", path.name.lower())
     for ending, reader in _PACKED.items():
         if name.endswith(ending):

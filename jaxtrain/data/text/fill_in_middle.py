@@ -19,7 +19,8 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FillInMiddle:
-    """Which documents of training rows are reordered for fill-in-the-middle, and by which tokens.
+    """Fill-in-the-middle transformation of training documents: how many, in which order, and the
+    special tokens.
 
     Attributes:
       rate: share of the documents, each time that they come round.
@@ -92,7 +93,7 @@ class FilledRows:
         return len(self.rows)
 
     def document_lengths(self) -> np.ndarray:
-        """Of the documents as they were."""
+        """Return the lengths of the original documents."""
         assert isinstance(self.rows, HasDocuments), "text"
         return self.rows.document_lengths()
 
@@ -137,7 +138,9 @@ class FilledRows:
         return np.concatenate([tokens[:begin], np.asarray(moved, tokens.dtype), last])
 
     def _special(self, tokens: np.ndarray) -> tuple[int, int]:
-        """How many special tokens a document, or what a row has of it, begins and ends with."""
+        """Return the number of special tokens at the start and the end of a document or its part in
+        a row.
+        """
         begin, end = self.tokenizer.before, closing(self.tokenizer)
         begins = tuple(tokens[: len(begin)].tolist()) == begin
         ends = len(end) > 0 and tuple(tokens[-len(end) :].tolist()) == end
@@ -145,7 +148,9 @@ class FilledRows:
 
 
 def _documents(row: Batch) -> list[np.ndarray]:
-    """What a row has of each document: its inputs and, where that counts, the target behind."""
+    """Return the tokens of each document in a row: its inputs and, where it counts, the last
+    target.
+    """
     assert row.segment_ids is not None, "documents apart"
     found = []
     for number in range(1, int(row.segment_ids.max()) + 1):

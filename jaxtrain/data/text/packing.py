@@ -219,7 +219,7 @@ class BestFit(WholeBatches):
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Which parts of documents stand in which row.
+    """Assignment of parts of documents to rows.
 
     Attributes:
       bounds: int64 [rows + 1]; row r has the parts bounds[r] to bounds[r + 1] - 1.
@@ -291,7 +291,7 @@ class PaddedText(WholeBatches):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """How many rows there are of each length."""
+        """Number of rows of each length."""
         return tuple(np.diff(self._parts[2]).tolist())
 
     @property

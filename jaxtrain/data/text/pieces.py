@@ -32,7 +32,7 @@ class Document(Protocol):
         ...
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
-        """Its characters `begin` to `end`, in parts of any size."""
+        """Yield the characters from `begin` to `end`, in parts of any size."""
         ...
 
 
@@ -43,15 +43,15 @@ class Text:
     text: str
 
     def is_blank(self) -> bool:
-        """As in Document."""
+        """Whether the text has only white space."""
         return not self.text.strip()
 
     def cut_at_line(self, fraction: float) -> int:
-        """As in Document."""
+        """Return the character to split at, as in `Document`."""
         return cut_at_line(self.text, fraction)
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
-        """As in Document."""
+        """Yield the characters from `begin` to `end`, as in `Document`."""
         yield self.text[begin:end]
 
 
@@ -62,11 +62,11 @@ class TextFile:
     path: Place
 
     def is_blank(self) -> bool:
-        """As in Document; reads no further than the first character that is none."""
+        """Whether the file has only white space; stops at the first other character."""
         return not any(part.strip() for part in self._parts())
 
     def cut_at_line(self, fraction: float) -> int:
-        """As in Document; reads the file twice."""
+        """Return the character to split at, as in `Document`; reads the file twice."""
         count = sum(map(len, self._parts()))
         place, begin = int(count * fraction), 0
         for part in self._parts():
@@ -79,7 +79,7 @@ class TextFile:
         return place
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
-        """As in Document."""
+        """Yield the characters from `begin` to `end`, as in `Document`."""
         yield from _between(self._parts(), begin, end)
 
     def _parts(self) -> Iterator[str]:
@@ -155,7 +155,7 @@ def begins_with_text(path: Place) -> bool:
 
 
 def plain_name(path: Place) -> str:
-    """Its name in small letters without the ending that says how it is compressed."""
+    """Return a file's name in lower case, without the suffix of its compression."""
     name = path.name.lower()
     return next((name.removesuffix(end) for end in COMPRESSED if name.endswith(end)), name)
 
@@ -165,7 +165,7 @@ def _gzip(stream: BinaryIO) -> BinaryIO:
 
 
 def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
-    """What a Zstandard file unpacks to, a frame after the other."""
+    """Return a stream of the decompressed contents of a Zstandard file, all frames concatenated."""
     library = arrow("pyarrow", path)
     unpacked = library.CompressedInputStream(library.PythonFile(stream, mode="r"), "zstd")
     return io.BufferedReader(unpacked, READ_BYTES)

@@ -63,7 +63,7 @@ class Records:
         )
 
     def facts(self) -> dict[str, int | str]:
-        """How many were left out, and the first of them."""
+        """Return the number of bad records left out, and the first of them."""
         return {"bad_records": self._bad, "first_bad_records": self._name()} if self._bad else {}
 
     def _name(self) -> str:

@@ -170,7 +170,7 @@ class TextData:
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Those of rows, in tokens, the longest at the end."""
+        """Lengths of rows in tokens, the longest last."""
         return (*self.lengths, self.sequence_length)
 
     def abstract_batch(self, global_batch_size: int, length: int | None = None) -> Batch:
@@ -234,7 +234,9 @@ class TextData:
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
     def _of_store(self, store: "Store", tokenizer: Tokenizer) -> Dataset:
-        """What `open` gives of the text that the store was made of, without reading it."""
+        """Return the dataset that `open` returns for the text of a token store, without reading the
+        text.
+        """
         from jaxtrain.data.text.stores.store import SPLITS
 
         store.settle_tokenizer(
@@ -286,7 +288,7 @@ class TextData:
         return self.source.lower().endswith(".bin")
 
     def _header(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """What besides the tokens makes the rows."""
+        """Return the settings, besides the tokens, that determine the rows."""
         return {
             "kind": "text",
             "tokenizer": tokenizer.digest,
@@ -362,7 +364,7 @@ class TextData:
             )
 
     def path(self) -> Place | None:
-        """Where a source is that is the path of a file or a folder; None of another.
+        """Path of a source that is a file or a folder; None for other sources.
 
         Raises:
           UserError: nothing is there.
@@ -546,7 +548,7 @@ def _not_blank(texts: Iterable[str]) -> list[str]:
 
 
 def _without(files: documents.Files) -> str:
-    """What a message says of the files that are left out."""
+    """Return the part of a message that reports files left out."""
     if not files.left_out:
         return ""
     return "; " + "; ".join(sentences(files.facts()))

@@ -240,7 +240,7 @@ class FileTokenizer:
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def token(self, setting: str, name: str) -> int:
-        """As in Tokenizer."""
+        """Return the id of a special token by its name, as in `Tokenizer`."""
         found = self._tokenizer.token_to_id(name)
         if found is None:
             raise UserError(

@@ -77,7 +77,7 @@ def with_special_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
 
 
 def closing(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a document: the special tokens after a text, and the end-of-text token."""
+    """Return the ids that end a document: special tokens after a text, and end-of-text."""
     end, after = tokenizer.end_of_text, tokenizer.after
     return after if end is None or after[-1:] == (end,) else (*after, end)
 
@@ -92,14 +92,16 @@ def no_end_of_text(section: str, tokenizer: str) -> str:
 
 
 def special_tokens_header(tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    """What special tokens around texts add to the description of a run's data; nothing where there
-    are none, so that descriptions of earlier versions stay what they were."""
+    """Return the entry for special tokens in the description of a run's data.
+
+    It is empty without special tokens, so that descriptions of earlier versions stay the same.
+    """
     around = [list(tokenizer.before), list(tokenizer.after)]
     return {"special_tokens": around} if any(around) else {}
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8.
+    """Tokenizer of UTF-8 bytes: one token per byte.
 
     The vocabulary is 256 and not 257, so that it divides over a tensor axis: byte 0, which text
     does not use, doubles as the end of a document.
@@ -134,7 +136,7 @@ class ByteTokenizer:
         return bytes(min(int(token), 0xFF) for token in ids).decode("utf-8", errors="replace")
 
     def token(self, setting: str, name: str) -> int:
-        """As in Tokenizer: a character of one byte."""
+        """Return the id of a character of one byte, as in `Tokenizer`."""
         ids = self.encode(name)
         if len(ids) != 1 or ids[0] == self.end_of_text:
             raise UserError(

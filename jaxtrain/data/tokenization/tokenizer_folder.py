@@ -87,7 +87,7 @@ SPECIAL_MAP_KEYS: KeyTable = used(
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFolder:
-    """What the files next to a tokenizer.json say of it.
+    """Tokenizer settings from the files next to a tokenizer.json.
 
     Attributes:
       special: special tokens by name, such as `eos_token`.
@@ -175,7 +175,7 @@ def _special_map(folder: Place, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _more(said: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Every token that the files name, in the order in which transformers adds them."""
+    """Yield all tokens that the files name, in the order in which transformers adds them."""
     listed = said.get("added_tokens_decoder")
     if isinstance(listed, dict):
         for number in sorted(listed, key=lambda key: int(key) if key.isdigit() else -1):
@@ -208,8 +208,10 @@ def _text(token: Any) -> str | None:
 def _prefix(
     said: Mapping[str, Any], model: Mapping[str, Any], content: Mapping[str, Any]
 ) -> Literal["first", "always", "never"] | None:
-    """What LlamaTokenizer, which transformers takes by its name in the folder, makes of the words
-    of a tokenizer.json that has none of bytes."""
+    """Return where LlamaTokenizer prefixes a space, for a tokenizer.json without byte-level BPE.
+
+    transformers takes that class by its name in the folder. None: as tokenizer.json has it.
+    """
     class_ = str(said.get("tokenizer_class")).removesuffix("Fast")
     if class_ != "LlamaTokenizer" or model.get("model_type") in AS_IN_FILE:
         return None

@@ -148,7 +148,7 @@ def _is_true(values: list[str] | None) -> bool:
 
 
 def _of_parts(parts: list[str], where: str) -> np.ndarray:
-    """One sequence [T, F], each feature's numbers behind each other."""
+    """Parse a sequence [T, F] from the values of each feature, one feature after the other."""
     if not parts:
         raise UserError(f"{where} has a class and no values; write VALUES:CLASS, or remove it")
     try:
@@ -214,7 +214,7 @@ class SequenceData(ClassedRows):
         return Batch(vectors, numbers, mask, numbers, numbers)
 
     def row(self, places: np.ndarray, label: Any = 0) -> Batch:
-        """As in ClassedRows: of vectors [T, F], scaled, with one label or one for each."""
+        """Return a row of vectors [T, F], scaled, with one label or one per position."""
         row = places[: self.sequence_length].astype(np.float32)
         if np.ndim(label) == 0:
             return self.label_sequence(row, label)
@@ -270,7 +270,7 @@ class SequenceData(ClassedRows):
         return [self.row((x_TF - shift) / spread) for x_TF in sequences]
 
     def _split(self, seed: int) -> tuple[Series, np.ndarray]:
-        """All sequences, and which of them are held out."""
+        """Return all sequences, and a mask of those held out."""
         if self.source == "synthetic":
             found = self._synthetic(seed)
         else:
@@ -316,7 +316,7 @@ class SequenceData(ClassedRows):
         return Series(x, labels, tuple(str(label) for label in range(self.num_classes)))
 
     def _scale(self, found: Series, held: np.ndarray) -> tuple[Any, Any]:
-        """What is taken from vectors, and what they are divided by then."""
+        """Return the offset to subtract from vectors and the scale to divide them by."""
         if self.scaling == "none":
             return 0.0, 1.0
         train = np.repeat(~held, [len(x_TF) for x_TF in found.x])

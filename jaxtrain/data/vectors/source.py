@@ -291,7 +291,7 @@ class VectorData:
         return held
 
     def _scale(self, x: np.ndarray, train: np.ndarray) -> tuple[Any, Any]:
-        """What is taken from vectors, and what they are divided by then."""
+        """Return the offset to subtract from vectors and the scale to divide them by."""
         if self.scaling == "unit":
             least, most = x[train].min(), x[train].max()
             return least, (most - least) or 1.0
@@ -337,5 +337,5 @@ class Vectors:
         return Batch(self.x[index], self.y[index], np.ones((), np.float32))
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """Those of these indices, one under the other."""
+        """Return the examples of these indices, stacked."""
         return Batch(self.x[indices], self.y[indices], np.ones(len(indices), np.float32))

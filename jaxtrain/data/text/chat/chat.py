@@ -112,7 +112,7 @@ class Answers(WholeBatches):
 
     @property
     def parts(self) -> list[np.ndarray]:
-        """What defines the rows."""
+        """Arrays that define the rows."""
         return [np.asarray(self.rows.tokens), self.rows.offsets, np.asarray(self.told.tokens)]
 
     def __len__(self) -> int:

@@ -52,7 +52,7 @@ _PROBE = "\ue000answer\ue001", "\ue000question\ue001"  # texts that no template 
 
 
 class TemplateError(ValueError):
-    """What a template says against a conversation, or fails at."""
+    """Error that a template raises against a conversation, or fails with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         reply: bool = False,
     ) -> tuple[str, list[Span]]:
-        """As `text`, and the places that the template marks, in characters."""
+        """Render like `text`, and return the character ranges that the template marks."""
         if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
             raise TemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
         jinja2 = _jinja()

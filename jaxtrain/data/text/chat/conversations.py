@@ -59,7 +59,8 @@ class Written:
     ends: bool
 
     def encode(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-        """Its tokens, and which of them the model is to write: bool, as long.
+        """Return the tokens, and a mask of those that the model is to generate: bool, of the same
+        length.
 
         A token is where its first character is.
         """
@@ -256,7 +257,7 @@ class Templated:
     def split(
         self, take: Callable[[dict[str, Any]], T]
     ) -> tuple[list[T], list[T], dict[str, int | str]]:
-        """What `take` makes of the records to train on and of those held out, and facts of what is
+        """Return what `take` returns for the training and held-out records, and facts of what is
         left out.
 
         Raises:

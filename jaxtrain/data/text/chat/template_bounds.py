@@ -173,7 +173,7 @@ def bounds_extension(base: type) -> type:
 
 
 def charge_output(value: Any) -> Any:
-    """What a template writes out, its length taken from the budget; Jinja's `finalize`."""
+    """Charge a template's output to the budget by its length; Jinja's `finalize`."""
     return _spent(value if isinstance(value, str) else str(value))
 
 

@@ -74,7 +74,7 @@ def _only(message: bytes, number: int) -> bytes:
 
 
 def _fields(message: bytes, number: int) -> list[bytes]:
-    """Every field of that number that holds bytes; the others are skipped."""
+    """Return the contents of all fields with that number that hold bytes; others are skipped."""
     found, at = list[bytes](), 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -37,8 +37,10 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
 
 
 def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
-    """What `take` makes of every row, as a record without its nulls, for a column has all fields
-    that any row has; where it raises `BadLineError`, the record is bad.
+    """Yield what `take` returns for each row, given as a record without its nulls.
+
+    A column has all fields that any row has, so absent fields are nulls. Where `take` raises
+    `BadLineError`, the record is bad.
 
     Raises:
       UserError: the file cannot be read or is cut short.

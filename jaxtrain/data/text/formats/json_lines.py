@@ -27,8 +27,10 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
 
 
 def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
-    """What `take` makes of every record of a file; where it raises `BadLineError`, the record is
-    bad."""
+    """Yield what `take` returns for each record of a file.
+
+    Where it raises `BadLineError`, the record is bad.
+    """
     # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
     with reading(path) as lines:
         number = 0
@@ -45,7 +47,7 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
 
 
 class BadLineError(ValueError):
-    """What is wrong with a line."""
+    """Error in a line; its message says what is wrong."""
 
 
 def _record(line: bytes) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def string(name: str, value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value of this kind."""
+    """Return the name of a value's JSON type, for messages."""
     match value:
         case bool():
             return "true or false"

@@ -107,7 +107,7 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
 
 
 def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
-    """What dataset_info.json says of a column, such as the names of its classes; may be empty.
+    """Return the feature of a column in dataset_info.json, such as its class names; may be empty.
 
     Args:
       folder, split: as of `arrow_files`, which has checked them.

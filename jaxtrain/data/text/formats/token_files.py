@@ -51,7 +51,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """One file of tokens.
+    """Memory-mapped file of tokens.
 
     Attributes:
       path: where it is.
@@ -298,7 +298,7 @@ def _load_or_read(
 
 
 def _state(path: Path) -> tuple[str, int, int]:
-    """What changes with a file: its place, its size in bytes, its last change in ns."""
+    """Return the identity of a file's content: path, size in bytes, modification time in ns."""
     state = path.stat()
     return str(path.resolve()), state.st_size, state.st_mtime_ns
 
@@ -338,7 +338,7 @@ def _read_through(
 
 
 def _starts(files: list[TokenFile], tokenizer: Tokenizer) -> np.ndarray:
-    """Where documents begin in files that are concatenated; a file begins one."""
+    """Return the document starts in concatenated files; each file starts a document."""
     found, before = [], 0
     for file in files:
         starts = file.starts
@@ -356,7 +356,9 @@ def _starts(files: list[TokenFile], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _cut(starts: np.ndarray, count: int, fraction: float) -> int:
-    """Where the last document begins before 1 - fraction of the tokens; of a single one, there."""
+    """Return the last document start before 1 - fraction of the tokens; that position for one
+    document.
+    """
     place = int(count * (1.0 - fraction))
     before = int(starts[np.searchsorted(starts, place, side="right") - 1])
     return before or place

@@ -33,7 +33,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One split of a store.
+    """Description of one split of a token store.
 
     Attributes:
       texts: documents of the source, those without any token too.
@@ -55,7 +55,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """What a store says of itself.
+    """Description of a token store.
 
     Attributes:
       folder: where it is.
@@ -83,7 +83,7 @@ class Store:
     tokens_in: BucketPath | None = None
 
     def save(self) -> str:
-        """As the text of STORE_FILE."""
+        """Return the contents of STORE_FILE, JSON."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["parts"] = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
         del fields["folder"], fields["tokens_in"]
@@ -91,7 +91,7 @@ class Store:
 
     @property
     def bytes(self) -> int:
-        """Of its tokens and of where documents begin."""
+        """Size of the tokens and the document offsets, in bytes."""
         size = np.dtype(self.dtype).itemsize
         return sum(part.tokens * size + (part.documents + 1) * 8 for part in self.parts.values())
 
@@ -196,7 +196,7 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
 
 
 def _parse_description(folder: Path, tokens_in: BucketPath | None, file: Path) -> Store:
-    """What STORE_FILE says, each value of its kind.
+    """Parse STORE_FILE and check the type of each value.
 
     Raises:
       UserError: it is damaged, or of another version.
@@ -269,12 +269,12 @@ def file_checksum(file: Path) -> int:
 
 
 def checksums_of(folder: Path, split: Split) -> Path:
-    """Where the checksums of the blocks of a split's tokens are: uint32, see `block_checksums`."""
+    """Return the path of a split's block checksums: uint32, see `block_checksums`."""
     return folder / f"{split}.crc32"
 
 
 def files_of(folder: Path, split: Split) -> tuple[Path, Path]:
-    """Where a split's tokens are, and its offsets: int64, where each document begins and ends."""
+    """Return the paths of a split's tokens and offsets: int64, start and end of each document."""
     return folder / f"{split}.tokens", folder / f"{split}.offsets"
 
 

@@ -49,7 +49,7 @@ _ANEW = "name another folder, or remove this one"
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What is to be tokenized.
+    """Documents to tokenize.
 
     Attributes:
       documents: of each split that the source names; of one that names none, all documents under
@@ -67,7 +67,7 @@ class Texts:
 
 @dataclasses.dataclass
 class Written:
-    """How far a split's files are.
+    """Progress of writing a split's files.
 
     Attributes:
       texts: documents that were started.
@@ -179,7 +179,7 @@ def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Journal:
-    """What is written down after each job."""
+    """Progress recorded after each job, from which tokenization resumes."""
 
     parts: dict[Split, Written]
     jobs: int = 0

@@ -101,7 +101,8 @@ def prepare_in_bucket(
     progress: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> Store:
-    """As `prepare`, into a folder of a bucket; a start that was stopped goes on where it was.
+    """Prepare a token store in a folder of a bucket, like `prepare`; an interrupted attempt
+    resumes.
 
     What is made lies in the cache folder until all of it was sent; the file that says that the
     store is whole goes last.
