@@ -21,7 +21,7 @@ from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.run.attempts.attempt import Attempt
-from jaxtrain.run.cluster.cluster import Alone
+from jaxtrain.run.cluster.cluster import OneProcess
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed
 from jaxtrain.training import layouts
@@ -87,7 +87,7 @@ class Course:
             self.batches = list(itertools.islice(stream, train.steps))
         with feed.heldout(data) as stream:
             self.heldout = list(itertools.islice(stream, train.eval_batches))
-        self._evaluation = Evaluation(program, {}, Attempt(Alone()).phases)
+        self._evaluation = Evaluation(program, {}, Attempt(OneProcess()).phases)
 
     def loss(self, state: TrainState) -> float:
         """The held-out loss of what a rule evaluates with, without its own state: compiled once."""

@@ -47,7 +47,7 @@ from jaxtrain.nn.execution import Execution  # noqa: E402
 from jaxtrain.nn.precision import Precision  # noqa: E402
 from jaxtrain.parallel.mesh import Mesh, make_mesh  # noqa: E402
 from jaxtrain.parallel.sharding import Accumulate, Layout, Masters  # noqa: E402
-from jaxtrain.run.inference.predict import Says, predict  # noqa: E402
+from jaxtrain.run.inference.predict import Predictor, predict  # noqa: E402
 from jaxtrain.training.compiled_step import CompiledStep  # noqa: E402
 from jaxtrain.training.exchange.exchange import Exchange  # noqa: E402
 from jaxtrain.training.exchange.methods import exchange_with  # noqa: E402
@@ -165,7 +165,7 @@ def make_layout(
 
 def predicted(given, model, data, logits, *, top: int, say=print) -> list:
     """What `predict` tells with these logits."""
-    says = Says(logits=logits, embeddings=logits, numbers=logits, write=list)
+    says = Predictor(logits=logits, embeddings=logits, numbers=logits, write=list)
     objective = objective_named(model.objective)
     return list(predict(given, model, data, says, objective=objective, top=top, say=say))
 

@@ -9,13 +9,13 @@ from jaxtrain.run.attempts.begin import _End
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import RunLock
 from jaxtrain.run.attempts.watchdog import Activity
-from jaxtrain.run.cluster.cluster import Alone
+from jaxtrain.run.cluster.cluster import OneProcess
 
 
 @pytest.fixture
 def end(tmp_path):
     lock = RunLock.acquire(tmp_path)
-    peers, folder = Alone(), RunFolder(tmp_path)
+    peers, folder = OneProcess(), RunFolder(tmp_path)
     yield _End(folder, lock, peers, Attempt(peers, number=lock.attempt, folder=folder))
     folder.close()
     lock.release()

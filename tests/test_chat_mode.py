@@ -19,7 +19,7 @@ from jaxtrain.data.text.chat.chat_template import CHATML
 from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.run.generation.chat import Chat
 from jaxtrain.run.generation.decoding import Sampling, for_texts
-from jaxtrain.run.generation.prefix_cache import Memory
+from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 
@@ -104,13 +104,13 @@ def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, 
         step = make_step(model, make_layout(fsdp=1))
         sizes, program, state = model, for_texts(step.setup), step.create(0)
     rng = np.random.default_rng(0)
-    memory, text = Memory(), list[int]()
+    memory, text = PrefixCache(), list[int]()
     # Turns that go on; one that changes the end of what was said; one that restarts.
     for change, new in ((0, 5), (0, 3), (0, 20), (4, 9), (0, 1), (60, 2)):
         text = text[: max(0, len(text) - change)] + rng.integers(0, 64, new).tolist()
         with program.layout.active():
             begun = memory.begin(program, sizes, state, text, new=4)
-            again = Memory().begin(program, sizes, state, text, new=4)
+            again = PrefixCache().begin(program, sizes, state, text, new=4)
         np.testing.assert_allclose(begun.logits_BV, again.logits_BV, atol=1e-4, rtol=1e-4)
         anew = change > 0 and (model is not None or change == 60)
         assert memory.read == (len(text) if anew else new)

@@ -20,7 +20,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
-from jaxtrain.run.cluster.wire import Strangers
+from jaxtrain.run.cluster.wire import RejectedClients
 from jaxtrain.training import guard
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
@@ -198,7 +198,7 @@ def _processes(folder: Path) -> list[str]:
         rendezvous(cluster, {}, token=token, timeout_seconds=0.2, report=said.append)
     with pytest.raises(UserError) as weak:
         RunToken({"JAXTRAIN_TOKEN": "secret"}, folder / "token")
-    Strangers(said.append).note("10.0.0.7", "closed its connection")
+    RejectedClients(said.append).note("10.0.0.7", "closed its connection")
     tokens = [token.absent(address, 1), token.differs(address, 1), weak.value]
     return [*said, str(missing.value), *map(str, tokens)]
 

@@ -14,7 +14,7 @@ from test_checkpoint_failures import can_mount, small_disk, small_files
 
 from jaxtrain.cli import main
 from jaxtrain.config.files import Appended, FullDiskError, full_disk, room, write_atomically
-from jaxtrain.run.checkpoint.sealing import pass_over_late_complaints
+from jaxtrain.run.checkpoint.sealing import filter_late_errors
 from jaxtrain.run.metrics.files import MetricsFiles, read_lines
 from jaxtrain.training.objectives.objective import Yardstick
 
@@ -140,7 +140,7 @@ def test_nothing_is_printed_of_parts_whose_writing_was_cancelled(monkeypatch):
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
-        pass_over_late_complaints.__wrapped__()
+        filter_late_errors.__wrapped__()
         for coroutine in (part, another):
             coroutine(None)
     assert [str(one.message).rpartition(".")[2] for one in seen] == ["another' was never awaited"]

@@ -8,7 +8,7 @@ from cluster import free_ports
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.channel import _address_here
-from jaxtrain.run.cluster.cluster import Alone, Cluster
+from jaxtrain.run.cluster.cluster import Cluster, OneProcess
 from jaxtrain.run.cluster.distributed_init import resolve, start, validate_host_name
 
 HOSTS = {"node1": ["127.0.1.1"], "node2": ["10.0.0.2", "127.0.1.1"], "node3": []}
@@ -61,7 +61,7 @@ def test_no_clock_that_is_set_forward_ends_jax_s_processes(monkeypatch):
     names = ("jax_cpu_collectives_implementation", "jax_enable_preemption_service")
     before = {name: getattr(jax.config, name) for name in names}
     address = f"127.0.0.1:{free_ports()}"
-    together = Alone()
+    together = OneProcess()
     together.num_processes, together.jax_coordinator = 2, address
     try:
         start(Cluster(kind="flags", coordinator=address, num_processes=2), together)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.cluster import Alone, Cluster, ClusterError, Listeners
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Listeners, OneProcess
 
 GIVEN = RunToken({"JAXTRAIN_TOKEN": TOKEN}, Path("/nowhere/token"))
 
@@ -393,7 +393,7 @@ def test_a_goodbye_that_the_others_do_not_share_names_them():
 
 def test_one_process_has_the_same_calls():
     peers = rendezvous(Cluster(), {}, token=GIVEN, welcome={"attempt": 3})
-    assert isinstance(peers, Alone)
+    assert isinstance(peers, OneProcess)
     assert peers.welcome == {"attempt": 3}
     peers.listen(Listeners(activity=lambda: {"phase": "step"}))
     assert peers.table()[0]["phase"] == "step"

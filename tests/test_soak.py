@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 import tensorstore
 
-from jaxtrain.run.checkpoint.forgotten import go_around
+from jaxtrain.run.checkpoint.forgotten import avoid_leak
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.garbage import ARENA_VARIABLES, LONG_RUN, Garbage
 from jaxtrain.training.settings import Checkpoint
@@ -177,7 +177,7 @@ def test_saves_leave_no_python_objects_for_each_array(tmp_path):
     ],
 )
 def test_a_store_says_of_itself_what_it_said(store):
-    go_around()
+    avoid_leak()
     spec = tensorstore.KvStore.Spec(store)
     said = inspect.unwrap(tensorstore.KvStore.Spec.to_json)
     for more in (False, True):
@@ -185,7 +185,7 @@ def test_a_store_says_of_itself_what_it_said(store):
 
 
 def test_metrics_are_kept_from_orbax_alone():
-    go_around()
+    avoid_leak()
     asked = "from tensorstore import *; found = experimental_collect_matching_metrics('/')"
     of_orbax, own = {"__name__": "orbax.checkpoint.of_a_test"}, {"__name__": "own"}
     exec(asked, of_orbax)

@@ -14,7 +14,13 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.run.generation.decoding import Sampling, adjust_logits
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.speculative import Draft, Lookup, _accept, rolls_back, speculate
+from jaxtrain.run.generation.speculative import (
+    DraftModel,
+    PromptLookup,
+    _accept,
+    rolls_back,
+    speculate,
+)
 
 SIZES = Llama(
     vocab_size=24, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24,
@@ -44,8 +50,8 @@ def test_greedy_answers_are_the_plain_ones(mesh):
     settings = {"max_new_tokens": 20, "seed": 0}
     for sampling in (GREEDY, Sampling(temperature=0.0, repetition_penalty=1.5)):
         [plain] = generate(program.setup, SIZES, state, [PROMPT], sampling=sampling, **settings)
-        draft = Draft(near.setup, SIZES, near_state, 3)
-        for guesser in (draft, Lookup(SIZES.vocab_size, 3)):
+        draft = DraftModel(near.setup, SIZES, near_state, 3)
+        for guesser in (draft, PromptLookup(SIZES.vocab_size, 3)):
             found = speculate(
                 program.setup, SIZES, state, PROMPT, guesser, sampling=sampling, **settings
             )
@@ -80,7 +86,7 @@ def test_a_draft_that_is_the_model_is_always_right(sampling):
     """So both caches hold what they should after each pass, whatever is counted out."""
     program, state = made(MESHES["one"], 0)
     found = speculate(
-        program.setup, SIZES, state, PROMPT, Draft(program.setup, SIZES, state, 3),
+        program.setup, SIZES, state, PROMPT, DraftModel(program.setup, SIZES, state, 3),
         sampling=sampling, max_new_tokens=13, seed=1,
     )  # fmt: skip
     assert found.passes == 3  # a token of the prompt, then four of each pass
@@ -89,7 +95,7 @@ def test_a_draft_that_is_the_model_is_always_right(sampling):
 
 def test_lookup_takes_what_followed_the_longest_end():
     def guessed(text):
-        tokens, from_KV = Lookup(10, 3).guess(text, jax.random.key(0))
+        tokens, from_KV = PromptLookup(10, 3).propose(text, jax.random.key(0))
         assert (np.asarray(from_KV).argmax(-1)[: int(from_KV.sum())] ==
                 tokens[: int(from_KV.sum())]).all()  # fmt: skip
         return tokens[: int(from_KV.sum())].tolist()

@@ -18,15 +18,15 @@ from jaxtrain.run.cluster import rendezvous as rendezvous_module
 from jaxtrain.run.cluster import wire
 from jaxtrain.run.cluster.authentication import (
     PROTOCOL,
-    Host,
-    Joiner,
+    ClientHandshake,
+    MessageKey,
     RunToken,
-    Seal,
-    StrangerError,
+    ServerHandshake,
+    UnauthenticatedError,
 )
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Listeners, Peers
-from jaxtrain.run.cluster.wire import Link, Strangers, bind_host
+from jaxtrain.run.cluster.wire import Link, RejectedClients, bind_host
 
 NOWHERE = Path("/nowhere/token")
 OTHER_TOKEN = "another-run-" + "6f" * 16
@@ -172,7 +172,7 @@ def stop_in_plain_words(pair, stack):
 def stop_under_a_guessed_seal(pair, stack):
     connection = stack.enter_context(pair.connect())
     body = b'{"kind":"stop","reason":"an unauthenticated client"}'
-    sealed = struct.pack("!I", len(body)) + Seal(b"a guess").mark(body) + body
+    sealed = struct.pack("!I", len(body)) + MessageKey(b"a guess").mark(body) + body
     connection.sendall(PROTOCOL + bytes(32) + bytes(32) + sealed)
     drained(connection)
 
@@ -271,7 +271,7 @@ def test_strangers_are_told_of_once_in_an_hour(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(wire.time, "monotonic", lambda: now[0])
     said = []
-    strangers = Strangers(said.append)
+    strangers = RejectedClients(said.append)
     for _ in range(1000):
         strangers.note("10.0.0.7", "closed its connection")
         now[0] += 1.0
@@ -429,7 +429,7 @@ def impostor(answer: Callable[[bytes], bytes]):
 
 
 def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
-    host = Host(OTHER_TOKEN.encode())
+    host = ServerHandshake(OTHER_TOKEN.encode())
 
     def answer(data):
         if host.wants == 16:
@@ -446,7 +446,7 @@ def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (lambda data: b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, "sent what is no greeting"),
+        (lambda data: b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, "sent what is no handshake"),
         (lambda data: b"", "says nothing"),
         (lambda data: PROTOCOL, "says nothing"),
     ],
@@ -498,7 +498,7 @@ def test_a_token_that_comes_late_is_waited_for(pair, tmp_path):
 
 def greet(joiner_token: bytes, host_token: bytes):
     """Both ends of a greeting, and what was said."""
-    joiner, host = Joiner(joiner_token), Host(host_token)
+    joiner, host = ClientHandshake(joiner_token), ServerHandshake(host_token)
     said = [joiner.begin()]
     host.hear(said[0][:16])
     said.append(host.hear(said[0][16:]))
@@ -515,8 +515,8 @@ def test_two_greetings_have_nothing_in_common_and_tell_nothing_of_the_token():
         assert not any(b"token" in part for part in said)
         seen.update([said[0][16:], said[1][16:], said[2], said[3]])
         for end, other in ((joiner, host), (host, joiner)):
-            mark = end.seals[0].mark(b"x")
-            assert mark == other.seals[1].mark(b"x")
+            mark = end.message_keys[0].mark(b"x")
+            assert mark == other.message_keys[1].mark(b"x")
             marks.add(mark)
     assert len(seen) == 80
     assert len(marks) == 40
@@ -524,16 +524,16 @@ def test_two_greetings_have_nothing_in_common_and_tell_nothing_of_the_token():
 
 def test_a_proof_of_one_end_is_none_for_the_other():
     joiner, host, said = greet(b"token", b"token")
-    with pytest.raises(StrangerError):
+    with pytest.raises(UnauthenticatedError):
         joiner.hear(said[2])
-    assert joiner.seals is None
+    assert joiner.message_keys is None
     _, other, _ = greet(b"token", b"other")
-    assert (other.seals, other.is_refused, other.wants) == (None, True, 0)
+    assert (other.message_keys, other.is_refused, other.wants) == (None, True, 0)
 
 
 def test_who_does_not_say_the_protocol_s_name_hears_nothing():
-    with pytest.raises(StrangerError, match="no greeting of this program"):
-        Host(b"token").hear(b"jaxtrain-peers-1")
+    with pytest.raises(UnauthenticatedError, match="no handshake of this program"):
+        ServerHandshake(b"token").hear(b"jaxtrain-peers-1")
 
 
 def test_a_link_reads_no_more_than_it_may_before_the_proof():
@@ -542,7 +542,7 @@ def test_a_link_reads_no_more_than_it_may_before_the_proof():
         near, _ = server.accept()
     with near, far:
         far.sendall(PROTOCOL + bytes(5000))
-        link = Link(near, Host(b"token"))
+        link = Link(near, ServerHandshake(b"token"))
         assert link.receive() == []
         assert link.closed == "could not prove this run's token"
         # 16, 32 and 32 bytes were taken, the rest was not.

@@ -29,7 +29,7 @@ from jaxtrain.parallel.devices import (
 from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing, own_folder
 from jaxtrain.run.checkpoint.states import states_of
-from jaxtrain.run.cluster.cluster import Alone
+from jaxtrain.run.cluster.cluster import OneProcess
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.generation import BATCH_SIZE
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.generation.decoding import Sampling
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
-    from jaxtrain.run.inference.predict import Inputs, Skip, Told
+    from jaxtrain.run.inference.predict import Inputs, Output, Skip
     from jaxtrain.run.loop import Functions, Recorder, RecorderKind
     from jaxtrain.run.metrics.tracking import Track, Tracking
     from jaxtrain.run.show.figures import Picture
@@ -118,7 +118,7 @@ class Trainer:
         self.say = on_first_process(self.console)
         if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
             self.say(late)
-        self._attempt, self._platform = attempt or Attempt(Alone()), platform
+        self._attempt, self._platform = attempt or Attempt(OneProcess()), platform
         self.workdir = None if workdir is None else place(workdir)
         self._folder = self._attempt.folder
         if self.workdir is not None and self._folder is None and not read_only:
@@ -346,7 +346,7 @@ class Trainer:
 
     def predict(
         self, inputs: "Inputs", *, top: int | None = None, skip: "Skip" = None
-    ) -> "list[Told]":
+    ) -> "list[Output]":
         """Predict classes, numbers or text for images, texts or vectors; see `inference.predict`.
 
         Args:

@@ -253,7 +253,7 @@ def _meet(
 def _product(
     equation: str, a: jax.Array, b: jax.Array, axes: tuple[str, ...], spec: P | None
 ) -> jax.Array:
-    """einsum(equation, a, b) of operands in int8, in a's dtype, after `_meet`."""
+    """einsum(equation, a, b) of operands in int8, in a's dtype, after `_rendezvous`."""
     left, right, result = sides(equation)
     summed = [letter for letter in left if letter in right]
     of_a, of_b = ([side.index(letter) for letter in summed] for side in (left, right))

@@ -25,7 +25,7 @@ from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection, distributed_init
 from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
-from jaxtrain.run.cluster.cluster import Alone, Cluster, ClusterError, Flags, Listeners, Peers
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags, Listeners, OneProcess, Peers
 from jaxtrain.run.metrics.files import METRICS_FILE
 from jaxtrain.run.metrics.tracking import POSITION_FILES
 from jaxtrain.training.settings import Config
@@ -74,7 +74,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
                     sealing.reject_others(workdir)
                     lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
-            peers = _meet(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
+            peers = _rendezvous(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
             stack.callback(peers.close)
             lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
             own = (METRICS_FILE, GOODPUT_FILE, *POSITION_FILES) if peers.process_id == 0 else ()
@@ -134,9 +134,9 @@ def _goodput(workdir: Path, phases: Phases) -> Goodput:
     return Goodput(read_account(file), phases, file=file)
 
 
-def _meet(cluster: Cluster, config: Config, workdir: Place, attempt: int, say: Say) -> Peers:
+def _rendezvous(cluster: Cluster, config: Config, workdir: Place, attempt: int, say: Say) -> Peers:
     if cluster.num_processes == 1:
-        return Alone({"attempt": attempt})
+        return OneProcess({"attempt": attempt})
     names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
     hello["python"] = ".".join(map(str, sys.version_info[:3]))

@@ -90,7 +90,7 @@ class RunLock:
             holder = find_unended(workdir, newest)
             if holder is not None and holder.token == claim.token:
                 break  # a storage that was slow to show what we took
-            _outlive(workdir, newest, holder, claim, say or _to_stderr)
+            _wait_until_stale(workdir, newest, holder, claim, say or _to_stderr)
             # Exactly the number after the one that was judged: who judged an older one loses.
             if take(workdir, newest + 1, claim):
                 newest += 1
@@ -150,7 +150,7 @@ def require_not_held(workdir: Place, say: Callable[[str], None]) -> None:
     """
     attempt = newest_attempt(workdir)
     mine = Claim.of_this_process(socket.gethostname(), BEAT_SECONDS)
-    _outlive(workdir, attempt, find_unended(workdir, attempt), mine, say)
+    _wait_until_stale(workdir, attempt, find_unended(workdir, attempt), mine, say)
 
 
 def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
@@ -161,7 +161,7 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
     )
 
 
-def _outlive(
+def _wait_until_stale(
     workdir: Place, attempt: int, holder: Claim | None, mine: Claim, say: Callable[[str], None]
 ) -> None:
     """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""

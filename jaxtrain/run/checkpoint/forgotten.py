@@ -14,7 +14,7 @@ from typing import Any
 import tensorstore  # Orbax's own
 
 
-def forgets() -> bool:
+def leaks() -> bool:
     """Whether this TensorStore keeps what it makes of JSON indefinitely."""
     made = tensorstore.KvStore.Spec({"driver": "memory", "path": "of a probe"}).to_json()
     path = made.pop("path")
@@ -22,13 +22,13 @@ def forgets() -> bool:
 
 
 @functools.cache  # once in a process
-def go_around() -> None:
+def avoid_leak() -> None:
     """Has TensorStore answer the two questions of Orbax without dictionaries of its own making.
 
     A store's JSON is the same for everybody, read from its `repr`. Metrics are kept from Orbax
     alone. Nothing is changed where TensorStore forgets nothing.
     """
-    if not forgets():
+    if not leaks():
         return
     to_json = tensorstore.KvStore.Spec.to_json
     collect = tensorstore.experimental_collect_matching_metrics

@@ -156,7 +156,7 @@ def fingerprints(arrays: Arrays) -> dict[str, int]:
 
 
 def start_fingerprints(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
-    """Begins to count; `numbers` waits for the result."""
+    """Begins to count; `await_fingerprints` waits for the result."""
     in_files = {name: x for name, x in arrays.items() if isinstance(x, FileArray)}
     arrays = {name: x for name, x in arrays.items() if name not in in_files}
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}

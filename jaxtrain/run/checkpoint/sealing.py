@@ -190,7 +190,7 @@ def unwritten() -> tuple[type[BaseException], ...]:
     return (*UNWRITTEN, *library_errors())
 
 
-def exhaust(wait: Callable[[], None], first: BaseException | None = None) -> None:
+def drain(wait: Callable[[], None], first: BaseException | None = None) -> None:
     """Waits for a writer until it has nothing more to complain about, and raises the first of it.
 
     What was left over would be taken for a failure of the next save.
@@ -210,7 +210,7 @@ def exhaust(wait: Callable[[], None], first: BaseException | None = None) -> Non
 
 
 @functools.cache  # once in a process
-def pass_over_late_complaints() -> None:
+def filter_late_errors() -> None:
     """Leaves out what is said of a failed save's other files after its first one.
 
     Orbax closes its event loop at the first: TensorStore then finds the loop closed, and asyncio
@@ -260,7 +260,7 @@ class Sealer:
           before_seal: brings to the run's folder what a checkpoint must not be there without;
             process 0 calls it in the thread.
         """
-        pass_over_late_complaints()
+        filter_late_errors()
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
         self.best: tuple[int, ...] = ()
         self._max_failures, self._all_come_to = max_failures, barrier

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest, sealing
-from jaxtrain.run.checkpoint.forgotten import go_around
+from jaxtrain.run.checkpoint.forgotten import avoid_leak
 from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
     fingerprints,
@@ -45,7 +45,7 @@ from jaxtrain.run.checkpoint.manifest import (
     damage_error,
     unread,
 )
-from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, exhaust, unwritten
+from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, drain, unwritten
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
 
@@ -85,7 +85,7 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
         ]
 
 
-def of_arrays_in_files() -> Any:
+def handler_registry() -> Any:
     """What Orbax is to know of a state's leaves: arrays, in memory or in files."""
     registry = ocp.type_handlers.create_type_handler_registry()
     registry.add(jax.Array, _ArrayByArray(), lambda kind: issubclass(kind, jax.Array | FileArray))
@@ -132,7 +132,7 @@ class Checkpoints:
         """
         # Orbax logs every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        go_around()
+        avoid_leak()
         root = place(workdir)
         self.folder = (root.absolute() if isinstance(root, Path) else root) / sealing.FOLDER
         self._settings, self._read_only = settings, read_only
@@ -149,7 +149,7 @@ class Checkpoints:
         )
         # Uncompressed: float32 parameters lose 8 % of their bytes to zstd, for most of the time.
         arrays = ocp.PyTreeCheckpointHandler(
-            use_compression=False, type_handler_registry=of_arrays_in_files()
+            use_compression=False, type_handler_registry=handler_registry()
         )
         options = ocp.AsyncOptions(
             timeout_secs=WRITE_SECONDS,
@@ -301,14 +301,14 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES),
             extra=ocp.args.JsonSave(extra),
         )
-        written = functools.partial(exhaust, self._writer.wait_until_finished)
+        written = functools.partial(drain, self._writer.wait_until_finished)
         self._sealer.begin()
         try:
             if away is not None:  # what is there already would be overwritten
                 raise away
             self._writer.save(str(self._path(step)), args=items, force=True)
         except unwritten() as error:
-            written = functools.partial(exhaust, self._writer.wait_until_finished, error)
+            written = functools.partial(drain, self._writer.wait_until_finished, error)
         found = numbers(counted)
         summaries = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)

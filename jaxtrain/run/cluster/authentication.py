@@ -169,11 +169,11 @@ _PROOF = 32
 _REFUSED = b"another token".ljust(_PROOF, b"\0")
 
 
-class StrangerError(Exception):
+class UnauthenticatedError(Exception):
     """The other end does not prove that it belongs to the run; the text says what it did."""
 
 
-class Seal:
+class MessageKey:
     """Marks the messages of one direction: who has no key cannot write, repeat or reorder them."""
 
     def __init__(self, key: bytes) -> None:
@@ -186,19 +186,19 @@ class Seal:
         return hmac.digest(self._key, number + body, "sha256")
 
 
-class Greeting(abc.ABC):
-    """One end of a greeting, fed with what the other end says; it opens no socket.
+class Handshake(abc.ABC):
+    """One end of a handshake, fed with what the other end says; it opens no socket.
 
     Attributes:
       wants: bytes that it waits for, 0 when it is over; more are not read before it has judged.
-      seals: for what is sent and for what is received, once both ends have proved the token.
+      message_keys: for what is sent and for what is received, once both ends have proved the token.
       is_refused: whether the other end has another token.
     """
 
     wants: int
 
     def __init__(self, token: bytes) -> None:
-        self.seals: tuple[Seal, Seal] | None = None
+        self.message_keys: tuple[MessageKey, MessageKey] | None = None
         self.is_refused = False
         self._token = token
         self._own = secrets.token_bytes(_RANDOM)
@@ -217,7 +217,7 @@ class Greeting(abc.ABC):
         """
 
 
-class Joiner(Greeting):
+class ClientHandshake(Handshake):
     """The end of the process that connects."""
 
     wants = len(PROTOCOL) + _RANDOM
@@ -234,12 +234,12 @@ class Joiner(Greeting):
         self.wants = 0
         if not hmac.compare_digest(said, self._keys.zero_proof):
             self.is_refused = True
-            raise StrangerError("has another token")
-        self.seals = Seal(self._keys.to_zero), Seal(self._keys.from_zero)
+            raise UnauthenticatedError("has another token")
+        self.message_keys = MessageKey(self._keys.to_zero), MessageKey(self._keys.from_zero)
         return b""
 
 
-class Host(Greeting):
+class ServerHandshake(Handshake):
     """Process 0's end."""
 
     wants = len(PROTOCOL)
@@ -260,7 +260,7 @@ class Host(Greeting):
         if not hmac.compare_digest(said, self._keys.joiner_proof):
             self.is_refused = True
             return _REFUSED
-        self.seals = Seal(self._keys.from_zero), Seal(self._keys.to_zero)
+        self.message_keys = MessageKey(self._keys.from_zero), MessageKey(self._keys.to_zero)
         return self._keys.zero_proof
 
 
@@ -282,7 +282,7 @@ class _Keys:
 
 def _same_protocol(said: bytes) -> None:
     if said != PROTOCOL:
-        raise StrangerError("sent what is no greeting of this program")
+        raise UnauthenticatedError("sent what is no handshake of this program")
 
 
 def _mac(key: bytes, label: bytes, said: bytes) -> bytes:

@@ -15,19 +15,19 @@ from typing import Literal
 
 from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.cluster import (
-    Alone,
+    Announcement,
     Cause,
     Cluster,
     ClusterError,
-    Hello,
     Listeners,
+    OneProcess,
     Peers,
     Row,
     Say,
     Table,
     name_processes,
 )
-from jaxtrain.run.cluster.rendezvous import Meeting, double_sentence, meet
+from jaxtrain.run.cluster.rendezvous import Rendezvous, duplicate_message, join_run
 from jaxtrain.run.cluster.wire import Link, Message, is_loopback
 
 # A process that only feels another's death reports an error of its own, often some milliseconds
@@ -35,7 +35,7 @@ from jaxtrain.run.cluster.wire import Link, Message, is_loopback
 _DOUBT_SECONDS = 0.5
 
 
-class Hub:
+class Coordinator:
     """The decisions of process 0, fed with messages and times; it opens no socket.
 
     Attributes:
@@ -179,12 +179,12 @@ _BEFORE_FIRST_TICK = -1
 
 def rendezvous(
     cluster: Cluster,
-    hello: Hello,
+    hello: Announcement,
     *,
     token: RunToken,
     timeout_seconds: float = 300.0,
     report: Say = lambda line: None,
-    welcome: Hello | None = None,
+    welcome: Announcement | None = None,
     heartbeat_seconds: float = 2.0,
     silence_seconds: float = 30.0,
 ) -> Peers:
@@ -214,8 +214,8 @@ def rendezvous(
     """
     assert heartbeat_seconds * 2 <= silence_seconds
     if cluster.num_processes == 1:
-        return Alone(welcome)
-    meeting = meet(
+        return OneProcess(welcome)
+    rendezvous = join_run(
         cluster,
         hello,
         token=token,
@@ -225,10 +225,10 @@ def rendezvous(
         heartbeat_seconds=heartbeat_seconds,
         silence_seconds=silence_seconds,
     )
-    return Together(cluster.process_id, meeting)
+    return ManyProcesses(cluster.process_id, rendezvous)
 
 
-class Together(Peers):
+class ManyProcesses(Peers):
     """One process among several: a thread that keeps the connections.
 
     The thread alone touches sockets; other threads leave messages in `_outbox` and wake it. A deque
@@ -236,15 +236,15 @@ class Together(Peers):
     held there would never come free.
     """
 
-    def __init__(self, process_id: int, meeting: Meeting) -> None:
-        self.process_id, self.num_processes = process_id, len(meeting.hosts)
-        self.hosts, self.welcome = meeting.hosts, meeting.welcome
-        self.address = _address_here(meeting.links.values())
-        self.jax_coordinator = meeting.jax_coordinator
-        self.silence_seconds = meeting.silence_seconds
+    def __init__(self, process_id: int, rendezvous: Rendezvous) -> None:
+        self.process_id, self.num_processes = process_id, len(rendezvous.hosts)
+        self.hosts, self.welcome = rendezvous.hosts, rendezvous.welcome
+        self.address = _address_here(rendezvous.links.values())
+        self.jax_coordinator = rendezvous.jax_coordinator
+        self.silence_seconds = rendezvous.silence_seconds
         self.cause = None
-        self._heartbeat = meeting.heartbeat_seconds
-        self._links, self._door = meeting.links, meeting.door
+        self._heartbeat = rendezvous.heartbeat_seconds
+        self._links, self._listener = rendezvous.links, rendezvous.listener
         self._listeners = Listeners()
         self._table: Table = {}
         self._outbox: collections.deque[Message] = collections.deque()
@@ -255,9 +255,11 @@ class Together(Peers):
         now = time.monotonic()
         self._heard_zero = self._last_turn = self._next_beat = now
         self._beats = 0
-        self._hub = None
+        self._coordinator = None
         if process_id == 0:
-            self._hub = Hub(meeting.hosts, meeting.silence_seconds, self._send, now)
+            self._coordinator = Coordinator(
+                rendezvous.hosts, rendezvous.silence_seconds, self._send, now
+            )
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._alarm = socket.socketpair()
         self._wake_up.setblocking(False)
@@ -272,7 +274,9 @@ class Together(Peers):
         self._post({"kind": "listen"})
 
     def table(self) -> Table:
-        return self._table if self._hub is None else self._hub.table(time.monotonic())
+        return (
+            self._table if self._coordinator is None else self._coordinator.table(time.monotonic())
+        )
 
     def request_stop(self, reason: str) -> None:
         self._post({"kind": "stop", "reason": reason})
@@ -303,7 +307,7 @@ class Together(Peers):
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self.cause, timeout=timeout_seconds)
         ended, cause = self._ended, self.cause
-        missing = [] if self._hub is None else self._hub.missing()
+        missing = [] if self._coordinator is None else self._coordinator.missing()
         self.close()
         if not ended:
             who = name_processes(missing, self.hosts) if missing else "another process"
@@ -330,14 +334,14 @@ class Together(Peers):
     def _run(self) -> None:
         try:
             self._selector.register(self._wake_up, selectors.EVENT_READ)
-            if self._door is not None:
-                self._selector.register(self._door.socket, selectors.EVENT_READ)
-                for link in self._door.waiting:
+            if self._listener is not None:
+                self._selector.register(self._listener.socket, selectors.EVENT_READ)
+                for link in self._listener.waiting:
                     self._selector.register(link, selectors.EVENT_READ, link)
             for process, link in self._links.items():
                 self._selector.register(link, selectors.EVENT_READ, process)
                 # What came together with the welcome is in no socket any more.
-                self._hear_link(process, link)
+                self._receive_from(process, link)
             while not self._closing:
                 self._turn()
             self._flush()
@@ -346,28 +350,28 @@ class Together(Peers):
 
     def _turn(self) -> None:
         until = self._next_beat
-        if self._hub is not None:
-            until = min(until, self._hub.next_check())
+        if self._coordinator is not None:
+            until = min(until, self._coordinator.next_check())
         ready = self._selector.select(max(until - time.monotonic(), 0))
         self._notice_standstill()
         for key, _ in ready:
             if key.fileobj is self._wake_up:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_up.recv(4096)
-            elif self._door is not None and key.fileobj is self._door.socket:
-                for link in self._door.accept():
+            elif self._listener is not None and key.fileobj is self._listener.socket:
+                for link in self._listener.accept():
                     self._selector.register(link, selectors.EVENT_READ, link)
             elif isinstance(key.data, Link):
-                self._hear_stranger(key.data)
+                self._receive_from_newcomer(key.data)
             else:
-                self._hear_link(key.data, self._links[key.data])
+                self._receive_from(key.data, self._links[key.data])
         while self._outbox:
             self._say(self._outbox.popleft())
         self._look()
         for link in self._links.values():
             link.flush()
-        if self._door is not None:
-            for link in self._door.leavers():
+        if self._listener is not None:
+            for link in self._listener.leavers():
                 self._selector.unregister(link)
                 link.close()
 
@@ -376,8 +380,8 @@ class Together(Peers):
         if message["kind"] == "listen":
             if self.cause is not None:
                 self._tell_listeners()
-        elif self._hub is not None:
-            self._hub.hear(0, message, time.monotonic())
+        elif self._coordinator is not None:
+            self._coordinator.hear(0, message, time.monotonic())
         else:
             self._links[0].send(message)
 
@@ -388,8 +392,8 @@ class Together(Peers):
         # The others count from its last sign of life, up to a heartbeat before it froze.
         if still < self.silence_seconds - self._heartbeat:
             return
-        if self._hub is not None:
-            self._hub.mark_frozen(still, now)
+        if self._coordinator is not None:
+            self._coordinator.mark_frozen(still, now)
         else:
             self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
 
@@ -401,30 +405,30 @@ class Together(Peers):
             self._beats += 1
             self._say({"kind": "beat", "activity": self._listeners.activity()})
             rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
-            if self._hub is not None and self._beats % rare == 0:
-                self._hub.share_table(now)
-            elif self._hub is not None:
+            if self._coordinator is not None and self._beats % rare == 0:
+                self._coordinator.share_table(now)
+            elif self._coordinator is not None:
                 self._tell_workers({"kind": "beat"})
-        if self._hub is not None:
-            self._hub.check(now)
+        if self._coordinator is not None:
+            self._coordinator.check(now)
         elif not self._ended and now - self._heard_zero > self.silence_seconds:
             self._settle_here("lost", 0, f"silent for {self.silence_seconds:g} s")
 
-    def _hear_link(self, process: int, link: Link) -> None:
+    def _receive_from(self, process: int, link: Link) -> None:
         for message in link.receive():
-            if self._hub is not None:
-                self._hub.hear(process, message, time.monotonic())
+            if self._coordinator is not None:
+                self._coordinator.hear(process, message, time.monotonic())
             else:
                 self._heard_zero = time.monotonic()
-                self._hear_hub(message)
+                self._receive_from_coordinator(message)
         if link.closed:
             self._selector.unregister(link)
-            if self._hub is not None:
-                self._hub.mark_closed(process, link.closed, time.monotonic())
+            if self._coordinator is not None:
+                self._coordinator.mark_closed(process, link.closed, time.monotonic())
             elif not self._ended:
                 self._settle_here("lost", 0, link.closed)
 
-    def _hear_hub(self, message: Message) -> None:
+    def _receive_from_coordinator(self, message: Message) -> None:
         """What process 0 has decided, process 0 itself included."""
         match message["kind"]:
             case "table":
@@ -466,12 +470,12 @@ class Together(Peers):
         elif cause.process_id != self.process_id:
             self._listeners.on_failed(cause.process_id, cause.host, cause.why)
 
-    def _hear_stranger(self, link: Link) -> None:
+    def _receive_from_newcomer(self, link: Link) -> None:
         """Somebody knocks after the rendezvous: a double, a leftover, or no process of ours."""
-        assert self._door is not None
-        if link not in self._door.waiting:
+        assert self._listener is not None
+        if link not in self._listener.waiting:
             return
-        hello = self._door.hear(link)
+        hello = self._listener.hear(link)
         if hello is None:
             return
         process = hello["process_id"]
@@ -480,8 +484,8 @@ class Together(Peers):
             "num_processes": self.num_processes,
             "host": self.hosts.get(process, "none"),
         }
-        sentence = f"the run has started with all its processes; {double_sentence(first, hello)}"
-        self._door.reject(link, sentence)
+        sentence = f"the run has started with all its processes; {duplicate_message(first, hello)}"
+        self._listener.reject(link, sentence)
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -490,7 +494,7 @@ class Together(Peers):
             if message["kind"] == "verdict":
                 # What the listeners do about it may be this process's end.
                 self._flush()
-            self._hear_hub(message)
+            self._receive_from_coordinator(message)
         else:
             self._links[process].send(message)
 
@@ -517,8 +521,8 @@ class Together(Peers):
             self._changed.notify_all()
         for link in self._links.values():
             link.close()
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
         self._wake_up.close()
         self._alarm.close()

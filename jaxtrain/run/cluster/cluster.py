@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.wire import split_address
 
-Hello = Mapping[str, str | int]
+Announcement = Mapping[str, str | int]
 Say = Callable[[str], None]
 
 LaunchedBy = Literal[
@@ -132,7 +132,7 @@ class Listeners:
 
 
 class Peers(abc.ABC):
-    """The processes of a run as one of them sees them; `Alone` is a run of one.
+    """The processes of a run as one of them sees them; `OneProcess` is a run of one.
 
     Attributes:
       process_id: this process, from 0.
@@ -204,10 +204,10 @@ class Peers(abc.ABC):
         self.close()
 
 
-class Alone(Peers):
+class OneProcess(Peers):
     """A run of one process: the same calls without sockets."""
 
-    def __init__(self, welcome: "Hello | None" = None) -> None:
+    def __init__(self, welcome: "Announcement | None" = None) -> None:
         self.process_id, self.num_processes = 0, 1
         self.hosts = {0: socket.gethostname()}
         self.address = "127.0.0.1"

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.authentication import Joiner, RunToken
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Hello, Say, name_processes
+from jaxtrain.run.cluster.authentication import ClientHandshake, RunToken
+from jaxtrain.run.cluster.cluster import Announcement, Cluster, ClusterError, Say, name_processes
 from jaxtrain.run.cluster.wire import (
-    Door,
     Link,
+    Listener,
     Message,
     free_port,
     is_free,
@@ -29,19 +29,19 @@ _REPORT_SECONDS = 5.0
 _LINGER_SECONDS = 2.0
 # Process 0 says that it still waits once in _REPORT_SECONDS.
 _QUIET_SECONDS = 30.0
-# Until process 0 has answered a greeting.
+# Until process 0 has answered a handshake.
 _ANSWER_SECONDS = 10.0
 # Process 0 leaves the token before it listens; a network file system shows it some time later.
 _TOKEN_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What a process knows when all have met.
 
     Attributes:
       links: connections by process id: process 0 has one to each other, they have one to it.
-      door: process 0's listening socket; None elsewhere.
+      listener: process 0's listening socket; None elsewhere.
       hosts: every process's host name, as it calls itself.
       welcome: what process 0 sent to all.
       jax_coordinator: HOST:PORT for JAX's own coordinator.
@@ -49,7 +49,7 @@ class Meeting:
     """
 
     links: dict[int, Link]
-    door: Door | None
+    listener: Listener | None
     hosts: dict[int, str]
     welcome: dict[str, str | int]
     jax_coordinator: str
@@ -57,17 +57,17 @@ class Meeting:
     silence_seconds: float
 
 
-def meet(
+def join_run(
     cluster: Cluster,
-    hello: Hello,
+    hello: Announcement,
     *,
     token: RunToken,
     timeout_seconds: float,
     report: Say,
-    welcome: Hello,
+    welcome: Announcement,
     heartbeat_seconds: float,
     silence_seconds: float,
-) -> Meeting:
+) -> Rendezvous:
     """Waits until all processes of the cluster are there, have the run's token, and agree.
 
     Raises:
@@ -77,13 +77,13 @@ def meet(
     """
     assert cluster.coordinator is not None
     host, port = split_address(cluster.coordinator)
-    own = _hello(cluster, hello)
+    own = _announcement(cluster, hello)
     if cluster.process_id:
         return _join(cluster, own, token, timeout_seconds, report)
     secret = token.make()
     _validate_second_coordinator(host, port, own, secret)
     try:
-        door = Door(host, port, secret, room=cluster.num_processes, report=report)
+        listener = Listener(host, port, secret, room=cluster.num_processes, report=report)
     except OSError as error:
         why = "is taken" if is_taken(error) else f"cannot be opened ({error.strerror})"
         free = free_port(host, port)
@@ -93,9 +93,9 @@ def meet(
             f"JAX_COORDINATOR_PORT={free}; the same for all processes)"
         ) from error
     try:
-        links, hosts = _Host(cluster, own, door, report).gather(timeout_seconds)
+        links, hosts = _HostSide(cluster, own, listener, report).gather(timeout_seconds)
     except BaseException:
-        door.close()
+        listener.close()
         raise
     jax_port = free_port(host, port)
     opening = {
@@ -108,10 +108,10 @@ def meet(
     }
     for link in links.values():
         link.send(opening)
-    return _meeting(opening, host, links, door)
+    return _rendezvous_of(opening, host, links, listener)
 
 
-def _hello(cluster: Cluster, hello: Hello) -> Message:
+def _announcement(cluster: Cluster, hello: Announcement) -> Message:
     return {
         "kind": "hello",
         "process_id": cluster.process_id,
@@ -122,10 +122,12 @@ def _hello(cluster: Cluster, hello: Hello) -> Message:
     }
 
 
-def _meeting(opening: Message, host: str, links: dict[int, Link], door: Door | None) -> Meeting:
-    return Meeting(
+def _rendezvous_of(
+    opening: Message, host: str, links: dict[int, Link], listener: Listener | None
+) -> Rendezvous:
+    return Rendezvous(
         links=links,
-        door=door,
+        listener=listener,
         hosts={int(process): name for process, name in opening["hosts"].items()},
         welcome=opening["welcome"],
         jax_coordinator=join_address(host, opening["jax_port"]),
@@ -137,11 +139,11 @@ def _meeting(opening: Message, host: str, links: dict[int, Link], door: Door | N
 # -- process 0 -------------------------------------------------------------------------------------
 
 
-class _Host:
+class _HostSide:
     """Process 0 while the others arrive."""
 
-    def __init__(self, cluster: Cluster, own: Message, door: Door, report: Say) -> None:
-        self._cluster, self._door, self._report = cluster, door, report
+    def __init__(self, cluster: Cluster, own: Message, listener: Listener, report: Say) -> None:
+        self._cluster, self._listener, self._report = cluster, listener, report
         self._hellos: dict[int, Message] = {0: own}
         self._links: dict[int, Link] = {}
 
@@ -151,7 +153,7 @@ class _Host:
         said = ""
         next_report = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._door.socket, selectors.EVENT_READ, None)
+            selector.register(self._listener.socket, selectors.EVENT_READ, None)
             try:
                 while self._missing():
                     now = time.monotonic()
@@ -167,7 +169,7 @@ class _Host:
                         for link in self._links.values():
                             link.send({"kind": "waiting"})
                     seconds = min(until, next_report) - now
-                    self._turn(selector, seconds, self._let_in, self._hear_member)
+                    self._turn(selector, seconds, self._let_in, self._receive_from_member)
             except (UserError, ClusterError) as error:
                 self._send_all_away(selector, error)
                 raise
@@ -183,15 +185,15 @@ class _Host:
         """Listens once: whoever says hello goes to `newcomer`, a member with news to `member`."""
         for key, _ in selector.select(min(max(seconds, 0), 1)):
             if key.data is None:
-                for link in self._door.accept():
+                for link in self._listener.accept():
                     selector.register(link, selectors.EVENT_READ, link)
-            elif key.data in self._door.waiting:
-                hello = self._door.hear(key.data)
+            elif key.data in self._listener.waiting:
+                hello = self._listener.hear(key.data)
                 if hello is not None:
                     newcomer(key.data, hello)
             elif key.data in self._links.values():
                 member(selector, key.data)
-        for link in self._door.leavers():
+        for link in self._listener.leavers():
             selector.unregister(link)
             link.close()
 
@@ -201,18 +203,18 @@ class _Host:
         other = self._hellos.get(process)
         mistake = None
         if other is not None:
-            mistake = double_sentence(other, hello)
+            mistake = duplicate_message(other, hello)
         else:
             mistake = _difference(self._hellos[0], hello)
         if mistake is not None:
-            self._door.reject(link, mistake)
+            self._listener.reject(link, mistake)
             raise UserError(mistake)
         self._hellos[process] = hello
         self._links[process] = link
         # From now on it waits as long as this process does.
         link.send({"kind": "waiting"})
 
-    def _hear_member(self, selector: selectors.BaseSelector, link: Link) -> None:
+    def _receive_from_member(self, selector: selectors.BaseSelector, link: Link) -> None:
         # A process that ends while the others are awaited is missing again.
         link.receive()
         if link.closed:
@@ -236,11 +238,11 @@ class _Host:
         host, _ = split_address(self._cluster.coordinator or "")
         if not is_local(host):
             sentence += f"; {host} is no address of this machine: does process 0 belong there?"
-        strangers = self._door.strangers
-        if strangers.count:
+        rejected = self._listener.rejected
+        if rejected.count:
             sentence += (
-                f"; {strangers.count} connections without this run's token were turned away, the "
-                f"last from {strangers.last}"
+                f"; {rejected.count} connections without this run's token were turned away, the "
+                f"last from {rejected.last}"
             )
         return sentence
 
@@ -256,16 +258,16 @@ class _Host:
         def reject(link: Link, _: Message) -> None:
             nonlocal heard
             heard += 1
-            self._door.reject(link, str(error))
+            self._listener.reject(link, str(error))
 
         until = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < until and (self._door.waiting or heard < expected):
-            self._turn(selector, 0.2, reject, _let_go)
+        while time.monotonic() < until and (self._listener.waiting or heard < expected):
+            self._turn(selector, 0.2, reject, _release)
         for link in self._links.values():
             link.close()
 
 
-def _let_go(selector: selectors.BaseSelector, link: Link) -> None:
+def _release(selector: selectors.BaseSelector, link: Link) -> None:
     """A member that was sent away may leave."""
     link.receive()
     if link.closed:
@@ -298,7 +300,7 @@ def _difference(first: Message, other: Message) -> str | None:
     return f"{'; '.join(differing)}; all processes of a run need the same"
 
 
-def double_sentence(first: Message, second: Message) -> str:
+def duplicate_message(first: Message, second: Message) -> str:
     """That two processes came with one id."""
     return (
         f"two processes have id {first['process_id']}: one on host {first['host']} (pid "
@@ -319,9 +321,9 @@ def _validate_second_coordinator(host: str, port: int, own: Message, secret: byt
         connection = socket.create_connection((host, port), timeout=2)
     except OSError:
         return
-    with contextlib.closing(Link(connection, Joiner(secret))) as link:
+    with contextlib.closing(Link(connection, ClientHandshake(secret))) as link:
         until = time.monotonic() + 2
-        if not _greet(link, until):
+        if not _handshake(link, until):
             return
         link.send(own)
         with contextlib.suppress(TimeoutError):
@@ -335,7 +337,7 @@ def _validate_second_coordinator(host: str, port: int, own: Message, secret: byt
 
 def _join(
     cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Say
-) -> Meeting:
+) -> Rendezvous:
     assert cluster.coordinator is not None
     host, port = split_address(cluster.coordinator)
     without_token_until = float("inf")
@@ -371,13 +373,13 @@ def _join(
             why = "this process has no token yet"
             time.sleep(_RETRY_SECONDS)
             continue
-        link = Link(connection, Joiner(secret))
+        link = Link(connection, ClientHandshake(secret))
         opening = None
-        if _greet(link, min(until, time.monotonic() + _ANSWER_SECONDS)):
+        if _handshake(link, min(until, time.monotonic() + _ANSWER_SECONDS)):
             link.send(own)
-            opening = _hear_opening(link, until)
+            opening = _receive_opening(link, until)
         if opening is not None:
-            return _meeting(opening, host, {0: link}, None)
+            return _rendezvous_of(opening, host, {0: link}, None)
         link.close()
         if link.is_refused:
             raise token.differs(cluster.coordinator, cluster.process_id)
@@ -385,7 +387,7 @@ def _join(
         time.sleep(_RETRY_SECONDS)
 
 
-def _greet(link: Link, until: float) -> bool:
+def _handshake(link: Link, until: float) -> bool:
     """Whether both ends have proved the token to each other in time."""
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
@@ -397,7 +399,7 @@ def _greet(link: Link, until: float) -> bool:
     return False
 
 
-def _hear_opening(link: Link, until: float) -> Message | None:
+def _receive_opening(link: Link, until: float) -> Message | None:
     """Waits for process 0's decision, as long as it says that it waits too; None: it has gone."""
     while True:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.authentication import Greeting, Host, StrangerError
+from jaxtrain.run.cluster.authentication import Handshake, ServerHandshake, UnauthenticatedError
 
 Message = dict[str, Any]
 
@@ -43,8 +43,8 @@ class Link:
       is_silent: whether nothing ever came.
     """
 
-    def __init__(self, connection: socket.socket, greeting: Greeting) -> None:
-        """Begins the greeting; messages can be sent once it is over, see `is_proven`."""
+    def __init__(self, connection: socket.socket, handshake: Handshake) -> None:
+        """Begins the handshake; messages can be sent once it is over, see `is_proven`."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -54,10 +54,10 @@ class Link:
             self.address = connection.getpeername()[0]
         self.closed: str | None = None
         self.is_silent = True
-        self._greeting = greeting
+        self._handshake = handshake
         self._came, self._leaving = bytearray(), bytearray()
         self._put_back: list[Message] = []
-        self._say(greeting.begin())
+        self._say(handshake.begin())
 
     def fileno(self) -> int:
         """The file descriptor, for selectors."""
@@ -66,12 +66,12 @@ class Link:
     @property
     def is_proven(self) -> bool:
         """Whether both ends have proved that they have the run's token."""
-        return self._greeting.seals is not None
+        return self._handshake.message_keys is not None
 
     @property
     def is_refused(self) -> bool:
         """Whether the ends have different tokens."""
-        return self._greeting.is_refused
+        return self._handshake.is_refused
 
     @property
     def pending(self) -> bool:
@@ -80,9 +80,9 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Queues a message and sends what the connection takes at once."""
-        assert self._greeting.seals is not None
+        assert self._handshake.message_keys is not None
         body = json.dumps(message, separators=(",", ":")).encode()
-        sending, _ = self._greeting.seals
+        sending, _ = self._handshake.message_keys
         self._say(struct.pack("!I", len(body)) + sending.mark(body) + body)
 
     def _say(self, data: bytes) -> None:
@@ -111,7 +111,7 @@ class Link:
                 left -= len(data)
                 self.is_silent = self.is_silent and not data
                 self._came += data
-                if self._greeting.wants:
+                if self._handshake.wants:
                     self._greet()
         except BlockingIOError:
             pass
@@ -123,26 +123,26 @@ class Link:
         return messages
 
     def _events(self) -> int:
-        wants = self._greeting.wants
+        wants = self._handshake.wants
         return wants - len(self._came) if wants else _CHUNK
 
     def _greet(self) -> None:
-        """Takes the greeting one step on, when what it waits for is whole."""
-        if len(self._came) < self._greeting.wants:
+        """Takes the handshake one step on, when what it waits for is whole."""
+        if len(self._came) < self._handshake.wants:
             return
         said = bytes(self._came)
         self._came.clear()
         try:
-            self._say(self._greeting.hear(said))
-        except StrangerError as stranger:
-            self.closed = str(stranger)
+            self._say(self._handshake.hear(said))
+        except UnauthenticatedError as error:
+            self.closed = str(error)
         else:
-            if self._greeting.is_refused:
+            if self._handshake.is_refused:
                 self.closed = "could not prove this run's token"
 
     def _unpack(self) -> list[Message]:
-        assert self._greeting.seals is not None
-        _, receiving = self._greeting.seals
+        assert self._handshake.message_keys is not None
+        _, receiving = self._handshake.message_keys
         messages = []
         while len(self._came) >= _LENGTH + _MARK:
             (length,) = struct.unpack_from("!I", self._came)
@@ -279,7 +279,7 @@ def is_taken(error: OSError) -> bool:
     return error.errno == errno.EADDRINUSE
 
 
-# For a greeting and a hello, from the first byte to the last: one byte a second does not do.
+# For a handshake and a hello, from the first byte to the last: one byte a second does not do.
 _HELLO_SECONDS = 10.0
 # Beside as many as there are processes, which may all come at once.
 _ROOM_FOR_STRANGERS = 128
@@ -287,7 +287,7 @@ _ACCEPTED_AT_ONCE = 64
 _LINE_SECONDS = 3600.0
 
 
-class Strangers:
+class RejectedClients:
     """Counts who came to the port without the run's token; says so once in an hour at most.
 
     Attributes:
@@ -317,14 +317,14 @@ class Strangers:
         )
 
 
-class Door:
+class Listener:
     """Listens; who proves the token and says hello is let in, others are dropped.
 
     Attributes:
       socket: the listening socket.
       waiting: connections that have not said hello yet, or that were rejected and may still read
         why; each has the time at which it is dropped.
-      strangers: the unauthenticated clients that were turned away.
+      rejected: the unauthenticated clients that were turned away.
     """
 
     def __init__(
@@ -345,7 +345,7 @@ class Door:
         self.socket = listen(host, port)
         self.socket.setblocking(False)
         self.waiting: dict[Link, float] = {}
-        self.strangers = Strangers(report)
+        self.rejected = RejectedClients(report)
         self._token, self._room = token, room + _ROOM_FOR_STRANGERS
         self._refused: set[Link] = set()
 
@@ -356,7 +356,7 @@ class Door:
         with contextlib.suppress(OSError):
             while len(found) < _ACCEPTED_AT_ONCE:
                 connection, _ = self.socket.accept()
-                link = Link(connection, Host(self._token))
+                link = Link(connection, ServerHandshake(self._token))
                 self.waiting[link] = time.monotonic() + _HELLO_SECONDS
                 found.append(link)
         unproven = [link for link in self.waiting if not link.is_proven and link.closed is None]
@@ -395,7 +395,7 @@ class Door:
             # Who connects and goes without a word looked whether somebody listens.
             if not link.is_proven and not (link.closed and link.is_silent):
                 why = link.closed or f"proved nothing within {_HELLO_SECONDS:g} s"
-                self.strangers.note(link.address, why)
+                self.rejected.note(link.address, why)
         return gone
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
-from jaxtrain.run.generation.decoding import writes
+from jaxtrain.run.generation.decoding import require_text_model
 from jaxtrain.training.settings import TextSource, Train
 
 Ended = Literal["end", "stop", "length"]
@@ -54,15 +54,15 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[i
     return tokenizer.decode([*prompt, *tokens])[len(before) :]
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop string in it."""
     places = [place for place in (text.find(one) for one in stop) if place != -1]
     return text[: min(places)] if places else text
 
 
-def certain(text: str, stop: Sequence[str]) -> str:
+def settled_text(text: str, stop: Sequence[str]) -> str:
     """What of a text that goes on will stay: no half character, no beginning of a stop string."""
-    text = cut(text, stop).rstrip(UNKNOWN)
+    text = cut_at_stop(text, stop).rstrip(UNKNOWN)
     halves = (one[:size] for one in stop for size in range(len(one), 0, -1))
     longest = max((len(half) for half in halves if text.endswith(half)), default=0)
     return text[: len(text) - longest]
@@ -93,7 +93,7 @@ class Stopping:
 
     def text(self, prompt: int, tokens: Sequence[int]) -> str:
         """An answer's tokens as text, up to a stop string."""
-        return cut(continuation(self._tokenizer, self._prompts[prompt], tokens), self._stop)
+        return cut_at_stop(continuation(self._tokenizer, self._prompts[prompt], tokens), self._stop)
 
     def answer(self, prompt: int, answer: Answer) -> Answer:
         """An answer with its text."""
@@ -103,7 +103,7 @@ class Stopping:
         """After how many tokens there is a stop string, or None."""
         if self._show is not None and prompt == 0:
             whole = continuation(self._tokenizer, self._prompts[prompt], tokens)
-            self._add(certain(whole, self._stop))
+            self._add(settled_text(whole, self._stop))
         if not self._has_stop(prompt, tokens):
             return None
         # The fewest tokens that have it: it stays in every longer text.
@@ -140,7 +140,7 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
             f"{command}: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
             "trained on text generate"
         )
-    writes(train.model, command=command)
+    require_text_model(train.model, command=command)
     return train.data.open_tokenizer()
 
 

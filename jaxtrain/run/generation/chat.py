@@ -16,7 +16,7 @@ from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import Answer, show, tokenizer_of
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.generation.prefix_cache import Memory
+from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.generation.published_defaults import (
     Defaults,
     ends_of_run,
@@ -70,7 +70,7 @@ class Chat:
         self._template, self._trainer = template_of(train), trainer
         self._sampling, self._most, self._seed = sampling or Sampling(), max_new_tokens, seed
         self._stop = [*stop, self._template.end_of_turn]
-        self.memory = Memory()
+        self.memory = PrefixCache()
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})

@@ -22,7 +22,13 @@ from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import converse
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import Defaults, ends_of_run, published_defaults
-from jaxtrain.run.generation.speculative import Draft, Guesser, Lookup, rolls_back, speculate
+from jaxtrain.run.generation.speculative import (
+    DraftModel,
+    DraftSource,
+    PromptLookup,
+    rolls_back,
+    speculate,
+)
 from jaxtrain.run.inference.inputs import read_records
 from jaxtrain.run.trainer import Trainer
 
@@ -30,7 +36,7 @@ LOOKUP = "lookup"  # in the place of a draft's folder
 GUESSES = 4
 
 
-def validate_guesses(arguments: argparse.Namespace) -> None:
+def validate_draft_options(arguments: argparse.Namespace) -> None:
     """Raises UserError where what is requested beside guesses does not go with them."""
     if arguments.draft is None:
         if arguments.guesses is not None:
@@ -58,7 +64,7 @@ def generate_with_draft(
     were kept goes to standard error.
 
     Args:
-      arguments: the parsed command line, after `validate_guesses`.
+      arguments: the parsed command line, after `validate_draft_options`.
       trainer: the model's.
       prompts: each at least one character.
       sampling: how tokens are drawn.
@@ -70,7 +76,7 @@ def generate_with_draft(
     train = trainer.config.train
     tokenizer, state = tokenizer_of(train), trainer.program.eval_state(trainer.state)
     rolls_back(train.model)
-    guesser = _guesser(arguments, trainer)
+    guesser = _draft_source(arguments, trainer)
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     as_text = Stopping(tokenizer, tokens, ())
     ends = ends_of_run(trainer.config, trainer.workdir)
@@ -92,16 +98,16 @@ def generate_with_draft(
     return answers
 
 
-def _guesser(arguments: argparse.Namespace, trainer: Trainer) -> Guesser:
+def _draft_source(arguments: argparse.Namespace, trainer: Trainer) -> DraftSource:
     count = GUESSES if arguments.guesses is None else arguments.guesses
     train, sizes = trainer.config.train, token_model(trainer.config.train.model)
     if arguments.draft == LOOKUP:
-        return Lookup(sizes.vocab_size, count)
+        return PromptLookup(sizes.vocab_size, count)
     of_draft = {**vars(arguments), "workdir": arguments.draft, "step": None, "gin_bindings": []}
     other = open_run(argparse.Namespace(**of_draft))
     tokenizer, theirs = tokenizer_of(train), tokenizer_of(other.config.train)
     model = other.config.train.model
-    draft = Draft(other.program.setup, model, other.program.eval_state(other.state), count)
+    draft = DraftModel(other.program.setup, model, other.program.eval_state(other.state), count)
     if theirs.digest != tokenizer.digest or draft.vocab_size != sizes.vocab_size:
         raise UserError(
             f"--draft {arguments.draft}: its tokens are others ({draft.vocab_size} of them, here "
@@ -122,7 +128,7 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 def generate(arguments: argparse.Namespace) -> int:
     """Prints what a trained language model writes, to a terminal as it is drawn."""
     _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
-    validate_guesses(arguments)
+    validate_draft_options(arguments)
     if arguments.chat:
         return converse(arguments, _sampling)
     if arguments.system is not None:

@@ -117,7 +117,7 @@ def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Draw
     # Relative to the largest: a small temperature makes -inf of the others, and no inf of it.
     logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing["temperature"]
     if "top_k" in drawing or "tail" in drawing:
-        logits_BV = jnp.where(_likeliest(logits_BV, drawing), logits_BV, -jnp.inf)
+        logits_BV = jnp.where(_keep_likeliest(logits_BV, drawing), logits_BV, -jnp.inf)
     if "min_p" in drawing:
         far = jnp.log(jnp.asarray(drawing["min_p"], jnp.float32))
         near_BV = logits_BV - logits_BV.max(-1, keepdims=True) >= far
@@ -125,7 +125,7 @@ def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Draw
     return logits_BV
 
 
-def _likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
+def _keep_likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
     """Which tokens are among the likeliest, by number and by their probability together.
 
     Ties are resolved as by transformers' TopKLogitsWarper and TopPLogitsWarper.
@@ -389,7 +389,7 @@ def next_logits(
     return logits_BTV, longer
 
 
-def writes(model: Model, *, command: str = "generate") -> TokenModel:
+def require_text_model(model: Model, *, command: str = "generate") -> TokenModel:
     """The same model, one that looks back; UserError for others, in the name of a command."""
     if not reads_tokens(model):
         raise UserError(

@@ -26,10 +26,10 @@ from jaxtrain.run.generation.decoding import (
     for_texts,
     pad_prompts,
     prefill,
+    require_text_model,
     round_up,
-    writes,
 )  # fmt: skip
-from jaxtrain.run.generation.prefix_cache import Beginning, Memory
+from jaxtrain.run.generation.prefix_cache import Prefix, PrefixCache
 from jaxtrain.training.settings import MAX_SEED
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -61,7 +61,7 @@ def generate(
     ends: Sequence[int] = (),
     batch_size: int = BATCH_SIZE,
     watch: Watch | None = None,
-    memory: Memory | None = None,
+    memory: PrefixCache | None = None,
 ) -> list[Answer]:
     """What a trained language model lets follow after each prompt, in their order.
 
@@ -86,7 +86,7 @@ def generate(
         have or does not fit into its context, or a number is out of its range.
     """
     validate_watch(sampling, watch)
-    sizes, setup = writes(model), for_texts(setup)
+    sizes, setup = require_text_model(model), for_texts(setup)
     given = [validate_prompt(prompt, sizes) for prompt in prompts]
     limits = [limit_of(len(prompt), max_new_tokens, sizes) for prompt in given]
     validate_seed(seed)
@@ -186,7 +186,7 @@ def _answer(
     key: jax.Array,
     ends: Sequence[int],
     watch: Watch | None,
-    memory: Memory | None,
+    memory: PrefixCache | None,
 ) -> list[Answer]:
     """The answers of one batch, prompts by their numbers."""
     new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
@@ -195,7 +195,7 @@ def _answer(
         tokens_BT, padding_B = pad_prompts(setup, sizes, list(prompts.values()))
         room = tokens_BT.shape[1] + new
         logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
-        begun = Beginning(logits_BV, cache, padding_B, room)
+        begun = Prefix(logits_BV, cache, padding_B, room)
     else:
         (prompt,) = prompts.values()
         begun = memory.begin(setup, sizes, state, prompt, new=new)

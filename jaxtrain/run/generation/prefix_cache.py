@@ -25,7 +25,7 @@ from jaxtrain.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
+class Prefix:
     """A text that has been read.
 
     Attributes:
@@ -41,7 +41,7 @@ class Beginning:
     room: int
 
 
-class Memory:
+class PrefixCache:
     """The tokens of a text and what the layers keep of them.
 
     A cache of places is taken back to what a new text begins with; a state, which cannot be, goes
@@ -54,12 +54,12 @@ class Memory:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._kept: Beginning | None = None
+        self._kept: Prefix | None = None
         self.read = 0
 
     def begin(
         self, setup: Setup, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
-    ) -> Beginning:
+    ) -> Prefix:
         """A text as the model has read it.
 
         Args:
@@ -77,28 +77,30 @@ class Memory:
             tokens_BT, padding_B = pad_prompts(setup, sizes, [text])
             room = round_up(tokens_BT.shape[1] + new)
             logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
-            return Beginning(logits_BV, cache, padding_B, room)
+            return Prefix(logits_BV, cache, padding_B, room)
         *most, last = text[shared:]
         length = len(most)
-        if _forgets(sizes) and most:  # places after the last are overwritten, and not seen before
+        if (
+            _is_recurrent(sizes) and most
+        ):  # places after the last are overwritten, and not seen before
             context = sizes.context_length - shared
             length = round_up(len(most), least=LEAST_LENGTH, most=context)
         cache, logits_BV, rows = kept.cache, kept.logits_BV, len(kept.padding_B)
         start = int(kept.padding_B[0]) + shared
         room = round_up(max(kept.room, start + length + 1 + new))
         if room > kept.room:
-            cache = _with_room(sizes, cache, room=room)
+            cache = _grow(sizes, cache, room=room)
         for some, width in (most, length), ([last], 1):
             if some:
                 tokens_BT = np.zeros((rows, width), np.int32)
                 tokens_BT[0, : len(some)] = some
-                logits_BV, cache = _go_on(
+                logits_BV, cache = _extend(
                     setup, state, cache, tokens_BT, kept.padding_B, start, room=room
                 )
                 start += len(some)
-        return Beginning(logits_BV, cache, kept.padding_B, room)
+        return Prefix(logits_BV, cache, kept.padding_B, room)
 
-    def keep(self, begun: Beginning, cache: Cache, drawn: list[int]) -> None:
+    def keep(self, begun: Prefix, cache: Cache, drawn: list[int]) -> None:
         """Remembers a text that went on.
 
         Args:
@@ -117,16 +119,16 @@ class Memory:
         shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
         if shared is None:
             shared = min(len(self._tokens), len(text) - 1)
-        return shared if _forgets(sizes) or shared == len(self._tokens) else 0
+        return shared if _is_recurrent(sizes) or shared == len(self._tokens) else 0
 
 
-def _forgets(sizes: TokenModel) -> bool:
+def _is_recurrent(sizes: TokenModel) -> bool:
     """Whether what is kept of a token is forgotten by counting fewer."""
     return all(one.every_token for one in sizes.cached)
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "room"), donate_argnames="cache")
-def _go_on(
+def _extend(
     setup: Setup,
     state: TrainState,
     cache: Cache,
@@ -145,7 +147,7 @@ def _go_on(
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "room"))
-def _with_room(sizes: TokenModel, cache: Cache, *, room: int) -> Cache:
+def _grow(sizes: TokenModel, cache: Cache, *, room: int) -> Cache:
     """The cache with more places [L, B, S, ...]."""
 
     def longer(x: jax.Array) -> jax.Array:

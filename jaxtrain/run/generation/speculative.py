@@ -29,8 +29,8 @@ from jaxtrain.run.generation.decoding import (
     next_logits,
     pad_prompts,
     prefill,
+    require_text_model,
     round_up,
-    writes,
 )
 from jaxtrain.run.generation.generate import limit_of, validate_prompt, validate_seed
 from jaxtrain.training.setup import Setup
@@ -54,7 +54,7 @@ class Speculation:
     accepted: int
 
 
-class Guesser(Protocol):
+class DraftSource(Protocol):
     """What guesses the next tokens of a text.
 
     Attributes:
@@ -67,7 +67,7 @@ class Guesser(Protocol):
         """A text of this prompt, with room for `new` tokens, drawn so."""
         ...
 
-    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+    def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
         """Guesses int32 [K] of what follows a text, and what each was drawn from: [K, V], rows of
         zeros where there is no guess.
 
@@ -79,7 +79,7 @@ class Guesser(Protocol):
         ...
 
 
-class Lookup:
+class PromptLookup:
     """Guesses what followed the text's last tokens where they stood before.
 
     Args:
@@ -94,7 +94,7 @@ class Lookup:
     def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
         """Nothing is kept of a text."""
 
-    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+    def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
         """What stands after the latest earlier place of the longest end of the text."""
         del key
         tokens = np.asarray(text, np.int32)
@@ -111,7 +111,7 @@ class Lookup:
         return guesses_K, sure_KV * (np.arange(self.count) < given)[:, None]
 
 
-class Draft:
+class DraftModel:
     """Guesses by a smaller model of the same vocabulary, whose cache goes along with the text.
 
     Args:
@@ -136,7 +136,7 @@ class Draft:
         with self._program.layout.active(), self._program.precision.products():
             _, self._text = _read(self._program, self._sizes, self._state, prompt, new)
 
-    def guess(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
+    def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
         """Draws from the draft as from the model itself."""
         seen_V = _seen_tokens(text, self.vocab_size, self._drawing)
         with self._program.layout.active(), self._program.precision.products():
@@ -174,7 +174,7 @@ def speculate(
     model: Model,
     state: TrainState,
     prompt: Sequence[int] | np.ndarray,
-    guesser: Guesser,
+    guesser: DraftSource,
     *,
     max_new_tokens: int | None,
     sampling: Sampling,
@@ -226,7 +226,7 @@ def speculate(
             length = length_before_end(drawn[:limit], ends)
             if length < len(drawn) or len(drawn) == limit:
                 break
-            guesses_K, from_KV = guesser.guess(text, of_guess)
+            guesses_K, from_KV = guesser.propose(text, of_guess)
             guessed += int((np.asarray(from_KV).sum(-1) > 0).sum())
             passes += 1
             tokens_T = np.concatenate([text[-1:], guesses_K]).astype(np.int32)
@@ -245,7 +245,7 @@ def speculate(
 
 def rolls_back(model: Model) -> TokenModel:
     """The same model, whose cache can forget its newest tokens; UserError for others."""
-    sizes = writes(model)
+    sizes = require_text_model(model)
     if not all(one.every_token for one in sizes.cached):
         raise UserError(
             f"--draft: Train.model=@{type(model).__name__}() keeps one state of all tokens so far, "

@@ -43,7 +43,7 @@ USUAL_LENGTH = 100  # tokens of a target, where nothing else is said
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Read:
+class Encoded:
     """What is kept of sources, and of their targets so far.
 
     Attributes:
@@ -57,7 +57,7 @@ class Read:
     source_segment_ids_BS: jax.Array
 
 
-def tell(
+def write_targets(
     setup: Setup,
     train: Train,
     state: TrainState,
@@ -167,13 +167,13 @@ def targets(
             # One place more than is drawn: the first holds `begin`, and what the last token would
             # lead to is made, and not looked at.
             new = round_up(limit, least=LEAST_LENGTH, most=sizes.context_length)
-            logits_BV, read = _read(setup, sizes, state, source_BS, real_BS, begin, room=new + 1)
+            logits_BV, read = _encode(setup, sizes, state, source_BS, real_BS, begin, room=new + 1)
             limits = [limit] * len(some)
             if isinstance(sampling, BeamSearch):
                 answers += beams.grow(
                     setup, state, logits_BV, read, np.zeros(rows, np.int32),
                     [[begin]] * len(some), limits, settings=sampling, ends=ends, room=new + 1,
-                    following=_following, rows_of=_rows_of,
+                    following=_advance, rows_of=_rows_of,
                 )  # fmt: skip
                 continue
             numbers = np.minimum(first + np.arange(rows), len(sources) - 1)
@@ -185,7 +185,7 @@ def targets(
             answers += write_answers(
                 setup, state, begun, range(first, first + len(some)), limits,
                 drawing=drawing, keys_B=keys_B, ends=ends, room=new + 1, watch=watch,
-                following=_following,
+                following=_advance,
             )[0]  # fmt: skip
     return answers
 
@@ -237,7 +237,7 @@ def _pad(
 
 
 def _begin(
-    read: Read, logits_BV: jax.Array, limits: Sequence[int], begin: int, new: int, *, seen: bool
+    read: Encoded, logits_BV: jax.Array, limits: Sequence[int], begin: int, new: int, *, seen: bool
 ) -> Texts:
     """Targets of which nothing but `begin` is written; rows beyond the limits are none."""
     rows, V = logits_BV.shape
@@ -255,13 +255,13 @@ def _begin(
     )
 
 
-def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
+def _rows_of(read: Encoded, rows_B: jax.Array, *, begun: bool) -> Encoded:
     """What is kept of these rows. All beams of a source remember the same of it, so that beams
     which take each other's places bring only what is kept of their targets."""
     cache = beams.rows_of(read.cache, rows_B, begun=begun)
     if begun:
         return dataclasses.replace(read, cache=cache)
-    return Read(
+    return Encoded(
         cache,
         jax.tree.map(lambda x: beams.take_rows(x, rows_B), read.remembered),
         beams.take_rows(read.source_segment_ids_BS[None], rows_B)[0],
@@ -269,7 +269,7 @@ def _rows_of(read: Read, rows_B: jax.Array, *, begun: bool) -> Read:
 
 
 @functools.partial(jax.jit, static_argnames=("setup", "sizes", "room"))
-def _read(
+def _encode(
     setup: Setup,
     sizes: TokenModel,
     state: TrainState,
@@ -278,35 +278,35 @@ def _read(
     begin: jax.Array | int,
     *,
     room: int,
-) -> tuple[jax.Array, Read]:
+) -> tuple[jax.Array, Encoded]:
     """Logits [B, V] of the first token of each target, and what is kept of the sources."""
     model: PairModule = setup.model(state)
     dtype, rows = jnp.dtype(setup.precision.compute), source_BS.shape[0]
     source_BS, real_BS = shard(source_BS, ROWS), shard(real_BS, ROWS)
     seen = Mask(causal=False, segment_ids_BT=real_BS, segment_ids_BS=real_BS)
     memory = model.encode(source_BS, seen, setup.execution)
-    read = Read(
+    read = Encoded(
         empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype),
         model.remember(memory, setup.execution),
         real_BS,
     )
     first_B1 = jnp.full((rows, 1), begin, jnp.int32)
-    logits_BTV, read = _following(
+    logits_BTV, read = _advance(
         model, first_B1, read, jnp.zeros(rows, jnp.int32), setup.execution, room=room, last=1
     )
     return logits_BTV[:, 0], read
 
 
-def _following(
+def _advance(
     model: PairModule,
     tokens_BT: jax.Array,
-    read: Read,
+    read: Encoded,
     padding_B: jax.Array,
     execution: Execution,
     *,
     room: int,
     last: int,
-) -> tuple[jax.Array, Read]:
+) -> tuple[jax.Array, Encoded]:
     """Float32 logits after each of the last tokens, and what is kept then; as `next_logits`, of
     rows that all begin at their first place."""
     del padding_B, room

@@ -11,9 +11,9 @@ from jaxtrain.run.generation.answer import Answer, Stopping, encode_prompt, toke
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
-from jaxtrain.run.generation.prefix_cache import Memory
+from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.generation.published_defaults import ends_of_run, published_folder
-from jaxtrain.run.generation.targets import tell
+from jaxtrain.run.generation.targets import write_targets
 from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -31,7 +31,7 @@ def write(
     stop: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
     show: Callable[[str], None] | None = None,
-    memory: Memory | None = None,
+    memory: PrefixCache | None = None,
     ends: Sequence[int] | None = None,
     special_tokens: bool = True,
 ) -> list[Answer]:
@@ -113,7 +113,7 @@ def respond(
         )
     ends = ends_of_run(config, workdir)
     if reads_pairs(train.model):
-        return tell(
+        return write_targets(
             setup, train, state, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
             stop=stop, seed=seed, batch_size=batch_size, show=show, ends=ends,
         )  # fmt: skip

@@ -85,7 +85,7 @@ AT_ONCE = 64  # examples that go through the model together
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class GeneratedText:
     """What a model writes of one text.
 
     Attributes:

@@ -78,11 +78,11 @@ def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> n
         return np.array(_embeddings(setup, model, state, batch))
 
 
-def numbers(setup: Setup, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
+def regression_outputs(setup: Setup, state: TrainState, vectors_BD: np.ndarray) -> np.ndarray:
     """Return the regression outputs for vectors, float32 [B, K], computed like `logits`."""
     setup = _of_any_rows(setup)
     with setup.layout.active(), setup.precision.products():
-        return np.array(_numbers(setup, state, vectors_BD))
+        return np.array(_regression_outputs(setup, state, vectors_BD))
 
 
 def _of_any_rows(setup: Setup) -> Setup:
@@ -119,14 +119,14 @@ def _embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _numbers(setup: Setup, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
+def _regression_outputs(setup: Setup, state: TrainState, vectors_BD: jax.Array) -> jax.Array:
     model: Any = setup.model(state)
     found_BK, _ = model(vectors_BD, state.statistics, setup.execution, train=False)
     return jax.sharding.reshard(found_BK.astype(jnp.float32), P())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Numbers:
+class RegressionOutput:
     """The regression outputs of one vector.
 
     Attributes:
@@ -150,14 +150,14 @@ class Numbers:
         return json.dumps(content, ensure_ascii=False)
 
 
-def numbers_of(
+def predict_vectors(
     given: Sequence[Any],
     model: Model,
     data: object,
     told: Callable[[np.ndarray], np.ndarray],
     *,
     again: bool,
-) -> Iterator[Numbers]:
+) -> Iterator[RegressionOutput]:
     """The numbers of each vector, prepared as in evaluation.
 
     Args:
@@ -180,11 +180,11 @@ def numbers_of(
     vectors = data.prepare(table)
     found = told(vectors)
     if not again:
-        yield from map(Numbers, called, data.numbers_again(found))
+        yield from map(RegressionOutput, called, data.numbers_again(found))
         return
     errors = np.square(found - vectors).mean(-1)
     for name, numbers, error in zip(called, data.vectors_again(found), errors, strict=True):
-        yield Numbers(name, numbers, float(error))
+        yield RegressionOutput(name, numbers, float(error))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -205,7 +205,7 @@ class Embedding:
         return json.dumps({"input": self.name, "embedding": numbers}, ensure_ascii=False)
 
 
-def embed(
+def embed_texts(
     given: Sequence[Any],
     model: TokenModel,
     data: object,
@@ -267,7 +267,7 @@ def _validate_tokenizer(tokenizer: Tokenizer, model: TokenModel) -> None:
 MASK = "[MASK]"
 
 
-def hidden_tokens(
+def fill_masks(
     given: Sequence[Any], model: TokenModel, tokenizer: Tokenizer
 ) -> tuple[list[Batch], list[str], list[tuple[int, int]]]:
     """A row of each text, what each hidden token is called, and its row and its place there.

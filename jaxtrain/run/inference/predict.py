@@ -33,15 +33,15 @@ from jaxtrain.models.model import (
     token_classes_of,
 )
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.inference.inputs import AT_ONCE, Written, texts_of, vectors_of
+from jaxtrain.run.inference.inputs import AT_ONCE, GeneratedText, texts_of, vectors_of
 from jaxtrain.run.inference.outputs import (
     Embedding,
-    Numbers,
-    embed,
+    RegressionOutput,
+    embed_texts,
     embeddings,
-    hidden_tokens,
-    numbers,
-    numbers_of,
+    fill_masks,
+    predict_vectors,
+    regression_outputs,
     token_names,
 )
 from jaxtrain.training.objectives.objective import Objective
@@ -82,11 +82,11 @@ class Prediction:
 
 
 # Of one input.
-Told = Prediction | Embedding | Numbers | Written
+Output = Prediction | Embedding | RegressionOutput | GeneratedText
 
 
 @dataclasses.dataclass(frozen=True)
-class Says:
+class Predictor:
     """What a trained model makes of prepared inputs, on the host.
 
     Attributes:
@@ -103,7 +103,7 @@ class Says:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _Request:
     """Examples whose classes are wanted.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Asked:
 
 def predict_with(
     trainer: "Trainer", inputs: Inputs, *, top: int | None = None, skip: Skip = None
-) -> list[Told]:
+) -> list[Output]:
     """What a trainer's model predicts; arguments as of `Trainer.predict`."""
     model, data = trainer.config.train.model, trainer.config.train.data
     program, state = trainer.program.setup, trainer.program.eval_state(trainer.state)
@@ -133,8 +133,10 @@ def predict_with(
         return [answer.text or "" for answer in found]
 
     vectors = functools.partial(embeddings, program, model, state)
-    says = Says(trainer.logits, vectors, functools.partial(numbers, program, state), write)
-    ask = functools.partial(predict, inputs, model, data, says, objective=program.objective)
+    predictor = Predictor(
+        trainer.logits, vectors, functools.partial(regression_outputs, program, state), write
+    )
+    ask = functools.partial(predict, inputs, model, data, predictor, objective=program.objective)
     return list(ask(top=top, say=trainer.say, skip=skip))
 
 
@@ -142,13 +144,13 @@ def predict(
     inputs: Inputs,
     model: Model,
     data: object,
-    says: Says,
+    predictor: Predictor,
     *,
     objective: Objective,
     top: int | None,
     say: Callable[[str], object],
     skip: Skip = None,
-) -> Iterator[Told]:
+) -> Iterator[Output]:
     """What is said of each input, prepared as in evaluation.
 
     Of an image, a text, a vector, a sequence of vectors or each word of texts with tags the
@@ -162,7 +164,7 @@ def predict(
         files of sequences of vectors, or an array [T, F] for each.
       model: the model's settings.
       data: what the model was trained on: the preparation, and the names of the classes.
-      says: what the model makes of prepared inputs.
+      predictor: what the model makes of prepared inputs.
       objective: what it was trained to tell.
       top: classes that are named, or all where there are fewer; None: 3.
       say: called with a line if class names are unknown, and if texts are cut.
@@ -179,14 +181,14 @@ def predict(
     name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
     if reads_tokens(model) and pooling_of(model) is not None:
         instead = "makes embeddings"
-        found = embed(given, model, data, says.embeddings, say=say)
+        found = embed_texts(given, model, data, predictor.embeddings, say=say)
     elif isinstance(objective, Regression):
         instead, again = "predicts numbers", isinstance(objective, Reconstruction)
-        found = numbers_of(given, model, data, says.numbers, again=again)
+        found = predict_vectors(given, model, data, predictor.numbers, again=again)
     elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
-        instead, found = "writes text", _write_texts(given, model, says.write)
+        instead, found = "writes text", _write_texts(given, model, predictor.write)
     else:
-        return _classes(given, model, data, says.logits, 3 if top is None else top, say, skip)
+        return _classes(given, model, data, predictor.logits, 3 if top is None else top, say, skip)
     if top is not None:
         raise UserError(f"--top {top}: {name} {instead} and predicts no classes; leave it out")
     return found
@@ -194,10 +196,10 @@ def predict(
 
 def _write_texts(
     given: list[Given], model: Model, write: Callable[[list[str]], list[str]]
-) -> Iterator[Written]:
+) -> Iterator[GeneratedText]:
     """What follows each text, or its target."""
     texts = list(texts_of(given, model))
-    yield from map(Written, map(str, given), write(texts))
+    yield from map(GeneratedText, map(str, given), write(texts))
 
 
 def _classes(
@@ -256,7 +258,7 @@ def _of_images(
     data: ImageData,
     logits: Callable[[Any], np.ndarray],
     skip: Skip,
-) -> _Asked:
+) -> _Request:
     # All are looked for before the first goes through the model.
     images, broken = list[Place | Image.Image](), set[int]()
     for source in given:
@@ -287,7 +289,7 @@ def _of_images(
         f"image {number}" if isinstance(image, Image.Image) else str(image)
         for number, image in enumerate(images, start=1)
     ]
-    return _Asked(called, of, data.class_names, model.num_classes, broken)
+    return _Request(called, of, data.class_names, model.num_classes, broken)
 
 
 def _readable(
@@ -316,11 +318,11 @@ def _of_texts(
     data: LabelledText,
     logits: Callable[[Any], np.ndarray],
     classes: int,
-) -> _Asked:
+) -> _Request:
     tokenizer = data.open_tokenizer()
     rows = [data.row(tokenizer.encode(text)) for text in texts_of(given, model)]
     called = [str(source) for source in given]
-    return _Asked(called, _where_told(rows, logits), data.class_names, classes)
+    return _Request(called, _labeled_positions(rows, logits), data.class_names, classes)
 
 
 def _of_words(
@@ -329,7 +331,7 @@ def _of_words(
     data: TaggedText,
     logits: Callable[[Any], np.ndarray],
     classes: int,
-) -> _Asked:
+) -> _Request:
     """Every word of every text is an example."""
     tokenizer, called = data.open_tokenizer(), list[str]()
     rows, places = list[Batch](), list[tuple[int, int]]()
@@ -358,34 +360,34 @@ def _of_words(
     def of(numbers: Sequence[int]) -> np.ndarray:
         return np.stack([told_BTC[places[number]] for number in numbers])
 
-    return _Asked(called, of, data.class_names, classes)
+    return _Request(called, of, data.class_names, classes)
 
 
 def _of_hidden(
     given: list[Given], model: TokenModel, data: TextSource, logits: Callable[[Any], np.ndarray]
-) -> _Asked:
+) -> _Request:
     """Every hidden token of every text is an example, the tokens are its classes."""
     tokenizer = data.open_tokenizer()
-    rows, called, places = hidden_tokens(given, model, tokenizer)
+    rows, called, places = fill_masks(given, model, tokenizer)
 
     def of(numbers: Sequence[int]) -> np.ndarray:
         asked = [places[number] for number in numbers]
         told_BTV = logits(stack([rows[row] for row, _ in asked]))
         return told_BTV[np.arange(len(asked)), [place for _, place in asked]]
 
-    return _Asked(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
+    return _Request(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
 
 
 def _of_vectors(
     given: list[Given], model: VectorModel, data: VectorData, logits: Callable[[Any], np.ndarray]
-) -> _Asked:
+) -> _Request:
     called, table = vectors_of(given, model)
     vectors = data.prepare(table)
 
     def names() -> list[str]:
         return [str(label) for label in range(model.outputs)]
 
-    return _Asked(called, lambda numbers: logits(vectors[list(numbers)]), names, model.outputs)
+    return _Request(called, lambda numbers: logits(vectors[list(numbers)]), names, model.outputs)
 
 
 def _of_sequences(
@@ -394,14 +396,14 @@ def _of_sequences(
     data: SequenceData,
     logits: Callable[[Any], np.ndarray],
     classes: int,
-) -> _Asked:
+) -> _Request:
     called, found = list[str](), list[np.ndarray]()
     for source in given:
         names, sequences = _sequences(source, model, data, len(called))
         called += names
         found += sequences
     rows = data.prepare(found)
-    return _Asked(called, _where_told(rows, logits), data.class_names, classes)
+    return _Request(called, _labeled_positions(rows, logits), data.class_names, classes)
 
 
 def _sequences(
@@ -425,7 +427,7 @@ def _sequences(
     return [f"{name} {before + number}" for number in range(1, len(sequences) + 1)], sequences
 
 
-def _where_told(
+def _labeled_positions(
     rows: list[Batch], logits: Callable[[Any], np.ndarray]
 ) -> Callable[[Sequence[int]], np.ndarray]:
     """Return the logits [N, C] of rows, at the position of each whose class is predicted."""

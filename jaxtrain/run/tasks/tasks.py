@@ -30,8 +30,8 @@ from jaxtrain.run.generation.decoding import (
     for_texts,
     next_logits,
     pad_prompts,
+    require_text_model,
     round_up,
-    writes,
 )
 from jaxtrain.run.inference.inputs import Record, read_records
 from jaxtrain.run.metrics.files import strict
@@ -121,7 +121,7 @@ def scores(
     Raises:
       UserError: the model is no language model.
     """
-    sizes, setup = writes(model), for_texts(setup)
+    sizes, setup = require_text_model(model), for_texts(setup)
     found: dict[int, Score] = {}
     with setup.layout.active(), setup.precision.products():
         for numbers in batches([len(pair.tokens) for pair in pairs], sizes, batch_size):
