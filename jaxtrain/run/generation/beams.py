@@ -211,7 +211,7 @@ def grow(
       limits: how many may follow each.
       room: places of the cache.
       following: makes the next logits, as `next_logits` does.
-      rows_of: (cache, rows_B, begun) -> the cache of these rows, any of them as often as it is
+      rows_of: (cache, rows_B, generating) -> the cache of these rows, any of them as often as it is
         named; once the search has started, each of them takes the place of a row of its own text.
     """
     (rows, V), W = logits_PV.shape, settings.beams
@@ -294,7 +294,7 @@ def _grown(
     if seen_BV is not None:
         seen_BV = seen_BV[parents_B] | (drawn_B[:, None] == jnp.arange(seen_BV.shape[1]))
     logits_B1V, cache = following(
-        setup.model(state), drawn_B[:, None], rows_of(cache, parents_B, begun=True), padding_B,
+        setup.model(state), drawn_B[:, None], rows_of(cache, parents_B, generating=True), padding_B,
         setup.execution, room=room, last=1,
     )  # fmt: skip
     return logits_B1V[:, 0], cache, seen_BV
@@ -305,12 +305,12 @@ def _select_rows(
     logits_PV: jax.Array, cache: Any, every_B: jax.Array, *, rows_of: Callable[..., Any]
 ) -> tuple[jax.Array, Any]:
     """Some rows of both, any of them as often as it is named."""
-    return logits_PV[every_B], rows_of(cache, every_B, begun=False)
+    return logits_PV[every_B], rows_of(cache, every_B, generating=False)
 
 
-def rows_of(cache: Cache, rows_B: jax.Array, *, begun: bool) -> Cache:
+def rows_of(cache: Cache, rows_B: jax.Array, *, generating: bool) -> Cache:
     """The cache of these rows, laid out as before."""
-    del begun
+    del generating
     return Cache(tuple(take_rows(x, rows_B) for x in cache.layers), cache.length)
 
 

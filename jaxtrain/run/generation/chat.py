@@ -38,7 +38,7 @@ class Chat:
 
     Attributes:
       messages: those so far, as the template reads them.
-      memory: what is kept of them.
+      prefix_cache: what is kept of them.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Chat:
         self._template, self._trainer = template_of(train), trainer
         self._sampling, self._most, self._seed = sampling or Sampling(), max_new_tokens, seed
         self._stop = [*stop, self._template.end_of_turn]
-        self.memory = PrefixCache()
+        self.prefix_cache = PrefixCache()
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -98,7 +98,7 @@ class Chat:
         (answer,) = write(
             program.setup, train, program.eval_state(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
-            seed=self._seed + len(asked), memory=self.memory, special_tokens=False,
+            seed=self._seed + len(asked), prefix_cache=self.prefix_cache, special_tokens=False,
             ends=ends,
         )  # fmt: skip
         self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]

@@ -76,14 +76,14 @@ def generate_with_draft(
     train = trainer.config.train
     tokenizer, state = tokenizer_of(train), trainer.program.eval_state(trainer.state)
     rolls_back(train.model)
-    guesser = _draft_source(arguments, trainer)
+    draft = _draft_source(arguments, trainer)
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     as_text = Stopping(tokenizer, tokens, ())
     ends = ends_of_run(trainer.config, trainer.workdir)
     answers, drawn, passes, guessed, accepted = [], 0, 0, 0, 0
     for number, prompt in enumerate(tokens):
         found = speculate(
-            trainer.program.setup, train.model, state, prompt, guesser,
+            trainer.program.setup, train.model, state, prompt, draft,
             max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=arguments.seed,
             ends=ends,
         )  # fmt: skip

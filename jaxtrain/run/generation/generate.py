@@ -61,7 +61,7 @@ def generate(
     ends: Sequence[int] = (),
     batch_size: int = BATCH_SIZE,
     watch: Watch | None = None,
-    memory: PrefixCache | None = None,
+    prefix_cache: PrefixCache | None = None,
 ) -> list[Answer]:
     """What a trained language model lets follow after each prompt, in their order.
 
@@ -79,7 +79,7 @@ def generate(
       ends: tokens that end an answer.
       batch_size: prompts that are answered at once.
       watch: may end an answer before.
-      memory: of the text that the only prompt goes on with; takes the answer up too.
+      prefix_cache: of the text that the only prompt goes on with; takes the answer up too.
 
     Raises:
       UserError: the model is no language model, a prompt is empty, holds tokens that it does not
@@ -114,7 +114,7 @@ def generate(
                 key=key,
                 ends=ends,
                 watch=watch,
-                memory=memory,
+                prefix_cache=prefix_cache,
             )
             answers.update(zip(numbers, found, strict=True))
     return [answers[number] for number in range(len(given))]
@@ -186,20 +186,20 @@ def _answer(
     key: jax.Array,
     ends: Sequence[int],
     watch: Watch | None,
-    memory: PrefixCache | None,
+    prefix_cache: PrefixCache | None,
 ) -> list[Answer]:
     """The answers of one batch, prompts by their numbers."""
     new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     drawing, count = sampling.drawing(), len(prompts)
-    if memory is None:
+    if prefix_cache is None:
         tokens_BT, padding_B = pad_prompts(setup, sizes, list(prompts.values()))
         room = tokens_BT.shape[1] + new
         logits_BV, cache = prefill(setup, sizes, state, tokens_BT, padding_B, room=room)
-        begun = Prefix(logits_BV, cache, padding_B, room)
+        prefix = Prefix(logits_BV, cache, padding_B, room)
     else:
         (prompt,) = prompts.values()
-        begun = memory.begin(setup, sizes, state, prompt, new=new)
-    padding_B, room, rows = begun.padding_B, begun.room, len(begun.padding_B)
+        prefix = prefix_cache.begin(setup, sizes, state, prompt, new=new)
+    padding_B, room, rows = prefix.padding_B, prefix.room, len(prefix.padding_B)
     seen_BV = None
     if "repetition_penalty" in drawing:
         seen_BV = np.zeros((rows, sizes.vocab_size), bool)
@@ -207,8 +207,8 @@ def _answer(
             seen_BV[row, prompt] = True
     keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, _pad(list(prompts), rows, 0))
     texts = Texts(
-        cache=begun.cache,
-        logits_BV=begun.logits_BV,
+        cache=prefix.cache,
+        logits_BV=prefix.logits_BV,
         padding_B=jnp.asarray(padding_B),
         seen_BV=None if seen_BV is None else jnp.asarray(seen_BV),
         finished_B=jnp.arange(rows) >= count,
@@ -221,9 +221,9 @@ def _answer(
         setup, state, texts, list(prompts), limits,
         drawing=drawing, keys_B=keys_B, ends=ends, room=room, watch=watch,
     )  # fmt: skip
-    if memory is not None:
+    if prefix_cache is not None:
         drawn_N = np.asarray(texts.drawn_BN)[0, : int(texts.count)]
-        memory.keep(begun, texts.cache, drawn_N.tolist())
+        prefix_cache.keep(prefix, texts.cache, drawn_N.tolist())
     return answers
 
 

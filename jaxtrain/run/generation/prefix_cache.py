@@ -100,16 +100,16 @@ class PrefixCache:
                 start += len(some)
         return Prefix(logits_BV, cache, kept.padding_B, room)
 
-    def keep(self, begun: Prefix, cache: Cache, drawn: list[int]) -> None:
+    def keep(self, prefix: Prefix, cache: Cache, drawn: list[int]) -> None:
         """Remembers a text that went on.
 
         Args:
-          begun: from `begin`.
+          prefix: from `begin`.
           cache: of all that was read and drawn.
           drawn: the tokens that were, those after an answer's end among them.
         """
         self._tokens = self._tokens + drawn
-        self._kept = dataclasses.replace(begun, cache=cache)
+        self._kept = dataclasses.replace(prefix, cache=cache)
 
     def _count_shared(self, sizes: TokenModel, text: list[int]) -> int:
         """How many tokens need not be read: not the last, whose logits are wanted."""

@@ -174,7 +174,7 @@ def speculate(
     model: Model,
     state: TrainState,
     prompt: Sequence[int] | np.ndarray,
-    guesser: DraftSource,
+    draft: DraftSource,
     *,
     max_new_tokens: int | None,
     sampling: Sampling,
@@ -191,7 +191,7 @@ def speculate(
       model: its model's settings.
       state: the trained state.
       prompt: tokens, at least one.
-      guesser: guesses tokens of the same vocabulary.
+      draft: guesses tokens of the same vocabulary.
       max_new_tokens: how many to draw at most; None: as far as 100 fit.
       sampling: how to draw them.
       seed: of the draws.
@@ -204,9 +204,9 @@ def speculate(
     text = validate_prompt(prompt, sizes)
     limit = limit_of(len(text), max_new_tokens, sizes)
     validate_seed(seed)
-    K, V, key, drawing = guesser.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
+    K, V, key, drawing = draft.count, sizes.vocab_size, jax.random.key(seed), sampling.drawing()
     new = limit + K + 1  # the last pass may accept more than the limit
-    guesser.begin(text, new=new, drawing=drawing)
+    draft.begin(text, new=new, drawing=drawing)
     drawn: list[int] = []
     told: list[float] = []
     passes = guessed = 0
@@ -226,7 +226,7 @@ def speculate(
             length = length_before_end(drawn[:limit], ends)
             if length < len(drawn) or len(drawn) == limit:
                 break
-            guesses_K, from_KV = guesser.propose(text, of_guess)
+            guesses_K, from_KV = draft.propose(text, of_guess)
             guessed += int((np.asarray(from_KV).sum(-1) > 0).sum())
             passes += 1
             tokens_T = np.concatenate([text[-1:], guesses_K]).astype(np.int32)

@@ -179,11 +179,11 @@ def targets(
             numbers = np.minimum(first + np.arange(rows), len(sources) - 1)
             keys_B = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
             drawing = sampling.drawing()
-            begun = _begin(
+            texts = _begin(
                 read, logits_BV, limits, begin, new, seen="repetition_penalty" in drawing
             )
             answers += write_answers(
-                setup, state, begun, range(first, first + len(some)), limits,
+                setup, state, texts, range(first, first + len(some)), limits,
                 drawing=drawing, keys_B=keys_B, ends=ends, room=new + 1, watch=watch,
                 following=_advance,
             )[0]  # fmt: skip
@@ -255,11 +255,11 @@ def _begin(
     )
 
 
-def _rows_of(read: Encoded, rows_B: jax.Array, *, begun: bool) -> Encoded:
+def _rows_of(read: Encoded, rows_B: jax.Array, *, generating: bool) -> Encoded:
     """What is kept of these rows. All beams of a source remember the same of it, so that beams
     which take each other's places bring only what is kept of their targets."""
-    cache = beams.rows_of(read.cache, rows_B, begun=begun)
-    if begun:
+    cache = beams.rows_of(read.cache, rows_B, generating=generating)
+    if generating:
         return dataclasses.replace(read, cache=cache)
     return Encoded(
         cache,

@@ -31,7 +31,7 @@ def write(
     stop: Sequence[str] = (),
     batch_size: int = BATCH_SIZE,
     show: Callable[[str], None] | None = None,
-    memory: PrefixCache | None = None,
+    prefix_cache: PrefixCache | None = None,
     ends: Sequence[int] | None = None,
     special_tokens: bool = True,
 ) -> list[Answer]:
@@ -48,7 +48,7 @@ def write(
       stop: strings before which an answer ends.
       batch_size: prompts that are answered at once.
       show: is given the first answer piece by piece while it is written.
-      memory: as of `generate`, of a single prompt.
+      prefix_cache: as of `generate`, of a single prompt.
       ends: tokens that end an answer; None: the tokenizer's end of a text.
       special_tokens: whether the tokenizer's are put around each prompt; False: they are in it, as
         a chat template writes them.
@@ -73,7 +73,7 @@ def write(
         ends=ends,
         batch_size=batch_size,
         watch=watch if stop or show else None,
-        memory=memory,
+        prefix_cache=prefix_cache,
     )
     told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
     if told and told[0].text is not None:

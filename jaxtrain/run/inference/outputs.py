@@ -154,7 +154,7 @@ def predict_vectors(
     given: Sequence[Any],
     model: Model,
     data: object,
-    told: Callable[[np.ndarray], np.ndarray],
+    outputs_of: Callable[[np.ndarray], np.ndarray],
     *,
     again: bool,
 ) -> Iterator[RegressionOutput]:
@@ -164,7 +164,7 @@ def predict_vectors(
       given: as of `vectors_of`.
       model: the model's settings.
       data: what it was trained on: how vectors are scaled.
-      told: vectors [N, D] -> the model's outputs, [N, K].
+      outputs_of: vectors [N, D] -> the model's outputs, [N, K].
       again: whether it reconstructs the vectors themselves.
 
     Raises:
@@ -178,7 +178,7 @@ def predict_vectors(
         )
     called, table = vectors_of(given, sizes)
     vectors = data.prepare(table)
-    found = told(vectors)
+    found = outputs_of(vectors)
     if not again:
         yield from map(RegressionOutput, called, data.numbers_again(found))
         return
