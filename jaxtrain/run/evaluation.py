@@ -25,23 +25,23 @@ from jaxtrain.training.step import Step
 
 
 class Evaluation:
-    """The compiled evaluation of a program; each target counts once, whatever its batch."""
+    """The compiled evaluation of a step; each target counts once, whatever its batch."""
 
     def __init__(
         self,
-        program: Step,
+        step: Step,
         compiler_options: dict[str, str],
         phases: Phases,
     ) -> None:
         """Compiles nothing yet.
 
         Args:
-          program: whose states are evaluated.
+          step: whose states are evaluated.
           compiler_options: of XLA, by name.
           phases: what this process is doing.
         """
-        self._program, self._phases = program, phases
-        self._eval_step = jax.jit(program.setup.eval_step, compiler_options=compiler_options)
+        self._step, self._phases = step, phases
+        self._eval_step = jax.jit(step.setup.eval_step, compiler_options=compiler_options)
         # Made once: they are asked of the model, which JAX then traces, and never quite forgets.
         self._zeros: Sums | None = None
 
@@ -95,15 +95,15 @@ class Evaluation:
     def names(self, state: TrainState, like: Batch) -> list[str]:
         """Return the names of the metrics of `of`, before there is a batch: `like` is the shapes of
         one."""
-        with self._program.setup.layout.active():
-            zeros = self._no_sums(self._program.eval_state(state), like)
+        with self._step.setup.layout.active():
+            zeros = self._no_sums(self._step.eval_state(state), like)
         ones = {name: np.ones(x.shape) if x.ndim else 1.0 for name, x in zeros.items()}
-        told = self._program.setup.objective.evaluation(ones)
+        told = self._step.setup.objective.evaluation(ones)
         return [name for name, value in told.items() if not isinstance(value, list)]
 
     def _no_sums(self, state: TrainState, batch: Batch) -> Sums:
         if self._zeros is None:
-            self._zeros = self._program.setup.no_sums(state, batch)
+            self._zeros = self._step.setup.no_sums(state, batch)
         return self._zeros
 
     def _sums(
@@ -115,8 +115,8 @@ class Evaluation:
     ) -> dict[str, Any]:
         ahead = RunAhead()
         sums: Sums | None = None
-        with self._program.setup.layout.active(), self._phases.phase("evaluation", step):
-            state = self._program.eval_state(state)
+        with self._step.setup.layout.active(), self._phases.phase("evaluation", step):
+            state = self._step.eval_state(state)
             for batch in batches:
                 before_each()
                 is_first = sums is None
@@ -141,7 +141,7 @@ class Evaluation:
                 "Trainer.evaluate: none of the targets counts; loss_mask is 0 everywhere, and a "
                 "mean needs a target whose mask is above 0"
             )
-        return self._program.setup.objective.evaluation(sums)
+        return self._step.setup.objective.evaluation(sums)
 
 
 @dataclasses.dataclass

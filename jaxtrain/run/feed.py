@@ -29,7 +29,7 @@ class RunData:
     def __init__(
         self,
         config: Config,
-        program: Step,
+        step: Step,
         workdir: Place | None,
         *,
         writes: bool,
@@ -39,12 +39,12 @@ class RunData:
 
         Args:
           config: names the source.
-          program: whose objective reads the data.
+          step: whose objective reads the data.
           workdir: the run's folder; None: it has none.
           writes: whether what is computed of the data is kept there.
           say: takes a line for people.
         """
-        self._config, self._program, self._workdir = config, program, workdir
+        self._config, self._step, self._workdir = config, step, workdir
         self._writes, self._say = writes, say
         self._dataset: Dataset | None = None
 
@@ -57,7 +57,7 @@ class RunData:
         """
         train = self._config.train
         opened = with_stores(train.data, self._say).open(seed=train.seed)
-        return self._program.setup.objective.dataset(opened, train.model)
+        return self._step.setup.objective.dataset(opened, train.model)
 
     def dataset(self, stepper: Stepper, steps_done: int) -> Dataset:
         """The data; the first call of a new run's computes what its first model says of them.
@@ -67,7 +67,7 @@ class RunData:
           steps_done: optimizer steps that it has taken.
         """
         if self._dataset is None:
-            refers = self._program.setup.objective.refers
+            refers = self._step.setup.objective.refers
             self._dataset = self._compare(stepper.state, steps_done) if refers else self.opened
         return self._dataset
 
@@ -77,8 +77,8 @@ class RunData:
         if steps_done:
             return stored_reference(self.opened, self._workdir)
         keep = self._workdir if self._writes else None
-        state = self._program.eval_state(state)
-        return first_reference(self.opened, self._program.setup, state, keep, say=self._say)
+        state = self._step.eval_state(state)
+        return first_reference(self.opened, self._step.setup, state, keep, say=self._say)
 
 
 class Feed:
@@ -88,12 +88,12 @@ class Feed:
         self,
         config: Config,
         layout: Layout,
-        program: Step,
+        step: Step,
         bad_records: BadRecords,
     ) -> None:
         """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
         self._config, self._train = config, config.train
-        self._layout, self._program = layout, program
+        self._layout, self._step = layout, step
         self._held = rows_held(config, layout)
         self._bad_records = bad_records
 
@@ -153,19 +153,19 @@ class Feed:
                 f"Trainer.{caller} takes a jaxtrain.Batch, not a {type(batch).__name__}"
             )
         batch = on_host(batch)
-        train, program = self._train, self._program.setup
+        train, setup = self._train, self._step.setup
         if whole:
             train = dataclasses.replace(train, accumulation=1)
-            program = dataclasses.replace(program, accumulation=1)
+            setup = dataclasses.replace(setup, accumulation=1)
         config = dataclasses.replace(self._config, train=train)
         batch = with_filling_rows(batch, config, self._layout)
-        program.validate(batch, train.model)
-        return jax.device_put(batch, program.batch_shardings(batch))
+        setup.validate(batch, train.model)
+        return jax.device_put(batch, setup.batch_shardings(batch))
 
     def abstract_training(self) -> Batch:
         """The shapes, dtypes and shardings of a batch of `training`."""
         batch = self._train.data.abstract_batch(self._held)
-        return with_shardings(batch, self._program.setup.batch_shardings(batch))
+        return with_shardings(batch, self._step.setup.batch_shardings(batch))
 
     def abstract_shapes(self) -> list[Batch]:
         """The same of each length that rows have."""
@@ -175,7 +175,7 @@ class Feed:
             if isinstance(data, TextData)
             else [data.abstract_batch(size)]
         )
-        return [with_shardings(one, self._program.setup.batch_shardings(one)) for one in found]
+        return [with_shardings(one, self._step.setup.batch_shardings(one)) for one in found]
 
     def _validate(self, dataset: Dataset) -> None:
         if self._layout.mesh.shape["pipe"] == 1:
@@ -198,6 +198,6 @@ class Feed:
 
     def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
         def place(batch: Batch) -> Batch:
-            return to_device(batch, self._program.setup.batch_shardings(batch), batch_size)
+            return to_device(batch, self._step.setup.batch_shardings(batch), batch_size)
 
         return place

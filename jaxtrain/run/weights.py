@@ -28,9 +28,9 @@ def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
     To be called by all processes of a run; each gets all of it, one array after the other.
 
     Args:
-      tree: parameters, gradients or statistics on devices, in the form of a synchronous program's
+      tree: parameters, gradients or statistics on devices, in the form of a synchronous step's
         state.
-      stages: that program's.
+      stages: that step's.
     """
     found = {}
     for name, variable in by_name(tree).items():
@@ -44,64 +44,64 @@ def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
     return found
 
 
-def weights(program: Step, state: TrainState) -> dict[str, np.ndarray]:
+def weights(step: Step, state: TrainState) -> dict[str, np.ndarray]:
     """Parameters and running statistics of one model by name.
 
     Args:
-      program: whose state it was.
+      step: whose state it was.
       state: from its `current_state` or `eval_state`.
     """
-    stages = program.setup.stages
+    stages = step.setup.stages
     found = {}
     for part in (*state.weights, state.statistics):
         found |= on_host(part, stages)
     return found
 
 
-def with_weights(program: Step, state: TrainState, given: Weights) -> TrainState:
+def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with these weights in all its replicas and stages; moments stay.
 
     Args:
-      program: whose state it is.
+      step: whose state it is.
       state: the state.
       given: as of `weights`, for every name.
 
     Raises:
       UserError: names are missing or unknown, or an array has another shape or dtype.
     """
-    stages, shapes = program.setup.stages, base_step(program.setup).abstract_state()
+    stages, shapes = step.setup.stages, base_step(step.setup).abstract_state()
     parts = (*shapes.weights, shapes.statistics)
     validate({n: v for part in parts for n, v in by_name(part).items()}, given, stages)
     params, frozen, statistics = (place_weights(part, given, stages) for part in parts)
-    with program.setup.layout.active():
-        return _set(program, state, params, statistics, frozen)
+    with step.setup.layout.active():
+        return _set(step, state, params, statistics, frozen)
 
 
-def with_trained(program: Step, state: TrainState, given: Weights) -> TrainState:
+def with_trained(step: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with other values of all that is trained; the rest of it stays.
 
     Args:
-      program: whose state it is.
+      step: whose state it is.
       state: the state.
       given: arrays by name, of the right names, shapes and dtypes.
     """
-    shapes = base_step(program.setup).abstract_state().params
-    params = place_weights(shapes, given, program.setup.stages)
-    with program.setup.layout.active():
-        return _set(program, state, params, state.statistics, state.frozen)
+    shapes = base_step(step.setup).abstract_state().params
+    params = place_weights(shapes, given, step.setup.stages)
+    with step.setup.layout.active():
+        return _set(step, state, params, state.statistics, state.frozen)
 
 
 def _set(
-    program: Step,
+    step: Step,
     state: TrainState,
     params: nnx.State,
     statistics: nnx.State,
     frozen: nnx.State,
 ) -> TrainState:
-    after = _with_weights(program, program.in_memory(state), params, statistics)
+    after = _with_weights(step, step.in_memory(state), params, statistics)
     after = dataclasses.replace(after, frozen=frozen)
-    after = jax.device_put(after, program.shardings(after))
-    return program.attach_files(after, before=state)
+    after = jax.device_put(after, step.shardings(after))
+    return step.attach_files(after, before=state)
 
 
 def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
@@ -110,7 +110,7 @@ def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> n
     Args:
       shapes: what becomes of them: shapes, dtypes and shardings.
       given: as of `weights`, of the right names, shapes and dtypes.
-      stages: the program's.
+      stages: the step's.
     """
 
     def one(path: Any, variable: Any) -> Any:
@@ -142,9 +142,9 @@ def _merge(setup: Setup, weights: Any) -> nnx.State:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _with_weights(
-    program: Step, state: TrainState, params: nnx.State, statistics: nnx.State
+    step: Step, state: TrainState, params: nnx.State, statistics: nnx.State
 ) -> TrainState:
-    return program.set_weights(state, params, statistics)
+    return step.set_weights(state, params, statistics)
 
 
 def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
