@@ -22,7 +22,7 @@ from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, targ
 from jaxtrain.analysis.planning.machines.targets import Target, compiler_options, parse_target
 from jaxtrain.analysis.planning.timing.efficiency_factors import efficiency_of
 from jaxtrain.analysis.planning.timing.schedule_time import Schedule, simulate_schedule
-from jaxtrain.analysis.planning.timing.timing import peak_flops, pieces, resolved
+from jaxtrain.analysis.planning.timing.timing import peak_flops, pieces, resolve_config
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config, load_config
 
@@ -116,7 +116,7 @@ ROWS = {
 
 def read(config: Config, layout: Layout, target: Target, text: str, *, thorough: bool) -> Schedule:
     """A compiled step by its own schedule, attention's kernels by the closed form."""
-    config = resolved(config, target.chip.kind)
+    config = resolve_config(config, target.chip.kind)
     peak = peak_flops(config, target)
     assert peak is not None, "targets with a compiler and a peak"
     counted = pieces(config, layout, target, [], peak=peak, update_bytes=0)

@@ -47,7 +47,7 @@ from jaxtrain.analysis.planning.timing.timing import Pieces
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.figures import Picture
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.settings import Config
 
 FILE = Path(__file__).with_name("published_runs.csv")
@@ -90,7 +90,7 @@ def read(row: dict[str, str]) -> Point:
     assert made.time.error_bar is not None
     counted = counted_with(config.remat.policy)
     if row["recomputed_products"]:
-        kind = resolved(config, made.target.chip.kind)
+        kind = resolve_config(config, made.target.chip.kind)
         counted = counted_as_repeated(row["recomputed_products"], kind, counted_with)
     if row.get("dispatch"):
         counted = counted_as_dispatched(row["dispatch"], made, counted)

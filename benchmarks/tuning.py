@@ -152,7 +152,7 @@ class Tuned:
     def train(self, rate: float, every: int) -> Trial:
         """A run at this peak, evaluated each time after so many steps."""
         arrays = [jnp.copy(x) for x in self._first]
-        peak = jax.device_put(jnp.float32(rate), self._course.layout.named(P()))
+        peak = jax.device_put(jnp.float32(rate), self._course.layout.sharding_of(P()))
         steps, heldout, seconds = [], [], []
         for start in range(0, len(self._course.batches), every):
             part = self._course.batches[start : start + every]

@@ -159,7 +159,7 @@ def make_model(kind: str, folder: Path) -> None:
     from jaxtrain.models.weights.family import family_for
     from jaxtrain.models.weights.formats import safetensors
     from jaxtrain.models.weights.names import their_shapes
-    from jaxtrain.models.weights.sentences import written_beside
+    from jaxtrain.models.weights.sentences import write_sentence_files
 
     model = _model(kind)
     family, said = family_for(model, kind.split()[0])
@@ -175,7 +175,7 @@ def make_model(kind: str, folder: Path) -> None:
         beside["tokenizer.json"] = _tokenizer("wordlevel")
         beside["generation_config.json"] = b'{"eos_token_id": [2, 3], "bos_token_id": 1}'
     if kind == "bert of embeddings":
-        beside |= written_beside(model)
+        beside |= write_sentence_files(model)
         beside["sentence_bert_config.json"] = b'{"max_seq_length": 8, "do_lower_case": false}'
     files(beside, folder)
     from test_weight_maps import shapes_of
@@ -199,7 +199,7 @@ def read_model(source: Path) -> None:
     """As `import-hf`, up to the parameters on the devices."""
     import jax
 
-    from jaxtrain.models.weights.published import published
+    from jaxtrain.models.weights.published import open_published
     from jaxtrain.run.huggingface.parameters import read_parameters
     from jaxtrain.training import layouts
     from jaxtrain.training.compose import compose
@@ -208,8 +208,8 @@ def read_model(source: Path) -> None:
 
     config = load_config(f"hf:{source}", ["Train.global_batch_size = 8"])
     config.to_gin()
-    folder = published(str(source), named="SRC_DIR")
-    folder.carried()
+    folder = open_published(str(source), named="SRC_DIR")
+    folder.extra_files()
     preflight.check(config, device_count=jax.device_count(), platform="cpu", kind="cpu",
                     reads_data=False)  # fmt: skip
     program = compose(config, layouts.layout(config)).setup.replace(tuning=Tuning())

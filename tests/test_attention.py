@@ -176,7 +176,7 @@ def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str, sizes: dict)
         run = functools.partial(by_device, KERNELS[kernel].interpreted, of_one_too=True)
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-        return jax.device_put(x, layout.named(layout.activation(axes)))
+        return jax.device_put(x, layout.sharding_of(layout.activation(axes)))
 
     ids = put(documents(T), SEGMENTS)
     mask = dataclasses.replace(mask, segment_ids_BT=ids, segment_ids_BS=ids)
@@ -212,7 +212,7 @@ def test_cudnn_is_asked_for_the_same_mathematics(
         layout = make_layout(fsdp=2, tensor=2)
         with layout.active():
             q, k, v = (
-                jax.device_put(x, layout.named(layout.activation(axes)))
+                jax.device_put(x, layout.sharding_of(layout.activation(axes)))
                 for x, axes in ((q, QUERIES), (k, KEYS), (v, KEYS))
             )
             found = value_and_grads(
@@ -262,7 +262,7 @@ def test_tpu_kernel_compiles_for_tpus_that_are_not_there(dtype: str) -> None:
     layout = Layout(make_mesh(Mesh(data=1, fsdp=2, tensor=2), devices))
 
     def shape(sizes: tuple[int, ...], dtype: str, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-        sharding = layout.named(layout.activation(axes))
+        sharding = layout.sharding_of(layout.activation(axes))
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=sharding)
 
     def loss(q, k, v, ids):  # noqa: ANN001, ANN202

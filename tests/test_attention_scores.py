@@ -114,7 +114,7 @@ def test_on_a_mesh_they_equal_the_reference_without(kernel: str) -> None:
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
         x = order(x, 2) if axes != HEADS else x
-        return jax.device_put(x, layout.named(layout.activation(axes)))
+        return jax.device_put(x, layout.sharding_of(layout.activation(axes)))
 
     placed = [
         put(x, a) for x, a in zip(inputs(T, N, K), (QUERIES, KEYS, KEYS, QUERIES), strict=True)

@@ -108,7 +108,7 @@ def test_on_a_mesh_and_inside_a_pipeline_stage() -> None:
     mask = long_mask("everything", 150)
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-        return jax.device_put(x, layout.named(layout.activation(axes)))
+        return jax.device_put(x, layout.sharding_of(layout.activation(axes)))
 
     ids = put(documents(150), SEGMENTS)
     placed = [put(x, a) for x, a in zip(arrays, (QUERIES, KEYS, KEYS, QUERIES), strict=True)]

@@ -517,7 +517,7 @@ def test_shipped_configs_build_abstractly(name):
     shapes = nnx.state(nnx.eval_shape(lambda: model.build(jax.random.key(0))), nnx.Param)
     for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
         value = variable.get_value()
-        sharding = layout.named(layout.parameter(logical_axes(variable)))
+        sharding = layout.sharding_of(layout.parameter(logical_axes(variable)))
         assert sharding.shard_shape(value.shape)  # raises where a size does not divide
     batch = loaded.train.data.abstract_batch(loaded.train.global_batch_size)
     dimensions = {"tokens": 2, "pairs": 2, "images": 4, "vectors": 2}

@@ -91,7 +91,7 @@ def on_mesh(layout, arrays, method, **options):  # noqa: ANN001, ANN201
         placed = [
             None
             if x is None
-            else jax.device_put(order(x, c), layout.named(layout.activation(axes)))
+            else jax.device_put(order(x, c), layout.sharding_of(layout.activation(axes)))
             for x, axes in zip(arrays, AXES, strict=True)
         ]
         run = functools.partial(value_and_grads, context_parallel=method, **options)
@@ -187,7 +187,9 @@ def test_attention_inside_a_pipeline_stage_equals_one_device(method: str) -> Non
             return value_and_grads(*arrays, case="everything", context_parallel=method)
 
     with layout.active():
-        placed = [jax.device_put(x, layout.named(s)) for x, s in zip(arrays, specs, strict=True)]
+        placed = [
+            jax.device_put(x, layout.sharding_of(s)) for x, s in zip(arrays, specs, strict=True)
+        ]
         # Specs of a partly manual region name its manual axes alone; the rest stays as it is.
         run = jax.shard_map(
             stage, in_specs=P(), out_specs=P(), axis_names={"pipe"}, check_vma=False
@@ -205,7 +207,7 @@ def test_tokens_are_laid_out_in_zigzag_order_without_communication() -> None:
     layout = make_layout(context=4, data=2)
     for method, expected in (("ring", zigzag(x, 4)), ("ulysses", x)):
         with layout.active():
-            placed = jax.device_put(x, layout.named(P("data")))
+            placed = jax.device_put(x, layout.sharding_of(P("data")))
             run = jax.jit(functools.partial(along_context, method=method)).lower(placed).compile()
             found = run(placed)
         np.testing.assert_array_equal(found, expected)
@@ -280,7 +282,7 @@ def abstract(layout, dtype, K, length=T):  # noqa: ANN001, ANN201
     shapes = (B, length, N, H), (B, length, K, H), (B, length, K, H), (B, length, N, H)
     shapes = [(shape, dtype) for shape in shapes] + [((B, length), jnp.int32)] * 2
     return [
-        jax.ShapeDtypeStruct(shape, dtype, sharding=layout.named(layout.activation(axes)))
+        jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding_of(layout.activation(axes)))
         for (shape, dtype), axes in zip(shapes, AXES, strict=True)
     ]
 

@@ -144,7 +144,7 @@ def test_norms_of_each_image_and_their_gradients_equal_torch(kind):
             norm.bias.set_value(jnp.asarray(bias))
             graphdef, params = nnx.split(norm, nnx.Param)
             places = [
-                layout.named(layout.parameter(logical_axes(one)))
+                layout.sharding_of(layout.parameter(logical_axes(one)))
                 for one in jax.tree.leaves(params, is_leaf=is_variable)
             ]
             params = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(params), places))

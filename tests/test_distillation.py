@@ -19,7 +19,7 @@ from jaxtrain.analysis.planning.timing.executed import executed_flops
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
@@ -179,7 +179,7 @@ def test_a_teacher_that_does_not_fit_is_refused(folders, tmp_path):
 
 
 def test_a_plan_counts_the_teachers_bytes_and_its_forward_pass(folders):
-    config = resolved(config_of(folders, "Attention.kernel = 'reference'"), "cpu")
+    config = resolve_config(config_of(folders, "Attention.kernel = 'reference'"), "cpu")
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=None))
     layout = abstract_layout(config, 2)
     teacher = AutoModelForCausalLM.from_pretrained(folders[1])

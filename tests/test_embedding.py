@@ -34,7 +34,7 @@ def test_rows_are_looked_up_and_their_gradients_added_up(sizes):
         return (x_BTD * weights_BTD).sum(), x_BTD
 
     def put(x, *axes):
-        return jax.device_put(x, layout.named(layout.activation(axes)))
+        return jax.device_put(x, layout.sharding_of(layout.activation(axes)))
 
     with layout.active():
         table = jax.device_put(table, shardings(table, layout.parameter, layout))

@@ -234,7 +234,7 @@ def test_mixing_keeps_the_mean_and_contracts_by_the_second_eigenvalue(replicas):
     slowest = np.cos(2 * np.pi * np.arange(replicas) / replicas)[:, None] * np.linspace(1, 2, 5)
     noise = np.random.default_rng(0).standard_normal((replicas, 7))
     start = [np.float32(3.0 + slowest), np.float32(noise)]
-    place = functools.partial(jax.device_put, device=layout.named(jax.P("data")))
+    place = functools.partial(jax.device_put, device=layout.sharding_of(jax.P("data")))
     with layout.active():
         mixed = values(jax.jit(mix_with_neighbours)([place(x) for x in start]))
     shifts = (-1, 1) if replicas > 2 else (1,)

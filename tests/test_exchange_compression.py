@@ -49,7 +49,7 @@ def exchange(codec):
 
     def call(numbers, left):
         with layout.active():
-            place = functools.partial(jax.device_put, device=layout.named(P("data")))
+            place = functools.partial(jax.device_put, device=layout.sharding_of(P("data")))
             found = tell([place(x) for x in numbers], [place(x) for x in left])
         return jax.tree.map(np.asarray, found)
 

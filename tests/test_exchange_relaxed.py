@@ -341,7 +341,7 @@ def test_mixing_is_by_its_matrix(graph):
     for to in neighbours(graph, 8):
         expected[to] += start
     with layout.active():
-        placed = jax.device_put(start, layout.named(P("data")))
+        placed = jax.device_put(start, layout.sharding_of(P("data")))
         mixed = jax.jit(mix_with_neighbours, static_argnums=1)(placed, graph)
     np.testing.assert_allclose(mixed, expected / (1 + len(neighbours(graph, 8))), atol=1e-6)
 

@@ -65,7 +65,7 @@ def test_fragments_are_every_so_manyth_layer_and_together_everything(sizes):
         {
             name: nnx.Param(
                 jax.device_put(
-                    np.float32(numbers[name]), layout.named(layout.moment(("replica", *axes)))
+                    np.float32(numbers[name]), layout.sharding_of(layout.moment(("replica", *axes)))
                 ),
                 axes=("replica", *axes),
             )

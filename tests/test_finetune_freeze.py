@@ -102,7 +102,7 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(sizes, tiny_config)
     assert not any(name.startswith("layers/") for name in trained)
     by_hand = 0
     for value in trained.values():
-        spec = program.setup.layout.named(value.sharding.spec).shard_shape(value.shape)
+        spec = program.setup.layout.sharding_of(value.sharding.spec).shard_shape(value.shape)
         share = np.prod(spec) if zero == 3 else value.size // (1 if value.ndim == 1 else 4)
         by_hand += 2 * 4 * int(share)
     assert by_hand <= planned.optimizer <= by_hand + 64

@@ -136,10 +136,12 @@ def test_a_product_on_a_mesh_is_that_of_one_device(sizes):
     layout = make_layout(**sizes)
     with layout.active():
         placed = [
-            p.replace(jax.device_put(p.get_value(), layout.named(layout.parameter(axes))))
+            p.replace(jax.device_put(p.get_value(), layout.sharding_of(layout.parameter(axes))))
             for p, axes in zip(params, weights, strict=True)
         ]
-        rows = jax.device_put(x, layout.named(layout.activation(("batch", "length", "embed"))))
+        rows = jax.device_put(
+            x, layout.sharding_of(layout.activation(("batch", "length", "embed")))
+        )
         found = jax.jit(gradient)(rows, *placed)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())

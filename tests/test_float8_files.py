@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.formats.float8 import METHOD, Float8Tensor, merged
+from jaxtrain.models.weights.formats.float8 import METHOD, Float8Tensor, merge
 from jaxtrain.models.weights.formats.safetensors import read_header
 
 torch = pytest.importorskip("torch", reason="PyTorch is the peer of this test")
@@ -38,7 +38,7 @@ def stored(tmp_path):
 
 def test_numbers_are_those_of_pytorch_and_others_stay(stored):
     header, floats = stored
-    found = merged(header, SETTINGS, where="there")
+    found = merge(header, SETTINGS, where="there")
     assert sorted(found) == ["n", "w"]
     assert found["n"] is header["n"]
     assert isinstance(found["w"], Float8Tensor)
@@ -49,11 +49,11 @@ def test_numbers_are_those_of_pytorch_and_others_stay(stored):
 def test_what_is_no_float8_in_such_blocks_is_refused(stored):
     header, _ = stored
     with pytest.raises(UserError, match=r"there: w has no w_scale_inv beside it"):
-        merged({"w": header["w"]}, SETTINGS, where="there")
+        merge({"w": header["w"]}, SETTINGS, where="there")
     with pytest.raises(UserError, match=r"w \[10, 19\] .* not one F32 for each 8 x 8 of it"):
-        merged(header, {**SETTINGS, "weight_block_size": [8, 8]}, where="there")
+        merge(header, {**SETTINGS, "weight_block_size": [8, 8]}, where="there")
     with pytest.raises(UserError, match=r"weight_block_size=None; here it is the rows and"):
-        merged(header, {"quant_method": METHOD}, where="there")
+        merge(header, {"quant_method": METHOD}, where="there")
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ def test_a_file_gives_the_parameters_that_its_folder_would(file, tensors):
 
 
 def test_the_tokenizer_gives_the_same_ids(file, tokenizer):
-    carried = GgufFile(file).carried()
+    carried = GgufFile(file).extra_files()
     found = tokenizers.Tokenizer.from_str(carried["tokenizer.json"].decode())
     for line in ("the cat sat on 2024 mats", "<|im_end|>and é then", "  too\n\nmany  "):
         assert found.encode(line).ids == tokenizer.encode(line).ids
@@ -293,7 +293,7 @@ def test_a_file_without_a_tokenizer_is_reported(tensors, tmp_path, capsys):
 def test_another_tokenizer_does_not_come_along(tmp_path):
     file = tmp_path / "spm.gguf"
     file.write_bytes(gguf({**SAID, "tokenizer.ggml.model": "llama"}, ONE))
-    assert GgufFile(file).carried().keys() == {"config.json"}
+    assert GgufFile(file).extra_files().keys() == {"config.json"}
 
 
 # -- a real one -------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def carried(tmp_path_factory):
     def one(said):
         model = llama(vocab_size=len(said["tokenizer.ggml.tokens"]))
         path = write(folder / f"{len(list(folder.iterdir()))}.gguf", model, metadata(model) | said)
-        return {name: json.loads(text) for name, text in GgufFile(path).carried().items()}
+        return {name: json.loads(text) for name, text in GgufFile(path).extra_files().items()}
 
     return one
 

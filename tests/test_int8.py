@@ -200,10 +200,10 @@ def two_products(dtype):
 def on_layout(layout, gradient, x, params):
     with layout.active():
         placed = [
-            p.replace(jax.device_put(p.get_value(), layout.named(layout.parameter(p.axes))))
+            p.replace(jax.device_put(p.get_value(), layout.sharding_of(layout.parameter(p.axes))))
             for p in params
         ]
-        rows = jax.device_put(x, layout.named(layout.activation(STREAM)))
+        rows = jax.device_put(x, layout.sharding_of(layout.activation(STREAM)))
         return jax.tree.leaves(jax.jit(gradient)(rows, *placed))
 
 

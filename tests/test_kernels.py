@@ -14,7 +14,7 @@ from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_
 from jaxtrain.nn.attention.kernels import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
 from jaxtrain.training.compose import compose
-from jaxtrain.training.kernel import resolve_kernel, resolved
+from jaxtrain.training.kernel import resolve_config, resolve_kernel
 from jaxtrain.training.layouts import layout as layout_of
 from jaxtrain.training.settings import load_config
 
@@ -207,7 +207,7 @@ def test_a_configuration_is_resolved_for_the_platform_that_it_is_for(
     own = load_config(config, bindings)
     found = resolve_kernel(own, platform)
     assert (None if found is None else found.kernel) == kernel
-    assert resolved(own, platform).attention.kernel == (kernel or "reference")
+    assert resolve_config(own, platform).attention.kernel == (kernel or "reference")
 
 
 def test_a_platform_is_that_of_the_devices() -> None:

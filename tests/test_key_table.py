@@ -3,15 +3,15 @@
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.key_table import Nested, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import Nested, Only, check_keys, ignore_keys, only, read_keys
 from jaxtrain.config.key_table import validate_keys as validate
 
 TABLE = {
-    **used("width", "heads"),
-    **irrelevant("it names the author", "author"),
+    **read_keys("width", "heads"),
+    **ignore_keys("it names the author", "author"),
     "bias": only(False),
     "groups": Only((1,), default=8, reason="groups share nothing"),
-    "scaling": Nested({**used("factor"), "kind": only("linear", "none")}),
+    "scaling": Nested({**read_keys("factor"), "kind": only("linear", "none")}),
 }
 
 
@@ -54,5 +54,5 @@ def test_what_is_not_supported_is_named(content, said):
 
 
 def test_everything_is_reported_together():
-    found = list(unsupported({"a": 1, "bias": True}, TABLE))
+    found = list(check_keys({"a": 1, "bias": True}, TABLE))
     assert len(found) == 3

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.models.weights.formats.mxfp4 import METHOD, Mxfp4Tensor, merged
+from jaxtrain.models.weights.formats.mxfp4 import METHOD, Mxfp4Tensor, merge
 from jaxtrain.models.weights.formats.safetensors import read_header
 
 SHAPE = (3, 5, 2, 16)  # matrices, columns, blocks, bytes of a block
@@ -34,7 +34,7 @@ def stored(tmp_path):
 def test_numbers_are_those_of_transformers(stored):
     module = pytest.importorskip("transformers.integrations.mxfp4", reason="the peer")
     header, tensors = stored
-    found = merged(header, where="there")["w"]
+    found = merge(header, where="there")["w"]
     assert isinstance(found, Mxfp4Tensor)
     assert (found.shape, found.dtype) == ((3, 64, 5), "BF16")
     there = module.convert_moe_packed_tensors(tensors["w_blocks"], tensors["w_scales"])
@@ -46,9 +46,9 @@ def test_numbers_are_those_of_transformers(stored):
 def test_what_is_no_mxfp4_is_refused(stored):
     header, _ = stored
     with pytest.raises(UserError, match=r"there: w_blocks has no w_scales beside it"):
-        merged({"w_blocks": header["w_blocks"]}, where="there")
+        merge({"w_blocks": header["w_blocks"]}, where="there")
     with pytest.raises(UserError, match=r"w_blocks \[3, 5, 2\] of U8 with scales .* is no MXFP4"):
-        merged({"w_blocks": header["w_scales"], "w_scales": header["w_scales"]}, where="there")
+        merge({"w_blocks": header["w_scales"], "w_scales": header["w_scales"]}, where="there")
 
 
 @pytest.mark.slow

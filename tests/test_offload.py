@@ -34,7 +34,7 @@ from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.offload import on_host
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import fetch_params, offload_to_host
-from jaxtrain.training.offload.streaming import DEVICE, streamed
+from jaxtrain.training.offload.streaming import DEVICE, stream_update
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
@@ -94,7 +94,7 @@ def after_three(rule: str, join: Any, **shared: Any) -> Any:
 )
 def test_a_layer_at_a_time_is_the_update_of_all(rule):
     shared = {"average_decay": 0.9, "moments": "bfloat16"} if rule == "adamw" else {}
-    whole, layers = (after_three(rule, join, **shared) for join in (chain, streamed))
+    whole, layers = (after_three(rule, join, **shared) for join in (chain, stream_update))
     assert jax.tree.structure(whole) == jax.tree.structure(layers)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(layers), strict=True
@@ -108,7 +108,7 @@ def test_a_layer_at_a_time_is_the_update_of_all(rule):
 
 
 def make_step(offload: Offload | None, zero: int = 3, **changes: Any) -> Step:
-    join = streamed if offload is not None and offload.optimizer_state == "host" else chain
+    join = stream_update if offload is not None and offload.optimizer_state == "host" else chain
     optimizer = make_optimizer(ADAMW, optax.constant_schedule(1e-2), join)
     layout = make_layout(zero, fsdp=2, tensor=2)
     program = make_plain(MODEL, layout, optimizer=optimizer, **changes)
@@ -165,7 +165,7 @@ def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
 
 def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monkeypatch):
     state, losses = with_both()
-    monkeypatch.setattr(on_host, "pinned", lambda sharding: sharding)
+    monkeypatch.setattr(on_host, "pin_to_host", lambda sharding: sharding)
     on_devices, expected = trained(make_step(BOTH))
     assert not any(is_pinned(x.sharding) for x in jax.tree.leaves(on_devices))
     assert losses == expected
@@ -211,7 +211,7 @@ def test_a_bad_step_leaves_every_bit_of_it():
 @pytest.mark.parametrize("settings", [{"average_decay": 0.9}, {"rule": rules()["schedule_free"]()}])
 def test_what_is_evaluated_is_on_the_devices(settings):
     """Averages come from the hosts; new weights go there, and keep what is not theirs."""
-    optimizer = make_optimizer(Optimizer(**settings), optax.constant_schedule(1e-2), streamed)
+    optimizer = make_optimizer(Optimizer(**settings), optax.constant_schedule(1e-2), stream_update)
     program = make_step(BOTH).rebuild(optimizer=optimizer)
     state = program.create(0)
     evaluated = program.eval_state(state)

@@ -147,11 +147,11 @@ def test_codes_on_a_mesh_are_those_of_one_device(sizes):
     one = jax.device_get(jax.jit(there_and_back)(variable))
     layout = make_layout(**sizes)
     with layout.active():
-        spread = jax.device_put(variable, layout.named(layout.moment(axes)))
+        spread = jax.device_put(variable, layout.sharding_of(layout.moment(axes)))
         compiled = jax.jit(there_and_back).lower(spread).compile()
         jax.tree.map(np.testing.assert_array_equal, one, jax.device_get(compiled(spread)))
         for array in jax.tree.leaves(compiled(spread)):
-            assert array.sharding.is_equivalent_to(layout.named(layout.moment(axes)), 3)
+            assert array.sharding.is_equivalent_to(layout.sharding_of(layout.moment(axes)), 3)
     # No block lies on two devices: nothing is sent.
     assert not any(word in compiled.as_text() for word in ("all-reduce", "all-gather", "permute"))
 

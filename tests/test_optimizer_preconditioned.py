@@ -229,7 +229,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(rule, sizes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), one, found)
     for variable in jax.tree.leaves(state, is_leaf=is_variable):
         if is_variable(variable):
-            wanted = layout.named(layout.moment(logical_axes(variable)))
+            wanted = layout.sharding_of(layout.moment(logical_axes(variable)))
             assert variable.get_value().sharding.is_equivalent_to(wanted, variable.get_value().ndim)
 
 
@@ -252,7 +252,8 @@ def turns(x):
 
 layout = Layout(make_mesh(Mesh(fsdp=8)))
 with layout.active():
-    x = jax.device_put(jnp.broadcast_to(jnp.eye(96), (32, 96, 96)), layout.named(jax.P("fsdp")))
+    identities = jnp.broadcast_to(jnp.eye(96), (32, 96, 96))
+    x = jax.device_put(identities, layout.sharding_of(jax.P("fsdp")))
     print(jax.jit(turns)(x).shape)
 """
 

@@ -449,7 +449,7 @@ def test_updates_on_a_mesh_are_those_of_one_device(name, sizes):
     # The state lies as the rule says: a factor with its dimension.
     for variable in jax.tree.leaves(state, is_leaf=is_variable):
         if is_variable(variable):
-            wanted = layout.named(layout.moment(logical_axes(variable)))
+            wanted = layout.sharding_of(layout.moment(logical_axes(variable)))
             assert variable.get_value().sharding.is_equivalent_to(wanted, variable.get_value().ndim)
 
 
@@ -459,7 +459,7 @@ def test_muon_sends_layers_to_their_devices_where_they_divide_and_gathers_one_at
     def text(**sizes) -> str:
         layout = make_layout(**sizes)
         x = jax.device_put(
-            jnp.ones((4, 32, 48)), layout.named(layout.moment(("layers", "embed", "mlp")))
+            jnp.ones((4, 32, 48)), layout.sharding_of(layout.moment(("layers", "embed", "mlp")))
         )
         with layout.active():
             function = functools.partial(orthogonalize, dims=sides(("layers", "embed", "mlp")))
@@ -505,9 +505,9 @@ def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     for variable in jax.tree.leaves(params, is_leaf=is_variable):
         shape, axes = variable.get_value().shape, logical_axes(variable)
         for array in settings.keeps(shape, axes):
-            part = layout.named(layout.moment(array.axes)).shard_shape(array.shape)
+            part = layout.sharding_of(layout.moment(array.axes)).shard_shape(array.shape)
             kept += array._replace(shape=part).bytes(settings.moments)
-        part = layout.named(layout.parameter(axes)).shard_shape(shape)
+        part = layout.sharding_of(layout.parameter(axes)).shard_shape(shape)
         params_bytes += 4 * math.prod(part)
     scalars = [x for x in jax.tree.leaves(program.shapes().opt_state) if x.ndim == 0]
     kept += 4 * len(scalars)

@@ -135,7 +135,7 @@ def test_every_device_of_a_manual_region_counts_once():
     def outer(x):
         return jax.shard_map(inner, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})(x)
 
-    x = jax.ShapeDtypeStruct((16, 6), jnp.float32, sharding=layout.named(P("data")))
+    x = jax.ShapeDtypeStruct((16, 6), jnp.float32, sharding=layout.sharding_of(P("data")))
     with layout.active():
         flops = count(outer, x)
     # 8 devices, two rows each: [2, 6] x [6, 2].

@@ -9,7 +9,7 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.textbook import residuals
 from jaxtrain.analysis.planning.textbook.profile import on_platform
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.layouts import abstract_layout
 
 PAIRS = [
@@ -33,7 +33,7 @@ def test_stages_and_rows_share_their_traces(name: str, zero: int) -> None:
     config_name, bindings = CONFIGS[name]
     meshed = [f"Mesh.{axis} = {size}" for axis, size in sizes.items()]
     more = [*bindings, *meshed, f"Sharding.zero = {zero}", "Train.accumulation = 2"]
-    config = resolved(load_config(config_name, more), "gpu")
+    config = resolve_config(load_config(config_name, more), "gpu")
     layout = on_platform(abstract_layout(config, math.prod(sizes.values())), "gpu", "planned")
     rows = times * layout.batch_devices()
     key: Any = residuals.of_forward(config)

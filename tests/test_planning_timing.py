@@ -33,7 +33,7 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.offload.offload import Offload
@@ -303,7 +303,7 @@ def test_what_products_of_unlike_layers_read_and_write():
     of_layers = [i + o for i, o in itertools.pairwise(widths)]
     numbers = 3 * sum(of_layers) - of_layers[0]
     mlp = load_config("mlp_digits", [f"Train.global_batch_size={rows}"])
-    mlp = resolved(mlp, "tpu")
+    mlp = resolve_config(mlp, "tpu")
     assert activation_bytes(mlp, pipelined=False, devices=1) == 2 * rows * numbers
 
 

@@ -60,7 +60,7 @@ def on_a_mesh(equation: str, layout: Layout) -> tuple:
         return result, *back(jax.sharding.reshard(gradient, jax.typeof(result).sharding.spec))
 
     x, weight, gradient = operands(equation)
-    weight = jax.device_put(weight, layout.named(layout.parameter(named(right))))
+    weight = jax.device_put(weight, layout.sharding_of(layout.parameter(named(right))))
     return jax.jit(run), (x, weight, gradient)
 
 
@@ -131,7 +131,7 @@ def test_no_activation_is_copied_on_the_devices_of_a_mesh(equation):
     layout = make_layout(fsdp=2)
     with layout.active():
         run, (x, weight, gradient) = on_a_mesh(equation, layout)
-        inputs = [jax.device_put(a, layout.named(P("fsdp"))) for a in (x, gradient)]
+        inputs = [jax.device_put(a, layout.sharding_of(P("fsdp"))) for a in (x, gradient)]
         text = run.lower(inputs[0], weight, inputs[1]).compile().as_text()
     # Activations have rows, 2 x 32 on a device; weights, which are shared out, are not that long.
     copied = [dims.split(",") for dims in copies(text, 0)]

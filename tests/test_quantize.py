@@ -20,7 +20,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.folder import Folder
-from jaxtrain.models.weights.formats.awq import merged
+from jaxtrain.models.weights.formats.awq import merge
 from jaxtrain.models.weights.formats.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
 from jaxtrain.run.checkpoint.manifest import CheckpointError
@@ -281,9 +281,9 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     header = read_header(out / "model.safetensors")
     del header[f"{stems[0]}.scales"]
     with pytest.raises(UserError, match=r"qweight has no .*\.qzeros and .*\.scales beside it"):
-        merged(header, where="there")
+        merge(header, where="there")
     with pytest.raises(UserError, match="; in AutoAWQ's layout it is"):
-        merged({**header, f"{stems[0]}.scales": header[f"{stems[0]}.qweight"]}, where="there")
+        merge({**header, f"{stems[0]}.scales": header[f"{stems[0]}.qweight"]}, where="there")
 
 
 @pytest.mark.slow

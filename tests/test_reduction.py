@@ -145,7 +145,7 @@ def test_a_mean_over_the_batch_is_over_the_rows_of_all_its_devices():
             return mean_over_batch(x.mean(keepdims=True))
 
     with layout.active():
-        placed = jax.device_put(rows, layout.named(P("data")))
+        placed = jax.device_put(rows, layout.sharding_of(P("data")))
         means = jax.jit(lambda x: on_each_device(one, (P("data"),), P("data"))(x))(placed)
     np.testing.assert_array_equal(means, [3.5] * 4)
     assert mean_over_batch(rows) is rows  # on explicit axes a mean is that of all rows already
@@ -202,7 +202,7 @@ def test_rows_of_less_than_a_tile_are_cut_and_stay_in_place():
         np.random.default_rng(0).normal(size=(8, 2, 64, 16, 8)).astype(np.float32)
     )  # [k, L, D, N, H]
     with layout.active():
-        x = jax.device_put(x, layout.named(P("fsdp")))
+        x = jax.device_put(x, layout.sharding_of(P("fsdp")))
         run = jax.jit(
             on_each_device(
                 lambda x: _sum(x[0], ("fsdp",), 3, 1), P("fsdp"), P(None, None, None, "fsdp")

@@ -35,7 +35,7 @@ from jaxtrain.nn.attention.sparse import products
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import language_model
-from jaxtrain.training.kernel import resolve_kernel, resolved
+from jaxtrain.training.kernel import resolve_config, resolve_kernel
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 
@@ -230,7 +230,7 @@ def test_on_a_mesh_equals_its_dense_mask(sizes: dict[str, int], name: str, kerne
     layout = make_layout(**sizes)
 
     def put(x: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-        return jax.device_put(x, layout.named(layout.activation(axes)))
+        return jax.device_put(x, layout.sharding_of(layout.activation(axes)))
 
     arrays = zip(inputs(T, N, K), (QUERIES, KEYS, KEYS, QUERIES), strict=True)
     placed, ids = [put(*one) for one in arrays], put(documents(T), SEGMENTS)
@@ -389,7 +389,7 @@ def test_plans_count_the_same() -> None:
     assert (found.kernel, found.why) == (
         "sparse", "the one that does no more than a FixedPattern shows",
     )  # fmt: skip
-    config = resolved(own, "cpu")
+    config = resolve_config(own, "cpu")
     model: Any = config.train.model
     # Forward, again before the backward pass, and two of the gradients.
     heads = 2 * model.num_heads * model.head_dim

@@ -159,7 +159,7 @@ def moved(layout: Layout, way: str, *, backward: bool) -> list[tuple[str, str, i
 
     def argument(names, spec):
         shape = tuple(sizes[name] for name in names)
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout.named(spec(names)))
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layout.sharding_of(spec(names)))
 
     def forward(x, weight):
         return contract(equation, x, nnx.Param(weight, axes=axes), out)

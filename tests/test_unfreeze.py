@@ -19,7 +19,7 @@ from jaxtrain.run.show.report import parameter_table
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.offload.streaming import streamed
+from jaxtrain.training.offload.streaming import stream_update
 from jaxtrain.training.optimizers.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
@@ -142,7 +142,7 @@ def on_one_device() -> list[dict[str, np.ndarray]]:
 @pytest.mark.slow
 def test_a_layer_at_a_time_waits_as_all_do():
     """As a state in the memory of hosts is updated; one in files is so too."""
-    for found, expected in zip(ours(KEPT, streamed, 8), on_one_device(), strict=True):
+    for found, expected in zip(ours(KEPT, stream_update, 8), on_one_device(), strict=True):
         assert_same(found[0], expected)
 
 

@@ -431,7 +431,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_the_hubs_cache_is_no
     secret.write_text("{}")
     (folder / "tokenizer.json").symlink_to(secret)
     with pytest.raises(UserError, match=re.escape(f"leads out of its folder, to {secret}")):
-        Folder(folder).carried()
+        Folder(folder).extra_files()
     # As huggingface_hub lays out its cache: names are links to blobs beside the snapshots.
     blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
@@ -440,7 +440,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_the_hubs_cache_is_no
         os.rename(folder / name, blobs / f"of-{name}")
         (snapshot / name).symlink_to(f"../../blobs/of-{name}")
     found = Folder.at(str(snapshot), named="SRC_DIR")
-    assert found.carried().keys() == {"config.json"}
+    assert found.extra_files().keys() == {"config.json"}
     assert matched(snapshot).keys() == shapes_there().keys()
 
 

@@ -55,12 +55,12 @@ _MOST_REASONS = 20  # of a message
 KeyTable = Mapping[str, Used | Irrelevant | Only | Nested]
 
 
-def used(*keys: str) -> dict[str, Used]:
+def read_keys(*keys: str) -> dict[str, Used]:
     """Return a table of keys that are read."""
     return dict.fromkeys(keys, Used())
 
 
-def irrelevant(reason: str, *keys: str) -> dict[str, Irrelevant]:
+def ignore_keys(reason: str, *keys: str) -> dict[str, Irrelevant]:
     """Return a table of keys that are ignored for one reason."""
     return dict.fromkeys(keys, Irrelevant(reason))
 
@@ -70,7 +70,7 @@ def only(*allowed: Any, reason: str = "") -> Only:
     return Only(allowed, allowed[0], reason)
 
 
-def unsupported(content: Mapping[str, Any], table: KeyTable, *, within: str = "") -> Iterator[str]:
+def check_keys(content: Mapping[str, Any], table: KeyTable, *, within: str = "") -> Iterator[str]:
     """Yield a clause for each key that the table does not list and each value that it rejects.
 
     Args:
@@ -107,7 +107,7 @@ def validate_keys(content: Mapping[str, Any], table: KeyTable, *, where: str) ->
       table: of its format.
       where: the file, for the message.
     """
-    reasons = list(unsupported(content, table))
+    reasons = list(check_keys(content, table))
     if reasons:
         more = len(reasons) - _MOST_REASONS
         reasons[_MOST_REASONS:] = [f"... and {more:,} more"] if more > 0 else []
@@ -120,7 +120,7 @@ def _check_nested(value: Any, table: KeyTable, within: str) -> Iterator[str]:
         return
     for one in value if isinstance(value, list) else [value]:
         if isinstance(one, Mapping):
-            yield from unsupported(one, table, within=f"{within}.")
+            yield from check_keys(one, table, within=f"{within}.")
         else:
             yield f"{within} = {_format(value)}; here it is an object"
 

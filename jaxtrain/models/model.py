@@ -196,7 +196,7 @@ def pooling_of(model: Model) -> "tuple[Pooling, bool] | None":
     return None if pooling is None else (pooling, getattr(model, "normalized", False))
 
 
-def predicted_tokens_of(model: Model) -> int:
+def tokens_per_position(model: Model) -> int:
     """Return how many tokens a model predicts at each position, the next one included."""
     return getattr(model, "predicted_tokens", 1)
 

@@ -163,7 +163,7 @@ def _attach(
     return attach(weight, slice_)
 
 
-def pinned(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+def pin_to_host(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
     """The same parts on the same devices, each in the memory of its device's host."""
     return sharding.with_memory_kind("pinned_host")
 

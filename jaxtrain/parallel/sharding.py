@@ -222,7 +222,7 @@ class Layout:
         """Over how many devices a dimension with this part of a spec is split."""
         return math.prod(self.mesh.shape[name] for name in parts_of(part))
 
-    def named(self, spec: P) -> NamedSharding:
+    def sharding_of(self, spec: P) -> NamedSharding:
         """The sharding of this mesh with this spec."""
         return NamedSharding(self.mesh, spec)
 
@@ -490,8 +490,8 @@ def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree 
 
     def one(leaf):  # noqa: ANN001, ANN202
         if is_variable(leaf):
-            return leaf.replace(layout.named(spec(logical_axes(leaf))))
-        return layout.named(P())
+            return leaf.replace(layout.sharding_of(spec(logical_axes(leaf))))
+        return layout.sharding_of(P())
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 

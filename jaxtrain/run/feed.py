@@ -193,7 +193,7 @@ class Feed:
         return self._held // self._train.accumulation
 
     def _rows(self, batch_size: int) -> np.ndarray:
-        sharding = self._layout.named(self._layout.activation(("batch",)))
+        sharding = self._layout.sharding_of(self._layout.activation(("batch",)))
         return process_rows(sharding, batch_size)
 
     def _place(self, batch_size: int) -> Callable[[Batch], Batch]:

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtrain.config.buckets import Place, on_disk, place
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
-from jaxtrain.models.weights.published import published
+from jaxtrain.models.weights.published import open_published
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
@@ -47,7 +47,7 @@ def first_parameters(
     """
     folder, setup = place(source), _of_model(config, setup)
     if _is_published(folder):
-        found = published(source, named=named)
+        found = open_published(source, named=named)
         return read_parameters(found, setup, config.train.model, _fresh(config, setup))
     if not _steps(folder):
         raise UserError(

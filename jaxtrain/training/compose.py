@@ -12,7 +12,7 @@ from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.finetune import tuning_of
 from jaxtrain.training.guard import Guard
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.optimizer import chain, make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule, on_plateau
@@ -42,7 +42,7 @@ def compose(config: Config, layout: Layout, workdir: Path | None = None) -> Step
       workdir: where the files of what is offloaded to disks are; None: in a temporary folder.
     """
     if config.attention.kernel == "auto":
-        config = resolved(config, platform_of(layout.mesh))
+        config = resolve_config(config, platform_of(layout.mesh))
     setup, parts = _setup(config, layout)
     transforms = [make() for applies, make in _transforms(config, parts, workdir) if applies]
     return apply_transforms(base_step, *transforms)(setup)
@@ -145,7 +145,7 @@ def _setup(config: Config, layout: Layout) -> tuple[Setup, _Parts]:
     )  # fmt: skip
     join = chain
     if config.offload.optimizer_state == "host":
-        from jaxtrain.training.offload.streaming import streamed as join
+        from jaxtrain.training.offload.streaming import stream_update as join
     setup = Setup(
         build=train.task.builder(model),
         objective=train.task,

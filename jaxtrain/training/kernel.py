@@ -53,7 +53,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
     )
 
 
-def resolved(config: Config, platform: str) -> Config:
+def resolve_config(config: Config, platform: str) -> Config:
     """The configuration with the name of the kernel that runs in place of 'auto'."""
     if config.attention.kernel != "auto":
         return config

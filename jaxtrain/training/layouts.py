@@ -204,7 +204,7 @@ def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
     return without_weight(last, places >= rows)
 
 
-def filled(config: Config, layout: Layout) -> Config:
+def fill_batch(config: Config, layout: Layout) -> Config:
     """The configuration whose global batch is all rows that the devices work on."""
     train = dataclasses.replace(config.train, global_batch_size=rows_held(config, layout))
     return dataclasses.replace(config, train=train)

@@ -22,7 +22,7 @@ from jaxtrain.models.model import (
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER, json_object
 from jaxtrain.models.weights.preprocessor import image_settings
-from jaxtrain.models.weights.published import Published, published
+from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
 _USUAL_SIDE = 224  # of ImageNet's, where nothing is said
@@ -34,7 +34,7 @@ def config_text(name: str) -> str:
     Raises:
       UserError: there is no such folder, or its config.json asks for what is not done here.
     """
-    source = published(name.removeprefix(HUGGING_FACE), named=HUGGING_FACE)
+    source = open_published(name.removeprefix(HUGGING_FACE), named=HUGGING_FACE)
     return "\n".join(_lines(source)) + "\n"
 
 
@@ -62,7 +62,7 @@ def _lines(source: Published) -> Iterator[str]:
 
 def _read_json(source: Published, name: str) -> Mapping[str, Any]:
     """Return the contents of a JSON file next to the weights; empty if there is no such file."""
-    return json_object(source.carried().get(name, b"{}"), source.path / name)
+    return json_object(source.extra_files().get(name, b"{}"), source.path / name)
 
 
 def _images(source: Published, model: ImageModel) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _images(source: Published, model: ImageModel) -> Iterator[str]:
     yield "ImageData.source = 'synthetic'"
     yield f"ImageData.channels = {model.channels}"
     yield f"ImageData.num_classes = {model.num_classes}"
-    if PREPROCESSOR not in source.carried():
+    if PREPROCESSOR not in source.extra_files():
         side = model.image_size if isinstance(model, ViT) else _USUAL_SIDE
         yield f"ImageData.image_size = {max(side, model.least_pixels)}"
         return

@@ -235,7 +235,7 @@ class Setup:
     def batch_shardings(self, batch: Batch) -> Batch:
         """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
         spec = self.layout.activation(("batch",))
-        return jax.tree.map(lambda _: self.layout.named(spec), batch)
+        return jax.tree.map(lambda _: self.layout.sharding_of(spec), batch)
 
     def validate(self, batch: Batch, model: Model) -> None:
         """Raises UserError with every reason why no step can be taken on a batch of your own.
@@ -446,7 +446,7 @@ class Setup:
         with self.layout.active():
             shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-        return jax.device_put(zeros, self.layout.named(P()))
+        return jax.device_put(zeros, self.layout.sharding_of(P()))
 
     def model(self, state: TrainState) -> Any:
         """The module with the state's parameters in the compute dtype, on every stage."""

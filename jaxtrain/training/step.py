@@ -219,11 +219,11 @@ def base_step(setup: Setup) -> Step:
 
     def state_shardings(state: TrainState) -> TrainState:
         of: dict[str, Any] = {
-            "step": layout.named(P()),
+            "step": layout.sharding_of(P()),
             "params": setup.storage.shardings(layout, state.params),
             "opt_state": shardings(state.opt_state, layout.moment, layout),
             "statistics": shardings(state.statistics, layout.weight, layout),
-            "loss_scale": layout.named(P()),
+            "loss_scale": layout.sharding_of(P()),
             "frozen": setup.tuning.frozen_shardings(state.frozen, layout),
         }
         return TrainState(**of)

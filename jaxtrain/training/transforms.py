@@ -257,7 +257,7 @@ def guard_update(step: Step, settings: Guard) -> Step:
         return state.replace(guard=History.empty(settings.window))
 
     def shardings(state: TrainState) -> TrainState:
-        everywhere = jax.tree.map(lambda _: layout.named(P()), state.guard)
+        everywhere = jax.tree.map(lambda _: layout.sharding_of(P()), state.guard)
         return step.shardings(state).replace(guard=everywhere)
 
     def update(state: TrainState, found: Gradient) -> Updated:
@@ -336,7 +336,7 @@ def measure_noise(step: Step, every: int) -> Step:
         return step.init(*arguments).replace(exchange=nothing)
 
     def shardings(state: TrainState) -> TrainState:
-        everywhere = jax.tree.map(lambda _: layout.named(P()), state.exchange)
+        everywhere = jax.tree.map(lambda _: layout.sharding_of(P()), state.exchange)
         return step.shardings(state).replace(exchange=everywhere)
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:

@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS, along_context
 from jaxtrain.nn.attention.kernels import KERNELS, TILE
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink gradient")
 
@@ -29,7 +29,7 @@ def kernel_of(bench: Bench) -> str:
     """The user's kernel; of 'auto' the one that it means on these simulated devices."""
     if bench.small.own.attention.kernel != "auto":
         return bench.small.own.attention.kernel
-    return resolved(bench.within_stages.config, "cpu").attention.kernel
+    return resolve_config(bench.within_stages.config, "cpu").attention.kernel
 
 
 def kernel_name(bench: Bench) -> str:
@@ -133,7 +133,7 @@ def _run(
         for field in dataclasses.fields(inputs):
             array = getattr(inputs, field.name)
             if array is not None:
-                sharding = layout.named(layout.activation(axes[field.name]))
+                sharding = layout.sharding_of(layout.activation(axes[field.name]))
                 placed[field.name] = jax.device_put(_in_order(array, order), sharding)
         compiled = jax.jit(lambda values: both(_Inputs(**values))).lower(placed).compile()
         found = [np.asarray(x) for x in jax.tree.leaves(compiled(placed))]

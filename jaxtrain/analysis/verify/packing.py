@@ -178,7 +178,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     created = bench.one_device.created
     state = program.current_state(jax.device_put(created, program.shardings(created)))
     shape = (*bench.batch.targets.shape, model.embed_dim)
-    rows = mesh.layout.named(mesh.layout.activation(("batch",)))
+    rows = mesh.layout.sharding_of(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)
     compiled = mesh.compile(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)
 

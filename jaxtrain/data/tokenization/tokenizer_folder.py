@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
-from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, used, validate_keys
+from jaxtrain.config.key_table import KeyTable, Nested, Only, ignore_keys, read_keys, validate_keys
 from jaxtrain.config.untrusted import read_json_object
 
 SETTINGS, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
@@ -24,12 +24,12 @@ SPECIAL = (
 
 # Of tokenizer.json: what `tokenizers` reads.
 TOKENIZER_KEYS: KeyTable = {
-    **used("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
-    **irrelevant("the library reads all versions", "version"),
-    **irrelevant("a text is neither cut nor padded by its tokenizer", "truncation", "padding"),
+    **read_keys("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
+    **ignore_keys("the library reads all versions", "version"),
+    **ignore_keys("a text is neither cut nor padded by its tokenizer", "truncation", "padding"),
     "model": Nested(
         {
-            **used(
+            **read_keys(
                 "type", "vocab", "merges", "unk_token", "unk_id", "fuse_unk", "byte_fallback",
                 "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix",
                 "max_input_chars_per_word",
@@ -41,14 +41,14 @@ TOKENIZER_KEYS: KeyTable = {
 
 # Of tokenizer_config.json, next to a tokenizer.json. Names of further tokens end in `_token`.
 SETTINGS_KEYS: KeyTable = {
-    **used(
+    **read_keys(
         *SPECIAL, "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
         "model_specific_special_tokens", "split_special_tokens", "chat_template",
         # Compared with what tokenizer.json has of the same.
         "do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space",
         "tokenizer_class", "legacy",
     ),
-    **irrelevant(
+    **ignore_keys(
         "tokenizer.json holds what it has made of the tokenizer",
         "add_bos_token", "add_eos_token", "sp_model_kwargs", "from_slow", "use_fast",
         "do_basic_tokenize", "never_split", "extra_ids", "unk_id", "vocab", "merges", "vocab_file",
@@ -57,20 +57,20 @@ SETTINGS_KEYS: KeyTable = {
         "special_tokens_map_file", "full_tokenizer_file", "init_inputs", "trim_offsets",
         "do_lower_case_special_tokens", "keep_accents", "remove_space", "add_dummy_prefix_space",
     ),
-    **irrelevant(
+    **ignore_keys(
         "texts are cut and padded by the data's own settings",
         "model_max_length", "max_len", "max_length", "padding_side", "truncation_side", "stride",
         "truncation", "truncation_strategy", "padding", "pad_to_multiple_of", "pad_token_type_id",
         "pad_to_max_length", "tokenizer_padding", "tokenizer_truncation", "_json_padding",
         "_json_truncation",
     ),
-    **irrelevant(
+    **ignore_keys(
         "a text is decoded as tokenizer.json has it",
         "clean_up_tokenization_spaces", "spaces_between_special_tokens", "errors",
         "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
     ),
-    **irrelevant("no code of the folder is run", "auto_map"),
-    **irrelevant(
+    **ignore_keys("no code of the folder is run", "auto_map"),
+    **ignore_keys(
         "it names a class or a file, or describes what is not read here",
         "processor_class", "backend", "name_or_path", "model_input_names",
         "verbose", "device_map", "is_local", "local_files_only", "files_loaded", "image_token_id",
@@ -80,7 +80,7 @@ SETTINGS_KEYS: KeyTable = {
 }  # fmt: skip
 
 # Of special_tokens_map.json.
-SPECIAL_MAP_KEYS: KeyTable = used(
+SPECIAL_MAP_KEYS: KeyTable = read_keys(
     *SPECIAL, "additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"
 )
 

@@ -8,7 +8,7 @@ and writes the setting as the key.
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, used
+from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, read_keys
 from jaxtrain.config.values import LARGEST
 
 _MOST_LISTED = 10_000
@@ -28,7 +28,7 @@ class ConfigFile:
         self.content = content
         self.reasons: list[str] = []
 
-    def whole(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """A whole number; required where it has no default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -108,7 +108,7 @@ class Row(NamedTuple):
     write: Callable[[Any], Mapping[str, Any] | None] = _nothing
 
 
-def whole(key: str, setting: str, default: int | None = None, *, null: bool = False) -> Row:
+def integer(key: str, setting: str, default: int | None = None, *, null: bool = False) -> Row:
     """Return the row of a whole number.
 
     Args:
@@ -117,16 +117,16 @@ def whole(key: str, setting: str, default: int | None = None, *, null: bool = Fa
       default: the value of a missing key; None: the key is required.
       null: whether null is read as None, and a missing key with default None too.
     """
-    return _value(ConfigFile.whole, key, setting, default, null=null)
+    return _value(ConfigFile.integer, key, setting, default, null=null)
 
 
 def number(key: str, setting: str, default: float | None = None, *, null: bool = False) -> Row:
-    """Return the row of a number; the arguments are those of `whole`."""
+    """Return the row of a number; the arguments are those of `integer`."""
     return _value(ConfigFile.number, key, setting, default, null=null)
 
 
 def flag(key: str, setting: str, default: bool) -> Row:
-    """Return the row of a boolean; the arguments are those of `whole`."""
+    """Return the row of a boolean; the arguments are those of `integer`."""
     return _value(ConfigFile.flag, key, setting, default, null=False)
 
 
@@ -137,7 +137,7 @@ def _value(
         is_null = null and config.content.get(key, default) is None
         return {setting: None if is_null else read(config, key, default)}
 
-    return Row(used(key), read_value, lambda model: {key: getattr(model, setting)})
+    return Row(read_keys(key), read_value, lambda model: {key: getattr(model, setting)})
 
 
 _FIRST = object()
@@ -158,7 +158,7 @@ def constant(key: str, value: Any, *others: Any, default: Any = _FIRST) -> Row:
 
 def ignore(reason: str, *keys: str) -> Row:
     """Return the row of keys that change nothing; `reason` says why."""
-    return Row(irrelevant(reason, *keys))
+    return Row(ignore_keys(reason, *keys))
 
 
 def write_only(**content: Any) -> Row:
@@ -187,7 +187,9 @@ def derive(
         config.only(key, [value], default=value if default is None else default)
         return {}
 
-    return Row(used(key), read, _nothing if write is None else lambda model: {key: write(model)})
+    return Row(
+        read_keys(key), read, _nothing if write is None else lambda model: {key: write(model)}
+    )
 
 
 def holds(**settings: Any) -> Row:
@@ -223,7 +225,7 @@ def write_rows(rows: Iterable[Row], model: Any) -> dict[str, Any] | None:
 def _read_classes(config: ConfigFile) -> Mapping[str, Any]:
     names = config.table("id2label").content
     # Two if neither key is set, as in transformers.
-    return {"num_classes": len(names) if names else config.whole("num_labels", 2)}
+    return {"num_classes": len(names) if names else config.integer("num_labels", 2)}
 
 
 def _write_classes(model: Any) -> Mapping[str, Any]:

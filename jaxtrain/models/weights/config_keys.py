@@ -6,7 +6,7 @@ The keys are those of transformers' `PreTrainedConfig`, and what published files
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used
+from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, only, read_keys
 from jaxtrain.models.weights.formats import awq, float8, mxfp4
 from jaxtrain.models.weights.sentences import KEY
 
@@ -16,17 +16,17 @@ DROPOUT = (
 )  # fmt: skip
 # Whatever the head is for.
 COMMON: KeyTable = {
-    **used("architectures", "model_type", "quantization_config"),
+    **read_keys("architectures", "model_type", "quantization_config"),
     # Read where text is made and tokens are generated.
-    **used("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
-    **irrelevant(
+    **read_keys("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    **ignore_keys(
         "it names who wrote the file, and with what",
         "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
         "unsloth_fixed", "unsloth_version", "transformers.js_config", "model_name",
     ),
-    **irrelevant("Python files of a folder are never run", "auto_map", "custom_pipelines"),
-    **irrelevant("each tensor of a file has its own dtype", "dtype", "torch_dtype"),
-    **irrelevant(
+    **ignore_keys("Python files of a folder are never run", "auto_map", "custom_pipelines"),
+    **ignore_keys("each tensor of a file has its own dtype", "dtype", "torch_dtype"),
+    **ignore_keys(
         "it changes what transformers returns or how it computes, and no logits",
         "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
         "tie_last_hidden_states", "use_cache", "output_past", "chunk_size_feed_forward",
@@ -36,17 +36,17 @@ COMMON: KeyTable = {
         "gradient_checkpointing", "torchscript", "use_bfloat16", "tf_legacy_loss",
         "cache_implementation", "pretraining_tp",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it is a default of pipelines and of heads that are not imported",
         "finetuning_task", "task_specific_params", "prefix", "tokenizer_class",
         "sep_token_id", "cls_token_id", "mask_token_id", "classifier_dropout",
     ),
-    **irrelevant("values are drawn only where training starts anew",
+    **ignore_keys("values are drawn only where training starts anew",
                  "initializer_range", "initializer_factor"),
-    **irrelevant(
+    **ignore_keys(
         "dropout acts in training alone, and is set by this package's own settings", *DROPOUT
     ),
-    **irrelevant(
+    **ignore_keys(
         "transformers ignores settings of generation in config.json; generation_config.json has "
         "them",
         "assistant_confidence_threshold", "assistant_lookbehind", "bad_words_ids",
@@ -68,7 +68,7 @@ COMMON: KeyTable = {
     "per_layer_config": Only((None, {}), reason="all layers have the same settings"),
 }  # fmt: skip
 # Of models without classes.
-_NO_CLASSES = irrelevant(
+_NO_CLASSES = ignore_keys(
     "it describes classes, which this architecture has none of",
     "id2label", "label2id", "num_labels", "_num_labels", "problem_type",
 )  # fmt: skip
@@ -76,41 +76,41 @@ _NO_CLASSES = irrelevant(
 LANGUAGE: KeyTable = {
     **COMMON,
     **_NO_CLASSES,
-    **irrelevant("attention is causal anyway", "is_decoder"),
-    **irrelevant("the architecture has a head of its own in place of embeddings", KEY),
+    **ignore_keys("attention is causal anyway", "is_decoder"),
+    **ignore_keys("the architecture has a head of its own in place of embeddings", KEY),
 }
 # Of encoders without a head.
-ENCODER: KeyTable = {**COMMON, **_NO_CLASSES, **used(KEY)}
+ENCODER: KeyTable = {**COMMON, **_NO_CLASSES, **read_keys(KEY)}
 # Of classifiers.
 CLASSES: KeyTable = {
     **COMMON,
-    **used("id2label", "num_labels"),
-    **irrelevant("id2label says the same", "label2id"),
-    **irrelevant("id2label or num_labels says it", "_num_labels"),
-    **irrelevant("the architecture has a head of its own in place of embeddings", KEY),
+    **read_keys("id2label", "num_labels"),
+    **ignore_keys("id2label says the same", "label2id"),
+    **ignore_keys("id2label or num_labels says it", "_num_labels"),
+    **ignore_keys("the architecture has a head of its own in place of embeddings", KEY),
     "problem_type": only(None, "single_label_classification"),
 }
 
 _SHARED_QUANTIZATION: KeyTable = {
-    **used("quant_method"),
-    **irrelevant(
+    **read_keys("quant_method"),
+    **ignore_keys(
         "whether a tensor is quantized is read from the tensors themselves",
         "modules_to_not_convert", "modules_to_convert", "ignored_layers", "quantization_status",
     ),
-    **irrelevant("weights are read as floats here, whatever it says", "dequantize"),
+    **ignore_keys("weights are read as floats here, whatever it says", "dequantize"),
 }  # fmt: skip
 QUANTIZATION: Mapping[str, KeyTable] = {
     awq.METHOD: {
         **_SHARED_QUANTIZATION,
-        **irrelevant("the tensors say it", "group_size", "q_group_size", "sym"),
-        **irrelevant(
+        **ignore_keys("the tensors say it", "group_size", "q_group_size", "sym"),
+        **ignore_keys(
             "it says how codes were found, and not what they stand for",
             "tokenizer", "dataset", "damp_percent", "act_group_aware", "true_sequential", "meta",
             "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
             "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
             "modules_in_block_to_quantize",
         ),
-        **irrelevant(
+        **ignore_keys(
             "it chooses kernels of other packages, and no values",
             "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
         ),
@@ -123,7 +123,7 @@ QUANTIZATION: Mapping[str, KeyTable] = {
     },
     float8.METHOD: {
         **_SHARED_QUANTIZATION,
-        **used("weight_block_size"),
+        **read_keys("weight_block_size"),
         "activation_scheme": only("dynamic"),
         "fmt": only("e4m3"),
         # ue8m0 in files with float32 scales is of activations, which are floats here; scales of
@@ -135,7 +135,7 @@ QUANTIZATION: Mapping[str, KeyTable] = {
 }  # fmt: skip
 
 
-def aliased(content: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+def apply_aliases(content: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Return a config.json with each key by its family's name, as transformers assigns them.
 
     Args:

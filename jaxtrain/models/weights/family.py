@@ -9,10 +9,10 @@ from typing import Any
 
 import jaxtrain.models.weights.families
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.key_table import KeyTable, unsupported
+from jaxtrain.config.key_table import KeyTable, check_keys
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.config_file import ConfigFile, Row, read_rows, write_rows
-from jaxtrain.models.weights.config_keys import QUANTIZATION, aliased
+from jaxtrain.models.weights.config_keys import QUANTIZATION, apply_aliases
 from jaxtrain.models.weights.formats import awq
 from jaxtrain.models.weights.names import Name
 
@@ -112,15 +112,15 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
       UserError: everything that it asks for and that is not done here, in one message.
     """
     family = family_of(content, where=where)
-    config = ConfigFile(aliased(content, family.aliases))
-    config.reasons += unsupported(config.content, family.keys)
+    config = ConfigFile(apply_aliases(content, family.aliases))
+    config.reasons += check_keys(config.content, family.keys)
     quantized = config.table("quantization_config").content
     method = quantized.get("quant_method")
     if method not in family.dequantized:
         config.only("quantization_config", [None], default=None)
     else:
         within = "quantization_config."
-        config.reasons += unsupported(quantized, QUANTIZATION[method], within=within)
+        config.reasons += check_keys(quantized, QUANTIZATION[method], within=within)
     model = None
     try:
         model = family.model(**family.read(config))

@@ -22,7 +22,7 @@ from jaxtrain.models.weights.family import Family, model_of
 from jaxtrain.models.weights.formats import awq, float8, mxfp4
 from jaxtrain.models.weights.formats.safetensors import DTYPES, Tensor, read_header
 from jaxtrain.models.weights.names import their_shapes
-from jaxtrain.models.weights.sentences import said_beside
+from jaxtrain.models.weights.sentences import read_sentence_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
@@ -95,7 +95,7 @@ class Folder:
     def family_and_model(self) -> tuple[Family, Model]:
         """The family and the sizes that config.json asks for, and the files that say of an encoder
         of sentences what it does not; UserError says what in vain."""
-        content = {**self.content, **said_beside(self._read)}
+        content = {**self.content, **read_sentence_files(self._read)}
         return model_of(content, where=str(self.path / CONFIG))
 
     @property
@@ -103,7 +103,7 @@ class Folder:
         """Why transformers reads another model of the same files; None: it reads this one."""
         return None
 
-    def carried(self) -> dict[str, bytes]:
+    def extra_files(self) -> dict[str, bytes]:
         """The files that go along with the weights, by name."""
         files = {name: self.path / name for name in CARRIED}
         return {
@@ -130,9 +130,9 @@ class Folder:
                 f"{self.path / CONFIG}: quantization_config is no object; fetch it again"
             )
         few_bits = {
-            mxfp4.METHOD: mxfp4.merged,
-            awq.METHOD: awq.merged,
-            float8.METHOD: functools.partial(float8.merged, settings=settings),
+            mxfp4.METHOD: mxfp4.merge,
+            awq.METHOD: awq.merge,
+            float8.METHOD: functools.partial(float8.merge, settings=settings),
         }
         method = settings.get("quant_method")
         return few_bits[method](found, where=str(self.path)) if method in few_bits else found

@@ -183,7 +183,7 @@ def in_turn(theirs: str, *parts: str, form: str) -> tuple[Name, ...]:
     )
 
 
-def joined(lines: Sequence[Name], parts: Sequence[np.ndarray]) -> np.ndarray:
+def join(lines: Sequence[Name], parts: Sequence[np.ndarray]) -> np.ndarray:
     """One tensor there, of what its lines make of our parameters."""
     if len(parts) == 1:
         return parts[0]

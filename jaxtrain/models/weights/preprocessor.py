@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.key_table import KeyTable, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import KeyTable, check_keys, ignore_keys, only, read_keys
 from jaxtrain.models.model import ImageModel
 from jaxtrain.models.transformers.vit import ViT
 
 KEYS: KeyTable = {
-    **used(
+    **read_keys(
         "image_processor_type", "feature_extractor_type", "size", "crop_size", "do_center_crop",
         "crop_pct", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean",
         "image_std",
     ),
-    **irrelevant("images are converted to the model's channels", "do_convert_rgb"),
-    **irrelevant("it says how transformers returns arrays, or where it computes them",
+    **ignore_keys("images are converted to the model's channels", "do_convert_rgb"),
+    **ignore_keys("it says how transformers returns arrays, or where it computes them",
                  "return_tensors", "data_format", "input_data_format", "device",
                  "disable_grouping", "processor_class", "_valid_processor_keys"),
-    **irrelevant("size says it", "default_to_square"),
-    **irrelevant("padding is off", "pad_size"),
-    **irrelevant("it counts tokens of models of text and images", "image_seq_length"),
+    **ignore_keys("size says it", "default_to_square"),
+    **ignore_keys("padding is off", "pad_size"),
+    **ignore_keys("it counts tokens of models of text and images", "image_seq_length"),
     "do_resize": only(True),
     "do_pad": only(False, None),
 }  # fmt: skip
@@ -68,7 +68,7 @@ class _Reader:
 
     def __init__(self, content: Mapping[str, Any], model: ImageModel) -> None:
         self.model = model
-        self.reasons = list(unsupported(content, KEYS))
+        self.reasons = list(check_keys(content, KEYS))
         default = "ViT" if isinstance(model, ViT) else "ConvNext"
         key = "image_processor_type"
         named = (

@@ -23,11 +23,11 @@ class Published(Protocol):
     @property
     def read_otherwise(self) -> str | None: ...
 
-    def carried(self) -> dict[str, bytes]: ...
+    def extra_files(self) -> dict[str, bytes]: ...
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
 
-def published(name: str, *, named: str) -> Published:
+def open_published(name: str, *, named: str) -> Published:
     """The published model of this name.
 
     Args:

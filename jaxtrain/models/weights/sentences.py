@@ -9,7 +9,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, Nested, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import (
+    KeyTable,
+    Nested,
+    Only,
+    check_keys,
+    ignore_keys,
+    only,
+    read_keys,
+)
 from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.models.weights.config_file import ConfigFile
 
@@ -26,17 +34,19 @@ _WORDS = {"mean": "mean", "cls": "first", "max": "max"}
 # What each key is here, by the part that its file is of.
 TABLES: Mapping[str, KeyTable] = {
     "pooling": {
-        **used("pooling_mode", *(f"pooling_mode_{mode}" for mode in (*_MODES.values(), *_OTHERS))),
-        **irrelevant("config.json says it", "word_embedding_dimension", "embedding_dimension"),
-        **irrelevant("no prompt is put before a text here", "include_prompt"),
+        **read_keys(
+            "pooling_mode", *(f"pooling_mode_{mode}" for mode in (*_MODES.values(), *_OTHERS))
+        ),
+        **ignore_keys("config.json says it", "word_embedding_dimension", "embedding_dimension"),
+        **ignore_keys("no prompt is put before a text here", "include_prompt"),
     },
     "normalize": {
         "module_input_name": only("sentence_embedding"),
         "module_output_name": only("sentence_embedding"),
     },
     "transformer": {
-        **used("max_seq_length"),
-        **irrelevant("it changes how values are computed, and not which", "unpad_inputs"),
+        **read_keys("max_seq_length"),
+        **ignore_keys("it changes how values are computed, and not which", "unpad_inputs"),
         "do_lower_case": only(False, reason="tokenizer.json says it"),
         "transformer_task": only("feature-extraction"),
         "module_output_name": only("token_embeddings"),
@@ -55,9 +65,9 @@ TABLES: Mapping[str, KeyTable] = {
         ),
     },
     "whole": {
-        **irrelevant("it names versions of programs", "__version__", "requirements"),
-        **irrelevant("default_prompt_name says which is put before each text", "prompts"),
-        **irrelevant("it compares embeddings, and makes none", "similarity_fn_name"),
+        **ignore_keys("it names versions of programs", "__version__", "requirements"),
+        **ignore_keys("default_prompt_name says which is put before each text", "prompts"),
+        **ignore_keys("it compares embeddings, and makes none", "similarity_fn_name"),
         "default_prompt_name": only(None, reason="no prompt is put before a text here"),
         "model_type": only("SentenceTransformer"),
         "truncate_dim": only(None, reason="embeddings are whole"),
@@ -65,7 +75,7 @@ TABLES: Mapping[str, KeyTable] = {
 }  # fmt: skip
 
 
-def said_beside(read: Callable[[str], bytes | None]) -> dict[str, Any]:
+def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
     """What the files beside config.json say, to be read as if it stood there under `KEY`.
 
     Args:
@@ -98,7 +108,7 @@ def read_pooling(config: ConfigFile) -> dict[str, Any]:
             "without Normalize"
         )
     for name, table in TABLES.items():
-        for reason in unsupported(beside.table(name).content, table):
+        for reason in check_keys(beside.table(name).content, table):
             config.reject(reason)
     return {"pooling": _read_mode(config, beside.table("pooling").content),
             "normalized": "Normalize" in modules}  # fmt: skip
@@ -122,7 +132,7 @@ def _read_mode(config: ConfigFile, settings: Mapping[str, Any]) -> str:
     return _WORDS[word]
 
 
-def written_beside(model: Any) -> dict[str, bytes]:
+def write_sentence_files(model: Any) -> dict[str, bytes]:
     """The files that sentence-transformers reads.
 
     Args:

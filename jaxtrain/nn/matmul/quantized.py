@@ -82,7 +82,7 @@ class Quantized(StructuredWeight):
         """
         del draws, layer
 
-        def multiplied(x: jax.Array, value: Quantized) -> jax.Array:
+        def multiply(x: jax.Array, value: Quantized) -> jax.Array:
             codes: Any = weight.replace(value.codes, axes=value.codes_axes)
             scales: Any = weight.replace(value.scales, axes=value.scales_axes)
             whole = dataclasses.replace(value, codes=gather(codes), scales=gather(scales))
@@ -92,7 +92,7 @@ class Quantized(StructuredWeight):
             floats: Any = weight.replace(dequantize(whole).astype(x.dtype))
             return contract(equation, x, floats, out, by=by)
 
-        return jax.checkpoint(multiplied)(x, self)
+        return jax.checkpoint(multiply)(x, self)
 
 
 def quantize(

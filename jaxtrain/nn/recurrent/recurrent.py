@@ -114,7 +114,7 @@ def rnn_layer(embed_dim: int, state_dim: int) -> Recurrent:
 
 def gru_layer(embed_dim: int, state_dim: int) -> Recurrent:
     """Return a GRU layer from `embed_dim` inputs to a state of `state_dim`."""
-    return Recurrent(embed_dim, state_dim, 3, _gated, "gru")
+    return Recurrent(embed_dim, state_dim, 3, _gru, "gru")
 
 
 def _elman(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
@@ -123,7 +123,7 @@ def _elman(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
     return jnp.tanh(x_BG + u_BG)
 
 
-def _gated(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
+def _gru(x_BG: jax.Array, u_BG: jax.Array, h_BD: jax.Array) -> jax.Array:
     """Between the state and a candidate, as the update gate says."""
     (x_r, x_z, x_n), (u_r, u_z, u_n) = jnp.split(x_BG, 3, axis=-1), jnp.split(u_BG, 3, axis=-1)
     r, z = jax.nn.sigmoid(x_r + u_r), jax.nn.sigmoid(x_z + u_z)

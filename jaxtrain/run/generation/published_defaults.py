@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, used, validate_keys
+from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, only, read_keys, validate_keys
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, MODEL_CONFIG, ends_of, read_json
@@ -22,35 +22,35 @@ _SUPPRESSES = "which tokens may be written is not limited here"
 
 # Of generation_config.json.
 GENERATION_KEYS: KeyTable = {
-    **used(
+    **read_keys(
         "eos_token_id", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
         "num_beams", "length_penalty", "early_stopping",
     ),
-    **irrelevant(
+    **ignore_keys(
         "an answer's greatest length is --max-new-tokens", "max_length", "max_new_tokens"
     ),
-    **irrelevant(
+    **ignore_keys(
         "prompts are made by the run's tokenizer, and sources by its data",
         "bos_token_id", "pad_token_id", "decoder_start_token_id",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it decides how an answer is computed, not which",
         "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config",
         "disable_compile", "prefill_chunk_size", "continuous_batching_config", "low_memory",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it decides what is returned with an answer, and how many of them",
         "output_attentions", "output_hidden_states", "output_logits", "output_scores",
         "return_dict_in_generate", "num_return_sequences", "return_legacy_cache",
     ),
-    **irrelevant(
+    **ignore_keys(
         "guesses of a draft change no answer; --draft asks for them",
         "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "use_mtp",
         "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
         "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",
         "speculation_type",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it describes the file",
         "transformers_version", "_from_model_config", "_commit_hash", "_original_object_hash",
     ),

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import KeyTable, Only, check_keys, ignore_keys, only, read_keys
 from jaxtrain.config.untrusted import read_json_object
 from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.formats import safetensors
@@ -31,21 +31,21 @@ _CHANGES_BASE = (
     "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
 KEYS: KeyTable = {
-    **used("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"),
-    **irrelevant(
+    **read_keys("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"),
+    **ignore_keys(
         "it names where the adapter comes from, or who wrote it",
         "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping",
         "inference_mode",
     ),
-    **irrelevant("the tensors of the file say which weights have adapters",
+    **ignore_keys("the tensors of the file say which weights have adapters",
                  "target_modules", "exclude_modules", "layers_pattern"),
-    **irrelevant("the architecture says how a weight is stored", "fan_in_fan_out"),
-    **irrelevant("dropout acts in training alone; Finetune.lora_dropout sets it", "lora_dropout"),
-    **irrelevant("it says how values were drawn before training",
+    **ignore_keys("the architecture says how a weight is stored", "fan_in_fan_out"),
+    **ignore_keys("dropout acts in training alone; Finetune.lora_dropout sets it", "lora_dropout"),
+    **ignore_keys("it says how values were drawn before training",
                  "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    **irrelevant("it says where and how PEFT computes, and changes no value",
+    **ignore_keys("it says where and how PEFT computes, and changes no value",
                  "runtime_config", "megatron_config", "megatron_core", "merge_weights"),
-    **irrelevant("use_qalora is false", "qalora_group_size"),
+    **ignore_keys("use_qalora is false", "qalora_group_size"),
     "init_lora_weights": only(
         True, False, "gaussian", "eva", "orthogonal", "mica", reason=_CHANGES_BASE
     ),
@@ -280,7 +280,7 @@ def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
         if type(value) not in (int, float) or not value > 0:
             return [f"{key} is {value!r}, which is no positive number"]
     settings, rank, alpha = config.finetune, said.get("r", 8), said.get("lora_alpha", 8)
-    found = list(unsupported(said, KEYS))
+    found = list(check_keys(said, KEYS))
     scale = alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
     ours = settings.lora_alpha / (
         math.sqrt(tuning.rank) if settings.lora_scale == "sqrt_rank" else tuning.rank

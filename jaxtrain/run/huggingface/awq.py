@@ -242,4 +242,4 @@ def _tensor(name: str, of: np.ndarray) -> np.ndarray:
     """A tensor of AutoAWQ's, of what it is without its packing, [out, in]."""
     if not name.endswith(tuple(_PARTS.values())):
         return of
-    return of.T if name.endswith("scales") else awq.packed(of.T)
+    return of.T if name.endswith("scales") else awq.pack_codes(of.T)

@@ -146,7 +146,7 @@ def companion_files(config: Config, workdir: Place | None) -> dict[str, bytes]:
     if folder is None:
         return _of_tokenizer(config)
     if isinstance(folder, Path):
-        return Folder(folder.absolute()).carried()
+        return Folder(folder.absolute()).extra_files()
     files = {name: folder / name for name in CARRIED}
     return {name: f.read_bytes() for name, f in files.items() if f.is_file()}
 

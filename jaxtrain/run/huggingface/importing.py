@@ -24,7 +24,7 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.config_keys import DROPOUT
 from jaxtrain.models.weights.folder import TOKENIZER, match
-from jaxtrain.models.weights.published import Published, published
+from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
 from jaxtrain.run.checkpoint import metadata
@@ -62,7 +62,7 @@ def import_run(
     """
     source = config.train.start_from
     assert source is not None, "not a configuration of hf:DIR"
-    folder = published(source, named="SRC_DIR")
+    folder = open_published(source, named="SRC_DIR")
     require_free("--workdir", workdir)
     config = _with_own_tokenizer(config, folder, workdir)
     if config.mesh.simulated_devices:
@@ -92,7 +92,7 @@ def _write(
         carried = workdir / CARRIED_FOLDER
         if isinstance(carried, Path):
             carried.mkdir(parents=True, exist_ok=True)
-        for name, content in source.carried().items():
+        for name, content in source.extra_files().items():
             write_atomically(carried / name, content)
     extra = metadata.describe_parameters(config, setup, of_published(source.path))
     save_first(0, _partition(params, setup), extra, config=config, workdir=workdir, say=say)
@@ -180,7 +180,7 @@ def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Co
     theirs = "byte" if is_file else str(source.path / TOKENIZER)
     if not isinstance(data, TextData | PairData | LabelledText) or data.tokenizer != theirs:
         return config
-    if TOKENIZER not in source.carried():
+    if TOKENIZER not in source.extra_files():
         return config
     if is_file and data.source == "synthetic":
         data = dataclasses.replace(data, source="embedded")

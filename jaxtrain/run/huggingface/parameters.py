@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.folder import StoredTensor, match
-from jaxtrain.models.weights.names import Name, joined
+from jaxtrain.models.weights.names import Name, join
 from jaxtrain.models.weights.published import Published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.checkpoint.leaves import flatten
@@ -161,7 +161,7 @@ def their_tensors(
         for place, there in together[0].tensors(shape):
             here = (order.index(place[0]), *place[1:]) if order is not None and stacked else place
             parts = [name.to_theirs(_part(found[name.ours], here)) for name in together]
-            yield there, joined(together, parts)
+            yield there, join(together, parts)
 
 
 def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:

@@ -127,7 +127,7 @@ def replica_shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
     """
 
     def one(leaf):  # noqa: ANN001, ANN202
-        return layout.named(spec(logical_axes(leaf)) if is_variable(leaf) else REPLICA)
+        return layout.sharding_of(spec(logical_axes(leaf)) if is_variable(leaf) else REPLICA)
 
     return jax.tree.map(
         lambda leaf: leaf.replace(one(leaf)) if is_variable(leaf) else one(leaf),
@@ -136,7 +136,7 @@ def replica_shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
     )
 
 
-def spread_out(x: jax.Array, like: jax.Array) -> jax.Array:
+def expand_per_replica(x: jax.Array, like: jax.Array) -> jax.Array:
     """A number for each replica [k], shaped to be multiplied with an array [k, ...]."""
     return x.reshape(-1, *(1,) * (like.ndim - 1))
 

@@ -21,13 +21,13 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard
 from jaxtrain.training.exchange.per_replica import (
     REPLICA,
+    expand_per_replica,
     on_each_replica,
     over_replicas,
     replica_shardings,
     replicas_of,
     rows_of_replicas,
     shares,
-    spread_out,
     to_replicas,
 )
 from jaxtrain.training.exchange.rules import Agreement
@@ -93,11 +93,11 @@ def separate(step: Step, rule: Agreement) -> Step:
 
     def shardings(state: TrainState) -> TrainState:
         of: dict[str, Any] = {
-            "step": layout.named(P()),
+            "step": layout.sharding_of(P()),
             "params": replica_shardings(state.params, layout.parameter, layout),
             "opt_state": replica_shardings(state.opt_state, layout.moment, layout),
             "statistics": replica_shardings(state.statistics, layout.weight, layout),
-            "loss_scale": layout.named(REPLICA),
+            "loss_scale": layout.sharding_of(REPLICA),
             "exchange": replica_shardings(state.exchange, layout.moment, layout),
             "guard": replica_shardings(state.guard, layout.moment, layout),
         }
@@ -114,7 +114,7 @@ def separate(step: Step, rule: Agreement) -> Step:
         inner = state.replace(exchange=())
         after, metrics = run(inner, found._replace(exchange=()))
         exchange = dict(found.exchange)
-        exchange["targets"] += spread_out(metrics["weight"], exchange["targets"])
+        exchange["targets"] += expand_per_replica(metrics["weight"], exchange["targets"])
         # The same for all: a scalar needs no mean.
         metrics["learning_rate"] = jnp.asarray(setup.schedule(state.step), jnp.float32)
         return Updated(after.replace(exchange=exchange), metrics)

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.exchange.exchange import Graph, neighbours
-from jaxtrain.training.exchange.per_replica import over_replicas, spread_out
+from jaxtrain.training.exchange.per_replica import expand_per_replica, over_replicas
 from jaxtrain.training.step import TrainState
 
 Memory = dict[str, Any]
@@ -167,7 +167,7 @@ def _mix(graph: Graph, leaves: list[jax.Array]) -> list[jax.Array]:
 
 def _mean(x: jax.Array, weights: jax.Array) -> jax.Array:
     """The weighted mean [...] of an array [k, ...], in float32."""
-    return (x.astype(jnp.float32) * spread_out(weights, x)).sum(0)
+    return (x.astype(jnp.float32) * expand_per_replica(weights, x)).sum(0)
 
 
 def _everywhere(like: jax.Array, x: jax.Array) -> jax.Array:

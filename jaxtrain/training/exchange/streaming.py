@@ -180,12 +180,12 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
         """Mix the outer step's result for a fragment into the parameters of each replica."""
         params = reshard(state.params, layout.moment, layout)
 
-        def mixed(own: jax.Array, outer: jax.Array) -> jax.Array:
+        def blend(own: jax.Array, outer: jax.Array) -> jax.Array:
             kept = mixing * own.astype(jnp.float32) + (1 - mixing) * outer
             return jnp.where(due, kept.astype(own.dtype), own)
 
         outer = pieces.cut(state.exchange["outer"], place)
-        parts = jax.tree.map(mixed, pieces.cut(params, place), outer)
+        parts = jax.tree.map(blend, pieces.cut(params, place), outer)
         params = pieces.paste(params, parts, place)
         return state.replace(params=reshard(params, layout.parameter, layout))
 

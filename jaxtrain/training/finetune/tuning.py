@@ -98,7 +98,7 @@ def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree w
     return over_states(lambda state: partition(state, lambda name, _: name in names)[0], tree)
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def join(parts: Sequence[Any]) -> Any:
     """The tree whose parts these are; of what stands beside its States the first part's."""
     return over_states(lambda *states: nnx.merge_state(*states), *parts)
 

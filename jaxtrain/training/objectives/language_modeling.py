@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, Examples
-from jaxtrain.models.model import Model, predicted_tokens_of, token_model
+from jaxtrain.models.model import Model, token_model, tokens_per_position
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import PredictsMore, Transformer
 from jaxtrain.training.objectives.losses import Loss, Sums
@@ -152,7 +152,7 @@ class MultiToken(NextToken):
         sizes: Any = model  # which names this objective
         return dataclasses.replace(
             self,
-            further_tokens=predicted_tokens_of(model) - 1,
+            further_tokens=tokens_per_position(model) - 1,
             further_weight=sizes.prediction_weight,
         )
 

@@ -19,8 +19,8 @@ from jaxtrain.models.model import (
     Model,
     TokenModel,
     features_of,
-    predicted_tokens_of,
     token_model,
+    tokens_per_position,
 )
 from jaxtrain.nn.attention.context import along_context, split_before
 from jaxtrain.nn.attention.mask import Mask, apply_softcap
@@ -121,7 +121,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         yield from self.validate_inputs(model)
         name = type(model).__name__
         if not self.tells_further:
-            told = predicted_tokens_of(model)
+            told = tokens_per_position(model)
             if told > 1:
                 yield (
                     f"{name}.predicted_tokens={told}, but the objective {self.name!r} trains no "

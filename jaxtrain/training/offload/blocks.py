@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import Layout, by_name, reshard
-from jaxtrain.training.finetune.tuning import joined, part
+from jaxtrain.training.finetune.tuning import join, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import on_device, stacks
@@ -180,7 +180,7 @@ class Blocks:
                 writes.append(writing.submit(write, block, arrays))
             for one in writes:
                 one.result()
-        return joined(list(after.values()))
+        return join(list(after.values()))
 
     def _of(self, params: nnx.State, files: Any) -> list[Group]:
         if self._groups is None:
@@ -201,7 +201,7 @@ class Blocks:
         if layer not in self._layers:
             with jax.transfer_guard("allow"):  # each process its own, once
                 self._layers[layer] = jax.make_array_from_callback(
-                    (), self._layout.named(P()), lambda _: np.array(layer, np.int32)
+                    (), self._layout.sharding_of(P()), lambda _: np.array(layer, np.int32)
                 )
         return self._layers[layer]
 
@@ -223,7 +223,7 @@ class Blocks:
             params: nnx.State, kept: list[jax.Array], given: Pending, layer: jax.Array | None
         ) -> tuple[nnx.State, list[jax.Array]]:
             old = self._slice(params, layer)
-            grads, more = (_sliced(x, layer) for x in (given.grads, given.more))
+            grads, more = (_slice_layer(x, layer) for x in (given.grads, given.more))
             layers = None if layer is None else layer[None]
             if layers is not None:
                 more = {**more, "layers": layers}
@@ -246,7 +246,7 @@ class Blocks:
 
     def _slice(self, params: nnx.State, layer: jax.Array | None) -> nnx.State:
         """A block's parameters on the devices, laid out as the moments are."""
-        mine = on_device(_sliced(params, layer))
+        mine = on_device(_slice_layer(params, layer))
         return reshard(mine, self._layout.moment, self._layout)
 
     def _put(self, params: nnx.State, new: nnx.State, layer: jax.Array | None) -> nnx.State:
@@ -261,7 +261,7 @@ class Blocks:
         return jax.tree.map(one, params, self._store(new))
 
 
-def _sliced(tree: Any, layer: jax.Array | None) -> Any:
+def _slice_layer(tree: Any, layer: jax.Array | None) -> Any:
     """A layer [1, ...] of every array of a tree but scalars; None: all of it."""
     if layer is None:
         return tree

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.finetune.tuning import joined, part
+from jaxtrain.training.finetune.tuning import join, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
@@ -160,4 +160,4 @@ class _OnDisk:
         return jax.tree_util.tree_map_with_path(one, self.step.abstract_state().opt_state)
 
     def _with_files(self, state: TrainState, files: Any) -> TrainState:
-        return state.replace(opt_state=joined([state.opt_state, files]))
+        return state.replace(opt_state=join([state.opt_state, files]))

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.precision import to_compute
-from jaxtrain.parallel.gathering import HOST, is_pinned, pinned, with_slice
+from jaxtrain.parallel.gathering import HOST, is_pinned, pin_to_host, with_slice
 from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
-from jaxtrain.training.finetune.tuning import joined, part
+from jaxtrain.training.finetune.tuning import join, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
@@ -29,7 +29,7 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
     """The step that keeps what `offload` says in pinned host memory between its uses.
 
     Args:
-      step: whose optimizer is `streaming.streamed` where its state is offloaded.
+      step: whose optimizer is `streaming.stream_update` where its state is offloaded.
       offload: what is kept there.
     """
     changes: dict[str, Any] = {}
@@ -51,7 +51,7 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
             return of
         # Counts stay on the devices.
         where = jax.tree.map(
-            lambda x, sharding: pinned(sharding) if x.ndim else sharding,
+            lambda x, sharding: pin_to_host(sharding) if x.ndim else sharding,
             state.opt_state,
             of.opt_state,
         )
@@ -127,7 +127,7 @@ def _add(total: nnx.State, grads: nnx.State) -> nnx.State:
             parts.append(add(mine, more, None)[0])
         else:
             parts.append(over_layers(add, mine, more)[0])
-    return joined(parts)
+    return join(parts)
 
 
 _IN_HOST_MEMORY = Targets(_select, _bind, _add, on_device)
@@ -136,12 +136,12 @@ _IN_HOST_MEMORY = Targets(_select, _bind, _add, on_device)
 # -- parameters ------------------------------------------------------------------------------------
 
 
-def _pinned_shardings(layout: Layout, params: nnx.State) -> nnx.State:
-    return jax.tree.map(pinned, shardings(params, layout.moment, layout))
+def _host_shardings(layout: Layout, params: nnx.State) -> nnx.State:
+    return jax.tree.map(pin_to_host, shardings(params, layout.moment, layout))
 
 
 # The update writes them where they are.
-_PINNED = Storage(_pinned_shardings, lambda layout, params: params)
+_PINNED = Storage(_host_shardings, lambda layout, params: params)
 
 
 def fetch_params(setup: Setup, state: TrainState) -> TrainState:
@@ -159,7 +159,7 @@ def fetch_params(setup: Setup, state: TrainState) -> TrainState:
             parts.append(to_compute(on_device(mine), dtype))
         else:
             parts.append(over_layers(cast, (), mine)[1])
-    return state.replace(params=reshard(joined(parts), layout.parameter, layout))
+    return state.replace(params=reshard(join(parts), layout.parameter, layout))
 
 
 def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
@@ -199,7 +199,7 @@ def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
                 parts.append(jax.tree.map(_to_memory_of, new, mine))
             else:
                 parts.append(over_layers(add, mine, theirs)[0])
-        return Applied(joined(parts), opt_state)
+        return Applied(join(parts), opt_state)
 
     return apply
 

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.finetune.tuning import joined, part
+from jaxtrain.training.finetune.tuning import join, part
 from jaxtrain.training.guard import select
 
 DEVICE = jax.memory.Space.Device
@@ -86,7 +86,7 @@ def is_matrix_of_layers(variable: nnx.Variable) -> bool:
     return logical_axes(variable)[:1] == ("layers",) and variable.get_value().ndim > 2
 
 
-def streamed(
+def stream_update(
     first: Iterable[optax.GradientTransformation], rest: Iterable[optax.GradientTransformation]
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.chain` of both, its state wherever it lies, streamed through the devices.
@@ -113,7 +113,7 @@ def streamed(
             _update(after, names, layers, updates, state[len(first) :], params, good, extra)
             for layers, names in stacks(params)
         ]
-        return joined([one for one, _ in found]), (*none, *joined([one for _, one in found]))
+        return join([one for one, _ in found]), (*none, *join([one for _, one in found]))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -134,7 +134,7 @@ def _update(
     large = [x.ndim > 0 for x in arrays]
     counts = [x for x in arrays if x.ndim == 0]
 
-    def whole(kept: list[jax.Array], counts: list[jax.Array]) -> Any:
+    def rebuild(kept: list[jax.Array], counts: list[jax.Array]) -> Any:
         of_kept, of_counts = iter(kept), iter(counts)
         return structure.unflatten([next(of_kept if one else of_counts) for one in large])
 
@@ -143,7 +143,7 @@ def _update(
         params, extra = given
         if layer is not None:
             extra = {**extra, "layers": layer}
-        updates, new = rule.update(updates, whole(held, counts), params, **extra)
+        updates, new = rule.update(updates, rebuild(held, counts), params, **extra)
         new = jax.tree.leaves(new)
         held = select(good, [x for x in new if x.ndim], held)
         made = select(good, [x for x in new if not x.ndim], counts)
@@ -157,7 +157,7 @@ def _update(
         held = [jax.device_put(x, home) for x, home in zip(held, homes, strict=True)]
     else:
         (updates, held), made = over_layers(one, (updates, held), given)
-    return updates, whole(held, [x[-1] for x in made])
+    return updates, rebuild(held, [x[-1] for x in made])
 
 
 def _without_layers(extra: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.finetune.tuning import joined, over_states, part
+from jaxtrain.training.finetune.tuning import join, over_states, part
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.groups import LAYERS, Part, by_layer, each_named, factors_of
 
@@ -106,7 +106,7 @@ class Unfreezing:
                 mine, kept, own, more = (
                     part(tree, names) for tree in (updates, state.rule, params, extra)
                 )
-                moved, after = of_rule.update(mine, joined([counts, kept]), own, **more)
+                moved, after = of_rule.update(mine, join([counts, kept]), own, **more)
                 counted.append(_restart_counts(step >= start, part(after, _NONE), counts))
                 opened = {
                     name: self._open_places(name, param, start, step, extra.get("layers"))
@@ -115,7 +115,7 @@ class Unfreezing:
                 found = _take_opened(opened, (moved, after), found)
             updates, after = found
             later = tuple(jax.tree.leaves(counts) for counts in counted[1:])
-            return updates, Waiting(joined([counted[0], after]), later)
+            return updates, Waiting(join([counted[0], after]), later)
 
         return optax.GradientTransformationExtraArgs(init, update)
 

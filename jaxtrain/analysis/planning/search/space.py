@@ -11,7 +11,7 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.compatibility import check_compatibility
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.named import activation_names
 from jaxtrain.training.run_context import RunContext
@@ -45,7 +45,7 @@ _NO_PIPELINE = {
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
     """Bindings of every mesh for these devices, and of the schedules of its pipeline."""
     whole = apply_changes(config, {"Attention.context_parallel": "ulysses"})
-    in_ring = KERNELS[resolved(whole, target.chip.kind).attention.kernel].plain
+    in_ring = KERNELS[resolve_config(whole, target.chip.kind).attention.kernel].plain
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
         # Of layouts with microbatches 'local' is tried once they are priced (`accumulate_locally`).

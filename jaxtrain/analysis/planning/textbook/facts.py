@@ -243,7 +243,7 @@ class Facts:
         """Numbers of the output matrix (or embedding) on a device that computes with it."""
         for weight in self.weights:
             if "vocab" in weight.axes:
-                placed = self.layout.named(self.layout.weight(weight.axes))
+                placed = self.layout.sharding_of(self.layout.weight(weight.axes))
                 return math.prod(placed.shard_shape(weight.shape))
         return 0
 

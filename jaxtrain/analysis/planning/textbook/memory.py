@@ -35,7 +35,7 @@ from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.remat import RESIDUAL
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.layouts import abstract_layout, rows_held
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
@@ -104,7 +104,7 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
       layout: its layout.
       platform: 'tpu', 'gpu' or 'cpu', which decides what kernels keep.
     """
-    config = resolved(config, platform)
+    config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
         arguments = argument_bytes(config, layout)
         return _of_whole_model(config, layout.of_microbatches, platform, arguments)
@@ -117,7 +117,7 @@ def state_memory(config: Config, layout: Layout, platform: str) -> int:
 
     Args: as `memory`.
     """
-    config = resolved(config, platform)
+    config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
         return argument_bytes(config, layout).total
     step = _step(config, layout, platform)
@@ -130,7 +130,7 @@ def least_memory(config: Config, layout: Layout, platform: str) -> int:
 
     Args: as `memory`.
     """
-    config = resolved(config, platform)
+    config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
         return argument_bytes(config, layout).total
     step = _step(config, layout, platform)

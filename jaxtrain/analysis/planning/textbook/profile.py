@@ -21,7 +21,7 @@ from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.backward import Backward
@@ -107,7 +107,7 @@ def least_profile(config: Config, layout: Layout, platform: str) -> tuple[int, i
     They are those without `context`, in equal parts: it splits an array at most so. A ring keeps
     no scores, so of a kernel that does they are 0.
     """
-    config, sizes = resolved(config, platform), layout.mesh.shape
+    config, sizes = resolve_config(config, platform), layout.mesh.shape
     plain = KERNELS[config.attention.kernel].plain and sizes["context"] > 1
     if plain or config.sharding.tensor_layout != "1d":
         return 0, 0
@@ -143,7 +143,7 @@ def layer_stash(config: Config, layout: Layout, platform: str) -> int:
 
 def _of_a_layer(config: Config, layout: Layout, platform: str) -> tuple[Config, str]:
     """The configuration without what one layer does not depend on, and where it is traced."""
-    config = resolved(config, platform)
+    config = resolve_config(config, platform)
     sizes = layout.mesh.shape
     mesh = Mesh(
         # Weights are gathered, so that what is kept of them is known from what is not.

@@ -176,5 +176,5 @@ def elements(
             continue
         if layers is None or layers == ("layers" in axes):
             shape = variable.get_value().shape
-            total += math.prod(layout.named(spec[way](axes)).shard_shape(shape))
+            total += math.prod(layout.sharding_of(spec[way](axes)).shard_shape(shape))
     return total

@@ -17,10 +17,10 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import (
     Model,
     passes_of,
-    predicted_tokens_of,
     reads_pairs,
     reads_tokens,
     stack_flops,
+    tokens_per_position,
 )
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
@@ -222,7 +222,7 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
                 stream += elements
             else:
                 split += elements
-    return stream, split, predicted_tokens_of(model) * vocabulary
+    return stream, split, tokens_per_position(model) * vocabulary
 
 
 def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:

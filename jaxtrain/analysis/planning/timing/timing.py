@@ -60,8 +60,8 @@ from jaxtrain.data.batch import example_shape
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.flops import flops_per_step
-from jaxtrain.training.kernel import resolved
-from jaxtrain.training.layouts import filled
+from jaxtrain.training.kernel import resolve_config
+from jaxtrain.training.layouts import fill_batch
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.settings import Config
 
@@ -179,7 +179,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     peak = peak_flops(config, target)
     if peak is None:
         return 0.0
-    config = resolved(config, target.chip.kind)
+    config = resolve_config(config, target.chip.kind)
     products, scores = work(config, pipelined=pipelined, devices=devices)
     shares = efficiency_of(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
@@ -199,7 +199,7 @@ def exposed_seconds(
     peak = peak_flops(config, target)
     if peak is None:
         return 0.0
-    config = resolved(config, target.chip.kind)
+    config = resolve_config(config, target.chip.kind)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=0)
     return target.factor * (efficiency_of(target).activations * counted.tensor + counted.others)
 
@@ -272,13 +272,13 @@ class Pieces:
         """G of the module's formula."""
         return max(self.chunks_read / shares.memory - self.chunks_products / shares.products, 0.0)
 
-    def overlapped(self, shares: Fitted) -> float:
+    def overlap_seconds(self, shares: Fitted) -> float:
         """What computation hides of W."""
         return (1 - shares.shown) * min(self.weights, self.compute(shares))
 
-    def exposed(self, shares: Fitted) -> float:
+    def exposed_seconds(self, shares: Fitted) -> float:
         """E of the module's formula."""
-        of_weights = self.weights - self.overlapped(shares)
+        of_weights = self.weights - self.overlap_seconds(shares)
         moved = of_weights + shares.activations * self.tensor + self.others
         return moved + self.beyond(self.compute(shares))
 
@@ -294,7 +294,7 @@ class Pieces:
 
     def seconds(self, shares: Fitted) -> float:
         """The whole step."""
-        return self.stretch(shares, self.compute(shares) + self.exposed(shares))
+        return self.stretch(shares, self.compute(shares) + self.exposed_seconds(shares))
 
 
 def pieces(
@@ -390,9 +390,9 @@ def step_time(
       thorough: whether it was compiled as for a run.
     """
     moved, chip = list(moved), target.chip
-    config = resolved(config, chip.kind)
+    config = resolve_config(config, chip.kind)
     model = flops_per_step(config) / layout.mesh.size
-    config = filled(config, layout)  # the model's FLOPs are of rows that weigh something
+    config = fill_batch(config, layout)  # the model's FLOPs are of rows that weigh something
     flops = executed_flops(config, layout)
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
@@ -420,7 +420,9 @@ def step_time(
             chunks=by * counted.chunks(shares), pieces=counted,
         )  # fmt: skip
 
-    closed = time(counted.compute(shares), counted.exposed(shares), counted.overlapped(shares))
+    closed = time(
+        counted.compute(shares), counted.exposed_seconds(shares), counted.overlap_seconds(shares)
+    )
     if not text:
         return closed
     attention = counted.attention(shares)

@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.analysis.planning.timing.executed import of_one_row, trace_gradients
 from jaxtrain.nn.dense import SHARED
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.kernel import resolved
+from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.settings import Config
 
 
@@ -33,7 +33,7 @@ def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
     if k == 1 or facts.model.layers is not None:
         return
     # The first one's input is the batch's: it is whole, and has no gradient.
-    for size, is_split in _inputs(of_one_row(resolved(config, "cpu")))[1:]:
+    for size, is_split in _inputs(of_one_row(resolve_config(config, "cpu")))[1:]:
         whole = facts.B * size * facts.value_bytes
         if is_split:
             yield Expected(

@@ -65,7 +65,7 @@ def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
 def _product(facts: Facts, weight: Weight) -> tuple[int, int, tuple[int, int]]:
     """Products in one launch on a device (its experts), rows of each, and the two sides of its
     weight."""
-    placed = facts.layout.named(facts.layout.weight(weight.axes))
+    placed = facts.layout.sharding_of(facts.layout.weight(weight.axes))
     shape = placed.shard_shape(weight.shape)
     stack, rows, columns = sides(weight.axes)
     alike = math.prod(shape[place] for place in stack)

@@ -10,9 +10,9 @@ from jaxtrain.config.key_table import (
     KeyTable,
     Nested,
     Only,
-    irrelevant,
+    ignore_keys,
     only,
-    used,
+    read_keys,
     validate_keys,
 )
 from jaxtrain.config.untrusted import read_json_object
@@ -21,7 +21,7 @@ from jaxtrain.config.untrusted import read_json_object
 STATE_KEYS: KeyTable = {
     "_data_files": Nested(
         {
-            **used("filename"),
+            **read_keys("filename"),
             "skip": Only((None, 0), reason="a part of a file's rows is left out"),
             "take": Only((None,), reason="a part of a file's rows is left out"),
         }
@@ -31,23 +31,23 @@ STATE_KEYS: KeyTable = {
         Only((None, []), reason="rows are chosen or shuffled by another file; save a flattened "
                                 "copy with Dataset.flatten_indices().save_to_disk()"),
     ),
-    **irrelevant("columns are named by settings", "_format_columns", "_output_all_columns"),
-    **irrelevant("it says what type of array the library returns", "_format_type",
+    **ignore_keys("columns are named by settings", "_format_columns", "_output_all_columns"),
+    **ignore_keys("it says what type of array the library returns", "_format_type",
                  "_format_kwargs"),
-    **irrelevant("it names the dataset's state or split", "_fingerprint", "_split"),
+    **ignore_keys("it names the dataset's state or split", "_fingerprint", "_split"),
     "_indexes": Only((None, {}), reason="search indexes are not read"),
-    **irrelevant("the files were written after it", "_inplace_history"),
+    **ignore_keys("the files were written after it", "_inplace_history"),
 }  # fmt: skip
 # Of dataset_info.json: the fields of `datasets.DatasetInfo`.
 INFO_KEYS: KeyTable = {
-    **used("features"),
-    **irrelevant(
+    **read_keys("features"),
+    **ignore_keys(
         "it describes the dataset, its sources and its sizes",
         "description", "citation", "homepage", "license", "builder_name", "dataset_name",
         "config_name", "version", "splits", "download_checksums", "download_size",
         "post_processing_size", "dataset_size", "size_in_bytes", "task_templates",
     ),
-    **irrelevant("columns are named by settings", "supervised_keys"),
+    **ignore_keys("columns are named by settings", "supervised_keys"),
     "post_processed": only(None),
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
+from jaxtrain.config.key_table import KeyTable, ignore_keys, only, read_keys
 from jaxtrain.models.transformers.bert import BERT
 from jaxtrain.models.weights import config_keys, sentences
 from jaxtrain.models.weights.config_file import (
@@ -12,9 +12,9 @@ from jaxtrain.models.weights.config_file import (
     Row,
     constant,
     holds,
+    integer,
     number,
     requires,
-    whole,
 )
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, layer_norm, linear
@@ -79,26 +79,26 @@ def _bare(model: BERT) -> tuple[Name, ...]:
 # -- settings --------------------------------------------------------------------------------------
 
 _OWN: KeyTable = {
-    **irrelevant(
+    **ignore_keys(
         "it is of the pooler of the authors' code, which no published model has",
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type",
     ),
     "position_embedding_type": only("absolute"),
 }  # fmt: skip
-_POSITIONS = whole("max_position_embeddings", "context_length", 512)
+_POSITIONS = integer("max_position_embeddings", "context_length", 512)
 
 
 def _read_positions(config: ConfigFile) -> dict[str, Any]:
     """Positions are counted from the one after the padding token's number, 1: two rows of the
     table of positions come before."""
-    first = config.whole("pad_token_id", 1) + 1
-    context_length = config.whole("max_position_embeddings", 512) - first
+    first = config.integer("pad_token_id", 1) + 1
+    context_length = config.integer("max_position_embeddings", 512) - first
     return {"context_length": context_length, "first_position": first}
 
 
 _ROBERTA_POSITIONS = Row(
-    used("max_position_embeddings"),
+    read_keys("max_position_embeddings"),
     _read_positions,
     lambda model: {"max_position_embeddings": model.context_length + model.first_position},
 )
@@ -113,13 +113,13 @@ def _rows(keys: KeyTable, positions: Row) -> tuple[Row, ...]:
     """
     return (
         Row({**keys, **_OWN}),
-        whole("vocab_size", "vocab_size"),
-        whole("num_hidden_layers", "num_layers"),
-        whole("hidden_size", "embed_dim"),
-        whole("num_attention_heads", "num_heads"),
-        whole("intermediate_size", "mlp_dim"),
+        integer("vocab_size", "vocab_size"),
+        integer("num_hidden_layers", "num_layers"),
+        integer("hidden_size", "embed_dim"),
+        integer("num_attention_heads", "num_heads"),
+        integer("intermediate_size", "mlp_dim"),
         positions,
-        whole("type_vocab_size", "token_types", 2),
+        integer("type_vocab_size", "token_types", 2),
         number("layer_norm_eps", "norm_eps", 1e-12),
         constant("hidden_act", "gelu"),
         constant("tie_word_embeddings", True),
@@ -152,7 +152,7 @@ _bare_encoder = {
     "prefix": "",
     "copies": {},
     "buffers": r"embeddings\.position_ids|pooler\..*",
-    "beside": sentences.written_beside,
+    "beside": sentences.write_sentence_files,
 }
 FAMILIES = (
     _bert(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.key_table import irrelevant, only, used
+from jaxtrain.config.key_table import ignore_keys, only, read_keys
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.config_file import (
@@ -14,9 +14,9 @@ from jaxtrain.models.weights.config_file import (
     flag,
     holds,
     ignore,
+    integer,
     number,
     read_rows,
-    whole,
     write_rows,
 )
 from jaxtrain.models.weights.families import rope
@@ -103,7 +103,7 @@ _YARN = (
     *rope.SCALINGS["yarn"],
     # Where both are one, positions turn and do not stretch.
     Row(
-        used("mscale", "mscale_all_dim"),
+        read_keys("mscale", "mscale_all_dim"),
         lambda scaling: {"rope_score_factor": scaling.number("mscale_all_dim")},
         lambda model: {
             "mscale": model.rope_score_factor,
@@ -115,7 +115,7 @@ _YARN = (
 
 def _read_rope(config: ConfigFile) -> dict[str, Any]:
     """Rotary positions, of a part of each head."""
-    context_length = config.whole("max_position_embeddings")
+    context_length = config.integer("max_position_embeddings")
     kind, scaling = rope.standardize(
         config, theta=10000.0, context_length=context_length, types=("default", "yarn")
     )
@@ -149,30 +149,30 @@ def _rows(
     """
     return (
         Row(config_keys.LANGUAGE),
-        whole("vocab_size", "vocab_size"),
-        whole("num_hidden_layers", "num_layers"),
-        whole("first_k_dense_replace", "dense_layers", dense_layers),
-        whole("hidden_size", "embed_dim"),
-        whole("num_attention_heads", "num_heads"),
+        integer("vocab_size", "vocab_size"),
+        integer("num_hidden_layers", "num_layers"),
+        integer("first_k_dense_replace", "dense_layers", dense_layers),
+        integer("hidden_size", "embed_dim"),
+        integer("num_attention_heads", "num_heads"),
         derive(
             "num_key_value_heads",
-            lambda config: config.whole("num_attention_heads"),
+            lambda config: config.integer("num_attention_heads"),
             lambda model: model.num_heads,
             default=kv_heads,
         ),
-        whole("q_lora_rank", "query_rank", 1536, null=True),
-        whole("kv_lora_rank", "key_value_rank", 512),
-        whole("qk_nope_head_dim", "plain_dim", 128),
-        whole("qk_rope_head_dim", "rotary_dim", 64),
-        whole("v_head_dim", "value_dim", 128),
-        whole("intermediate_size", "mlp_dim"),
-        whole("moe_intermediate_size", "expert_mlp_dim"),
-        whole("n_shared_experts", "shared_experts"),
-        whole("n_routed_experts", "num_experts"),
-        whole("num_experts_per_tok", "experts_per_token"),
+        integer("q_lora_rank", "query_rank", 1536, null=True),
+        integer("kv_lora_rank", "key_value_rank", 512),
+        integer("qk_nope_head_dim", "plain_dim", 128),
+        integer("qk_rope_head_dim", "rotary_dim", 64),
+        integer("v_head_dim", "value_dim", 128),
+        integer("intermediate_size", "mlp_dim"),
+        integer("moe_intermediate_size", "expert_mlp_dim"),
+        integer("n_shared_experts", "shared_experts"),
+        integer("n_routed_experts", "num_experts"),
+        integer("num_experts_per_tok", "experts_per_token"),
         number("routed_scaling_factor", "routed_scale", routed_scale),
         normalize,
-        whole("max_position_embeddings", "context_length"),
+        integer("max_position_embeddings", "context_length"),
         number("rms_norm_eps", "norm_eps", 1e-6),
         flag("tie_word_embeddings", "tie_embeddings", False),
         Row(rope.KEYS, _read_rope, _write_rope),
@@ -193,8 +193,8 @@ def _read_groups(config: ConfigFile) -> dict[str, Any]:
     if config.content.get("topk_method") != _LIMITED:
         return {"expert_groups": 1, "groups_per_token": 1}
     return {
-        "expert_groups": config.whole("n_group"),
-        "groups_per_token": config.whole("topk_group"),
+        "expert_groups": config.integer("n_group"),
+        "groups_per_token": config.integer("topk_group"),
     }
 
 
@@ -219,7 +219,7 @@ _V2 = Family(
             normalize=constant("norm_topk_prob", False),
         ),
         Row(
-            {**used("n_group", "topk_group"), "topk_method": only(_GREEDY, _LIMITED)},
+            {**read_keys("n_group", "topk_group"), "topk_method": only(_GREEDY, _LIMITED)},
             _read_groups,
             _write_groups,
         ),
@@ -255,14 +255,14 @@ _V3 = Family(
             normalize=flag("norm_topk_prob", "normalize_gates", True),
         ),
         constant("topk_method", "noaux_tc"),
-        whole("n_group", "expert_groups", 8),
-        whole("topk_group", "groups_per_token", 4),
+        integer("n_group", "expert_groups", 8),
+        integer("topk_group", "groups_per_token", 4),
         constant("scoring_func", "sigmoid"),
         constant("rope_interleave", True),
         number("aux_loss_alpha", "balance_weight", 0.0001),
         derive("head_dim", lambda config: config.content.get("qk_rope_head_dim", 64)),
         Row(
-            irrelevant("logits come from the layers before", "num_nextn_predict_layers"),
+            ignore_keys("logits come from the layers before", "num_nextn_predict_layers"),
             write=lambda model: {"num_nextn_predict_layers": model.predicted_tokens - 1},
         ),
         holds(router="sigmoid"),

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from jaxtrain.config.key_table import only, used
+from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.transformers.gemma import Gemma, Gemma2, Gemma3
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
     constant,
     ignore,
+    integer,
     number,
-    whole,
     write_only,
 )
 from jaxtrain.models.weights.families import grouped_query, rope
@@ -19,7 +19,7 @@ from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes
 
 _ACTIVATION = "gelu_pytorch_tanh"
-_HEAD_DIM = whole("head_dim", "head_dim", 256)
+_HEAD_DIM = integer("head_dim", "head_dim", 256)
 _TIED = constant("tie_word_embeddings", True)
 _CAUSAL = Row({"use_bidirectional_attention": only(None, False)})
 # In files of all but the first Gemma.
@@ -69,21 +69,21 @@ _NORMS_ON_BOTH_SIDES = (
 
 def _names(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of a model with a norm on either side of each part."""
-    around, parts = grouped_query.around(model), (*grouped_query.PROJECTIONS, *_NORMS_ON_BOTH_SIDES)
-    return (*around, *parts, *grouped_query.MLP)
+    parts = (*grouped_query.PROJECTIONS, *_NORMS_ON_BOTH_SIDES, *grouped_query.MLP)
+    return (*grouped_query.embedding_names(model), *parts)
 
 
 def _read_query_width(config: ConfigFile) -> dict[str, Any]:
-    width = config.whole("query_pre_attn_scalar", 256)
-    return {"query_width": None if width == config.whole("head_dim", 256) else width}
+    width = config.integer("query_pre_attn_scalar", 256)
+    return {"query_width": None if width == config.integer("head_dim", 256) else width}
 
 
 _QUERY_WIDTH = Row(
-    used("query_pre_attn_scalar"),
+    read_keys("query_pre_attn_scalar"),
     _read_query_width,
     lambda model: {"query_pre_attn_scalar": model.query_width or model.head_dim},
 )
-_WINDOW = whole("sliding_window", "sliding_window", 4096)
+_WINDOW = integer("sliding_window", "sliding_window", 4096)
 
 _GEMMA2 = family(
     architecture="Gemma2ForCausalLM",
@@ -157,7 +157,7 @@ _GEMMA3 = family(
         layer_types(6, "sliding_window_pattern"),
         _WINDOW,
         _QUERY_WIDTH,
-        Row({**rope.KEYS, **used("rope_local_base_freq")}, _read_rope, _write_rope),
+        Row({**rope.KEYS, **read_keys("rope_local_base_freq")}, _read_rope, _write_rope),
         # In a file that transformers 5 wrote; layer_types, which it writes too, says it.
         ignore("layer_types says it", "_sliding_window_pattern"),
         ignore(

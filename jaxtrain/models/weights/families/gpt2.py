@@ -3,7 +3,7 @@
 from jaxtrain.config.key_table import only
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_file import Row, constant, derive, ignore, number, whole
+from jaxtrain.models.weights.config_file import Row, constant, derive, ignore, integer, number
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, layer_norm, linear
 
@@ -25,12 +25,12 @@ _GPT2 = Family(
     model=GPT,
     rows=(
         Row(config_keys.LANGUAGE),
-        whole("vocab_size", "vocab_size"),
-        whole("n_layer", "num_layers"),
-        whole("n_embd", "embed_dim"),
-        whole("n_head", "num_heads"),
-        whole("n_positions", "context_length", 1024),
-        derive("n_inner", lambda config: 4 * config.whole("n_embd"), lambda _: None),
+        integer("vocab_size", "vocab_size"),
+        integer("n_layer", "num_layers"),
+        integer("n_embd", "embed_dim"),
+        integer("n_head", "num_heads"),
+        integer("n_positions", "context_length", 1024),
+        derive("n_inner", lambda config: 4 * config.integer("n_embd"), lambda _: None),
         number("layer_norm_epsilon", "norm_eps", 1e-5),
         constant("activation_function", "gelu_new", "gelu_pytorch_tanh"),
         constant("tie_word_embeddings", True),

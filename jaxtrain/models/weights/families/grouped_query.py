@@ -5,15 +5,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxtrain.config.key_table import irrelevant, only, used
+from jaxtrain.config.key_table import ignore_keys, only, read_keys
 from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
     constant,
     flag,
+    integer,
     number,
-    whole,
     write_only,
 )
 from jaxtrain.models.weights.families import rope
@@ -58,7 +58,7 @@ family = functools.partial(
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def around(model: DecoderSizes) -> tuple[Name, ...]:
+def embedding_names(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of what is before and after the layers."""
     ends = (
         Name("model.embed_tokens.weight", "token_embedding", "VD->VD"),
@@ -69,7 +69,7 @@ def around(model: DecoderSizes) -> tuple[Name, ...]:
 
 def dense_names(model: DecoderSizes) -> tuple[Name, ...]:
     """Return the lines of a model whose layers have attention and one SwiGLU."""
-    return (*around(model), *ATTENTION, *MLP)
+    return (*embedding_names(model), *ATTENTION, *MLP)
 
 
 def read_head_dim(config: ConfigFile, default: int | None = None) -> int | None:
@@ -79,15 +79,15 @@ def read_head_dim(config: ConfigFile, default: int | None = None) -> int | None:
       config: the config.json.
       default: the value of a missing key; None: embed_dim / num_heads.
     """
-    heads, width = config.whole("num_attention_heads"), config.whole("hidden_size")
-    found = config.whole("head_dim", default or width // max(heads, 1))
+    heads, width = config.integer("num_attention_heads"), config.integer("hidden_size")
+    found = config.integer("head_dim", default or width // max(heads, 1))
     return None if found * heads == width else found
 
 
 def head_dim(default: int | None = None) -> Row:
     """Return the row of a width of heads; `default` is that of `read_head_dim`."""
     return Row(
-        used("head_dim"),
+        read_keys("head_dim"),
         lambda config: {"head_dim": read_head_dim(config, default)},
         lambda model: {"head_dim": model.attention.key_dim},
     )
@@ -127,8 +127,8 @@ def width_rows(
         # null is as many as query heads in every family.
         key, default = "num_key_value_heads", kv_heads
         if default is None or config.content.get(key, 0) is None:
-            default = config.whole("num_attention_heads")
-        return {"num_kv_heads": config.whole(key, default)}
+            default = config.integer("num_attention_heads")
+        return {"num_kv_heads": config.integer(key, default)}
 
     return (
         Row(
@@ -140,18 +140,18 @@ def width_rows(
                 "rope_interleaved": only(False),
             }
         ),
-        whole("vocab_size", "vocab_size"),
-        whole("num_hidden_layers", "num_layers"),
-        whole("hidden_size", "embed_dim"),
-        whole("num_attention_heads", "num_heads"),
+        integer("vocab_size", "vocab_size"),
+        integer("num_hidden_layers", "num_layers"),
+        integer("hidden_size", "embed_dim"),
+        integer("num_attention_heads", "num_heads"),
         Row(
-            used("num_key_value_heads"),
+            read_keys("num_key_value_heads"),
             read_kv_heads,
             lambda model: {"num_key_value_heads": model.num_kv_heads},
         ),
         head_dim,
-        whole("intermediate_size", "mlp_dim"),
-        whole("max_position_embeddings", "context_length", context_length),
+        integer("intermediate_size", "mlp_dim"),
+        integer("max_position_embeddings", "context_length", context_length),
         number("rms_norm_eps", "norm_eps", norm_eps),
         tied,
     )
@@ -187,12 +187,12 @@ def window(default: int | None) -> Row:
     Args:
       default: the value of a missing key, None too.
     """
-    return whole("sliding_window", "sliding_window", default, null=True)
+    return integer("sliding_window", "sliding_window", default, null=True)
 
 
 def _one_a_layer(config: ConfigFile, found: Any) -> bool:
     """Whether this is a list with one element a layer."""
-    return isinstance(found, list) and len(found) == config.whole("num_hidden_layers")
+    return isinstance(found, list) and len(found) == config.integer("num_hidden_layers")
 
 
 def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
@@ -209,8 +209,8 @@ def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
 NO_WINDOW = (
     Row(
         {
-            **used("layer_types"),
-            **irrelevant("use_sliding_window is false", "sliding_window", "max_window_layers"),
+            **read_keys("layer_types"),
+            **ignore_keys("use_sliding_window is false", "sliding_window", "max_window_layers"),
         },
         _reject_other_layers,
     ),
@@ -218,7 +218,7 @@ NO_WINDOW = (
     write_only(sliding_window=None),
 )
 # Of mixtures of experts whose balancing loss is trained with whatever transformers returns.
-ROUTER_OUTPUT = irrelevant(
+ROUTER_OUTPUT = ignore_keys(
     "it asks transformers for an output; router_aux_loss_coef weighs the loss here anyway",
     "output_router_logits",
 )
@@ -233,19 +233,19 @@ def layer_types(default: int, key: str | None = None) -> Row:
     """
 
     def read(config: ConfigFile) -> dict[str, Any]:
-        period = default if key is None else config.whole(key, default)
+        period = default if key is None else config.integer(key, default)
         return {"global_every": _read_global_every(config, period)}
 
     def write(model: Any) -> Mapping[str, Any]:
         assert model.global_every is not None, "a model with layers of two kinds"
         return {"layer_types": _kinds(model.num_layers, model.global_every)}
 
-    return Row(used("layer_types", *([] if key is None else [key])), read, write)
+    return Row(read_keys("layer_types", *([] if key is None else [key])), read, write)
 
 
 def _read_global_every(config: ConfigFile, default: int) -> int:
     """The period of layers of two kinds, which files may spell out; `default` where they do not."""
-    num_layers, found = config.whole("num_hidden_layers"), config.content.get("layer_types")
+    num_layers, found = config.integer("num_hidden_layers"), config.content.get("layer_types")
     if found is None:
         return default
     if not _one_a_layer(config, found):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.key_table import only, used
+from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.convolutional.resnet import BLOCKS_PER_STAGE, BOTTLENECKS, ResNet
 from jaxtrain.models.transformers.vit import ViT
 from jaxtrain.models.weights import config_keys
@@ -14,14 +14,14 @@ from jaxtrain.models.weights.config_file import (
     constant,
     holds,
     ignore,
+    integer,
     number,
     requires,
-    whole,
 )
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, layer_norm, linear
 
-_CHANNELS = whole("num_channels", "channels", 3)
+_CHANNELS = integer("num_channels", "channels", 3)
 
 # -- ViT -------------------------------------------------------------------------------------------
 
@@ -57,12 +57,12 @@ _VIT = Family(
     rows=(
         Row(config_keys.CLASSES),
         _CHANNELS,
-        whole("image_size", "image_size", 224),
-        whole("patch_size", "patch_size", 16),
-        whole("num_hidden_layers", "num_layers", 12),
-        whole("hidden_size", "embed_dim", 768),
-        whole("num_attention_heads", "num_heads", 12),
-        whole("intermediate_size", "mlp_dim", 3072),
+        integer("image_size", "image_size", 224),
+        integer("patch_size", "patch_size", 16),
+        integer("num_hidden_layers", "num_layers", 12),
+        integer("hidden_size", "embed_dim", 768),
+        integer("num_attention_heads", "num_heads", 12),
+        integer("intermediate_size", "mlp_dim", 3072),
         number("layer_norm_eps", "norm_eps", 1e-12),
         constant("hidden_act", "gelu"),
         constant("qkv_bias", True),
@@ -124,7 +124,7 @@ def _read_resnet(config: ConfigFile) -> dict[str, Any]:
     }
     config.only("depths", depths.values(), default=[3, 4, 6, 3])
     found = config.content.get("depths") or [3, 4, 6, 3]
-    width = config.whole("embedding_size", 64)
+    width = config.integer("embedding_size", 64)
     config.only("hidden_sizes", [_sizes(width, kind)], default=[256, 512, 1024, 2048])
     return {
         "depth": next((depth for depth, counts in depths.items() if counts == found), 50),
@@ -163,7 +163,7 @@ _RESNET = Family(
         _CHANNELS,
         Row(
             {
-                **used("embedding_size", "hidden_sizes", "depths"),
+                **read_keys("embedding_size", "hidden_sizes", "depths"),
                 "layer_type": only("bottleneck", "basic"),
             },
             _read_resnet,
@@ -171,7 +171,10 @@ _RESNET = Family(
         ),
         constant("hidden_act", "relu"),
         constant("downsample_in_first_stage", False),
-        Row(used("downsample_in_bottleneck"), write=lambda _: {"downsample_in_bottleneck": False}),
+        Row(
+            read_keys("downsample_in_bottleneck"),
+            write=lambda _: {"downsample_in_bottleneck": False},
+        ),
         CLASSES,
         ignore(
             "it chooses outputs of a backbone, which a classifier is not",

@@ -1,14 +1,14 @@
 """Llama, Mistral, Phi 3, Qwen 2 and Qwen 3, the dense ones: Hugging Face names and settings."""
 
-from jaxtrain.config.key_table import irrelevant, only
+from jaxtrain.config.key_table import ignore_keys, only
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.weights.config_file import Row, constant, holds, ignore, requires
 from jaxtrain.models.weights.families.grouped_query import (
     BIASES,
     HEAD_NORMS,
     NO_WINDOW,
-    around,
     dense_names,
+    embedding_names,
     family,
     head_dim,
     rows,
@@ -58,7 +58,7 @@ def _phi3_names(model: Llama) -> tuple[Name, ...]:
         for heads in (model.num_heads, model.num_kv_heads)
     )
     return (
-        *around(model),
+        *embedding_names(model),
         Name(f"{_LAYER}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
         *one_after_the_other(
             f"{_LAYER}.self_attn.qkv_proj.weight",
@@ -97,7 +97,7 @@ _PHI3 = family(
             "interpolate_factor",
         ),
         Row(
-            irrelevant(
+            ignore_keys(
                 "it is of rotary scaling, which is not supported of this family",
                 "original_max_position_embeddings",
             ),

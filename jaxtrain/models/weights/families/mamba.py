@@ -3,11 +3,11 @@
 import functools
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, irrelevant, only, used
+from jaxtrain.config.key_table import KeyTable, ignore_keys, only, read_keys
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
 from jaxtrain.models.weights import config_keys
-from jaxtrain.models.weights.config_file import ConfigFile, Row, constant, derive, number, whole
+from jaxtrain.models.weights.config_file import ConfigFile, Row, constant, derive, integer, number
 from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name, linear, one_after_the_other
 
@@ -59,17 +59,17 @@ def _mamba2_names(model: Mamba2) -> tuple[Name, ...]:
 
 _KEYS: KeyTable = {
     **config_keys.LANGUAGE,
-    **irrelevant(
+    **ignore_keys(
         "values are drawn only where training starts anew",
         "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme",
         "time_step_scale", "rescale_prenorm_residual",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it changes how transformers computes, and no logits",
         "residual_in_fp32", "use_mambapy", "use_associative_scan", "chunk_size",
         "fused_add_norm",
     ),
-    **irrelevant("it is a size of the authors' code, for which transformers has another key",
+    **ignore_keys("it is a size of the authors' code, for which transformers has another key",
                  "d_inner", "d_model", "n_layer", "pad_vocab_size_multiple"),
     "ssm_cfg": only({}),
     "rms_norm": only(True),
@@ -85,13 +85,13 @@ def _rows(*mixer: Row, tied: Row) -> tuple[Row, ...]:
     """
     return (
         Row(_KEYS),
-        whole("vocab_size", "vocab_size"),
-        whole("num_hidden_layers", "num_layers"),
-        whole("hidden_size", "embed_dim"),
+        integer("vocab_size", "vocab_size"),
+        integer("num_hidden_layers", "num_layers"),
+        integer("hidden_size", "embed_dim"),
         *mixer,
-        whole("conv_kernel", "conv_width", 4),
+        integer("conv_kernel", "conv_width", 4),
         # Not theirs: they have no limit, and the published ones were trained on 2,048 tokens.
-        whole("max_position_embeddings", "context_length", 2048),
+        integer("max_position_embeddings", "context_length", 2048),
         number("layer_norm_epsilon", "norm_eps", 1e-5),
         constant("hidden_act", "silu", "swish"),
         constant("use_bias", False),
@@ -101,20 +101,20 @@ def _rows(*mixer: Row, tied: Row) -> tuple[Row, ...]:
 
 
 def _inner_dim(config: ConfigFile) -> int:
-    return config.whole("hidden_size") * config.whole("expand", 2)
+    return config.integer("hidden_size") * config.integer("expand", 2)
 
 
 def _read_step_rank(config: ConfigFile) -> dict[str, Any]:
     if config.content.get("time_step_rank", "auto") == "auto":
         return {"step_rank": None}
-    rank = config.whole("time_step_rank")
-    return {"step_rank": None if rank == -(-config.whole("hidden_size") // 16) else rank}
+    rank = config.integer("time_step_rank")
+    return {"step_rank": None if rank == -(-config.integer("hidden_size") // 16) else rank}
 
 
 _family = functools.partial(
     Family, prefix="backbone.", copies={"lm_head.weight": "backbone.embeddings.weight"}
 )
-_EXPAND = whole("expand", "expand", 2)
+_EXPAND = integer("expand", "expand", 2)
 
 FAMILIES = (
     _family(
@@ -124,9 +124,9 @@ FAMILIES = (
         rows=_rows(
             derive("intermediate_size", _inner_dim, lambda model: model.block.inner_dim),
             _EXPAND,
-            whole("state_size", "state_dim", 16),
+            integer("state_size", "state_dim", 16),
             Row(
-                used("time_step_rank"),
+                read_keys("time_step_rank"),
                 _read_step_rank,
                 lambda model: {"time_step_rank": model.block.step_rank},
             ),
@@ -142,15 +142,15 @@ FAMILIES = (
             _EXPAND,
             derive(
                 "num_heads",
-                lambda config: _inner_dim(config) // max(config.whole("head_dim", 64), 1),
+                lambda config: _inner_dim(config) // max(config.integer("head_dim", 64), 1),
                 lambda model: model.block.num_heads,
                 default=128,
             ),
-            whole("head_dim", "head_dim", 64),
+            integer("head_dim", "head_dim", 64),
             constant("n_groups", 1, default=8),
-            whole("state_size", "state_dim", 128),
+            integer("state_size", "state_dim", 128),
             Row({
-                **irrelevant("steps have no low rank in this version", "time_step_rank"),
+                **ignore_keys("steps have no low rank in this version", "time_step_rank"),
                 "time_step_limit": only([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
                 "norm_before_gate": only(False),
             }),

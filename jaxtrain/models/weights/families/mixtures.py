@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jaxtrain.config.key_table import only, used
+from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.weights.config_file import (
@@ -12,9 +12,9 @@ from jaxtrain.models.weights.config_file import (
     flag,
     holds,
     ignore,
+    integer,
     number,
     requires,
-    whole,
 )
 from jaxtrain.models.weights.families.grouped_query import (
     ATTENTION,
@@ -22,7 +22,7 @@ from jaxtrain.models.weights.families.grouped_query import (
     HEAD_NORMS,
     NO_WINDOW,
     ROUTER_OUTPUT,
-    around,
+    embedding_names,
     family,
     head_dim,
     layer_types,
@@ -47,8 +47,8 @@ _MIXTRAL = family(
     model=Mixtral,
     rows=(
         *rows(norm_eps=1e-5, context_length=131072, rope_theta=1000000.0, kv_heads=8),
-        whole("num_local_experts", "num_experts", 8),
-        whole("num_experts_per_tok", "experts_per_token", 2),
+        integer("num_local_experts", "num_experts", 8),
+        integer("num_experts_per_tok", "experts_per_token", 2),
         _BALANCE,
         window(None),
         Row({**ROUTER_OUTPUT, "router_jitter_noise": only(0.0)}),
@@ -56,7 +56,7 @@ _MIXTRAL = family(
         requires(lambda model: model.attention.key_dim * model.num_heads == model.embed_dim),
     ),
     aliases={"num_experts": "num_local_experts"},
-    names=lambda model: (*around(model), *ATTENTION, *_EXPERTS),
+    names=lambda model: (*embedding_names(model), *ATTENTION, *_EXPERTS),
 )
 
 _MLP = "model.layers.{L}.mlp"
@@ -81,9 +81,9 @@ def _qwen_rows(
     return (
         *rows(norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=kv_heads, **own),
         # In place of intermediate_size, which all files have.
-        whole("moe_intermediate_size", "mlp_dim", mlp_dim),
-        whole("num_experts", "num_experts", experts),
-        whole("num_experts_per_tok", "experts_per_token", per_token),
+        integer("moe_intermediate_size", "mlp_dim", mlp_dim),
+        integer("num_experts", "num_experts", experts),
+        integer("num_experts_per_tok", "experts_per_token", per_token),
         flag("norm_topk_prob", "normalize_gates", False),
         _BALANCE,
         *NO_WINDOW,
@@ -101,13 +101,13 @@ _QWEN2 = family(
     model=Mixtral,
     rows=(
         *_qwen_rows(kv_heads=16, mlp_dim=1408, experts=60, per_token=4),
-        whole("shared_expert_intermediate_size", "shared_mlp_dim", 5632),
+        integer("shared_expert_intermediate_size", "shared_mlp_dim", 5632),
         constant("qkv_bias", True),
         holds(head_dim=None, qkv_bias=True, qk_norm=False),
         requires(lambda model: model.shared_mlp_dim is not None),
     ),
     names=lambda model: (
-        *around(model), *ATTENTION, *BIASES, *_QWEN_EXPERTS, *_QWEN_SHARED,
+        *embedding_names(model), *ATTENTION, *BIASES, *_QWEN_EXPERTS, *_QWEN_SHARED,
     ),
 )  # fmt: skip
 # QK-norm.
@@ -121,7 +121,7 @@ _QWEN3 = family(
         holds(qkv_bias=False, qk_norm=True, shared_mlp_dim=None),
     ),
     aliases={"num_local_experts": "num_experts"},
-    names=lambda model: (*around(model), *ATTENTION, *HEAD_NORMS, *_QWEN_EXPERTS),
+    names=lambda model: (*embedding_names(model), *ATTENTION, *HEAD_NORMS, *_QWEN_EXPERTS),
 )
 
 _LAYER, _OURS = "model.layers.{L}", "layers/experts"
@@ -162,7 +162,7 @@ _GPT_OSS = family(
     rows=(
         *rows(
             norm_eps=1e-5, context_length=131072, rope_theta=150000.0, kv_heads=8,
-            head_dim=whole("head_dim", "head_dim", 64),
+            head_dim=integer("head_dim", "head_dim", 64),
             rotary={"whole_pairs": False, "unsaid": _UNSAID_ROPE},
         ),
         # null would mean what transformers takes where there is nothing.
@@ -170,10 +170,10 @@ _GPT_OSS = family(
             "rope_scaling": {"rope_type": "default"}
         }),
         constant("attention_bias", True),
-        whole("num_local_experts", "num_experts", 128),
-        whole("num_experts_per_tok", "experts_per_token", 4),
+        integer("num_local_experts", "num_experts", 128),
+        integer("num_experts_per_tok", "experts_per_token", 4),
         Row(
-            used("router_aux_loss_coef", "output_router_logits"),
+            read_keys("router_aux_loss_coef", "output_router_logits"),
             _read_balance,
             lambda model: {
                 "router_aux_loss_coef": model.balance_weight,
@@ -182,13 +182,13 @@ _GPT_OSS = family(
         ),
         constant("swiglu_alpha", 1.702),
         number("swiglu_limit", "swiglu_limit", 7.0),
-        whole("sliding_window", "sliding_window", 128),
+        integer("sliding_window", "sliding_window", 128),
         layer_types(2),
         ignore("num_experts_per_tok says it", "experts_per_token"),
         ignore("the rotary positions say it", "initial_context_length"),
     ),
     aliases={"num_experts": "num_local_experts"},
-    names=lambda model: (*around(model), *_GPT_OSS_NAMES),
+    names=lambda model: (*embedding_names(model), *_GPT_OSS_NAMES),
     dequantized=(mxfp4.METHOD, awq.METHOD),
 )  # fmt: skip
 

@@ -7,18 +7,18 @@ Older files have `rope_theta` next to an object `rope_scaling`, those of transfo
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, unsupported, used
+from jaxtrain.config.key_table import KeyTable, Only, check_keys, ignore_keys, read_keys
 from jaxtrain.models.weights.config_file import (
     ConfigFile,
     Row,
+    integer,
     number,
     read_rows,
-    whole,
     write_rows,
 )
 
 # Where config.json has rotary positions.
-KEYS = used(
+KEYS = read_keys(
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "original_max_position_embeddings",
 )  # fmt: skip
@@ -40,14 +40,14 @@ _EVERY = {key for keys in _OF_TYPE.values() for key in keys}
 def _turns(key: str, setting: str, default: float) -> Row:
     """The row of a number of turns, of which 0 means the default."""
     return Row(
-        used(key),
+        read_keys(key),
         lambda rope: {setting: rope.number(key, default) or default},
         lambda model: {key: getattr(model, setting)},
     )
 
 
 _FACTOR = number("factor", "rope_scaling")
-_ORIGINAL = whole("original_max_position_embeddings", "rope_original_context_length")
+_ORIGINAL = integer("original_max_position_embeddings", "rope_original_context_length")
 # The settings of each scaling.
 SCALINGS: Mapping[str, tuple[Row, ...]] = {
     "default": (),
@@ -87,7 +87,7 @@ def rotary(
     types = ("default",) if fraction else tuple(SCALINGS)
 
     def read(config: ConfigFile) -> dict[str, Any]:
-        length = config.whole("max_position_embeddings", context_length)
+        length = config.integer("max_position_embeddings", context_length)
         kind, rope = standardize(
             config, theta=theta, context_length=length, types=types, unsaid=unsaid
         )
@@ -162,7 +162,7 @@ def validate_type(config: ConfigFile, rope: Mapping[str, Any], types: tuple[str,
     if kind not in types:
         config.reject(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
         return "default"
-    for reason in unsupported(rope, _table(kind)):
+    for reason in check_keys(rope, _table(kind)):
         config.reject(reason)
     return kind
 
@@ -174,6 +174,6 @@ def _table(kind: str) -> KeyTable:
         **dict.fromkeys(_EVERY, unread),
         **({"factor": Only((None, 1), reason="rope_type 'default' scales nothing")}
            if kind == "default" else {}),
-        **used("rope_type", "rope_theta", "partial_rotary_factor", *_OF_TYPE[kind]),
-        **irrelevant("rope_type says it where both are there", "type"),
+        **read_keys("rope_type", "rope_theta", "partial_rotary_factor", *_OF_TYPE[kind]),
+        **ignore_keys("rope_type says it where both are there", "type"),
     }  # fmt: skip

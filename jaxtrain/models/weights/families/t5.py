@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.key_table import only, used
+from jaxtrain.config.key_table import only, read_keys
 from jaxtrain.models.transformers.t5 import T5
 from jaxtrain.models.weights import config_keys
 from jaxtrain.models.weights.config_file import (
@@ -13,9 +13,9 @@ from jaxtrain.models.weights.config_file import (
     derive,
     flag,
     ignore,
+    integer,
     number,
     requires,
-    whole,
     write_only,
 )
 from jaxtrain.models.weights.family import Family
@@ -76,18 +76,18 @@ _T5 = Family(
         Row(config_keys.LANGUAGE),
         # transformers scales none of an output matrix of its own.
         requires(lambda model: model.tie_embeddings or not model.scale_outputs),
-        whole("vocab_size", "vocab_size"),
-        whole("num_layers", "num_layers"),
+        integer("vocab_size", "vocab_size"),
+        integer("num_layers", "num_layers"),
         derive(
             "num_decoder_layers",
-            lambda config: config.whole("num_layers"),
+            lambda config: config.integer("num_layers"),
             lambda model: model.num_layers,
         ),
-        whole("d_model", "embed_dim"),
-        whole("num_heads", "num_heads"),
-        whole("d_kv", "head_dim"),
-        whole("d_ff", "mlp_dim"),
-        whole("n_positions", "context_length", 512),
+        integer("d_model", "embed_dim"),
+        integer("num_heads", "num_heads"),
+        integer("d_kv", "head_dim"),
+        integer("d_ff", "mlp_dim"),
+        integer("n_positions", "context_length", 512),
         Row(
             {"feed_forward_proj": only(*_MLPS)},
             lambda config: {
@@ -97,12 +97,12 @@ _T5 = Family(
         ),
         flag("tie_word_embeddings", "tie_embeddings", True),
         Row(
-            used("scale_decoder_outputs"),
+            read_keys("scale_decoder_outputs"),
             _read_scale,
             lambda model: {"scale_decoder_outputs": model.scale_outputs},
         ),
-        whole("relative_attention_num_buckets", "buckets", 32),
-        whole("relative_attention_max_distance", "distance", 128),
+        integer("relative_attention_num_buckets", "buckets", 32),
+        integer("relative_attention_max_distance", "distance", 128),
         number("layer_norm_epsilon", "norm_eps", 1e-6),
         constant("is_encoder_decoder", True),
         write_only(decoder_start_token_id=0, pad_token_id=0),

@@ -19,7 +19,7 @@ CODES, ZEROS, SCALES = "qweight", "qzeros", "scales"
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-def packed(codes_IO: np.ndarray) -> np.ndarray:
+def pack_codes(codes_IO: np.ndarray) -> np.ndarray:
     """Codes of 4 bits as int32 [in, out / 8]."""
     eight = codes_IO.reshape(len(codes_IO), -1, len(ORDER)).astype(np.uint32)
     found = np.zeros(eight.shape[:2], np.uint32)
@@ -28,7 +28,7 @@ def packed(codes_IO: np.ndarray) -> np.ndarray:
     return found.view(np.int32)
 
 
-def unpacked(packed_IP: np.ndarray) -> np.ndarray:
+def unpack_codes(packed_IP: np.ndarray) -> np.ndarray:
     """The codes uint8 [in, out] of int32 [in, out / 8]."""
     found = np.empty((*packed_IP.shape, len(ORDER)), np.uint8)
     words = np.ascontiguousarray(packed_IP).view(np.uint32)
@@ -63,13 +63,15 @@ class AwqTensor:
         """The floats that the codes stand for, float32 [out, in]."""
         scales_GO = np.asarray(self.scales.open()).astype(np.float32)
         group = self.codes.shape[0] // len(scales_GO)
-        codes_GSO = unpacked(self.codes.open()).reshape(len(scales_GO), group, -1)
+        codes_GSO = unpack_codes(self.codes.open()).reshape(len(scales_GO), group, -1)
         # int8: a code less its zero is between -15 and 15.
-        apart_GSO = codes_GSO.astype(np.int8) - unpacked(self.zeros.open()).astype(np.int8)[:, None]
+        apart_GSO = (
+            codes_GSO.astype(np.int8) - unpack_codes(self.zeros.open()).astype(np.int8)[:, None]
+        )
         return (apart_GSO * scales_GO[:, None]).reshape(self.codes.shape[0], -1).T
 
 
-def merged(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | AwqTensor]:
+def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | AwqTensor]:
     """The same tensors, codes with their zeros and scales as one, called `weight`.
 
     Raises:

@@ -55,7 +55,7 @@ class Float8Tensor:
         return out
 
 
-def merged(
+def merge(
     stored: Mapping[str, Tensor], settings: Mapping[str, Any], *, where: str
 ) -> dict[str, Tensor | Float8Tensor]:
     """The same tensors, matrices and their scales as one.

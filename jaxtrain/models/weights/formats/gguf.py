@@ -176,7 +176,7 @@ class GgufFile:
                 found[name] = dataclasses.replace(tensor, heads=heads[part])
         return found
 
-    def carried(self) -> dict[str, bytes]:
+    def extra_files(self) -> dict[str, bytes]:
         """config.json, and the tokenizer and its chat template where they are known here."""
         config = json.dumps(self.content, indent=2).encode()
         return {"config.json": config, **tokenizer_files(self._read[0], where=str(self.path))}

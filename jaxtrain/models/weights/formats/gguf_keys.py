@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.key_table import KeyTable, Only, irrelevant, only, unsupported, used
+from jaxtrain.config.key_table import KeyTable, Only, check_keys, ignore_keys, only, read_keys
 from jaxtrain.models.weights.config_file import ConfigFile
 
 ARCHITECTURE = "llama"
@@ -21,11 +21,11 @@ def _of_others(reason: str, *keys: str) -> KeyTable:
 
 
 _GENERAL: KeyTable = {
-    **used("general.architecture", "general.alignment"),
+    **read_keys("general.architecture", "general.alignment"),
     "general.type": Only(("model",), default="model", reason="the file holds no whole model"),
     "general.quantization_version": Only((2,), default=2, reason="blocks are stored otherwise"),
-    **irrelevant("each tensor has its own type", "general.file_type"),
-    **irrelevant(
+    **ignore_keys("each tensor has its own type", "general.file_type"),
+    **ignore_keys(
         "it names or describes the file, its authors and its sources",
         *(f"general.{key}" for key in (
             "name", "author", "version", "organization", "finetune", "basename", "description",
@@ -39,7 +39,7 @@ _GENERAL: KeyTable = {
             "repo_url",
         )),
     ),
-    **irrelevant(
+    **ignore_keys(
         "how tokens are drawn is set where text is generated",
         *(f"general.sampling.{key}" for key in (
             "sequence", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "temp",
@@ -50,11 +50,11 @@ _GENERAL: KeyTable = {
         (0, 1), default=1,
         reason="it is one of several files; merge them with 'llama-gguf-split --merge'",
     ),
-    **irrelevant("there is one file", "split.no", "split.tensors.count"),
+    **ignore_keys("there is one file", "split.no", "split.tensors.count"),
 }  # fmt: skip
 
 _TOKENIZER: KeyTable = {
-    **used(
+    **read_keys(
         "tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.ggml.tokens",
         "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.bos_token_id",
         "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
@@ -63,25 +63,25 @@ _TOKENIZER: KeyTable = {
         "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix",
         "tokenizer.chat_template",
     ),
-    **irrelevant("byte-pair merges have ranks in place of scores", "tokenizer.ggml.scores"),
-    **irrelevant(
+    **ignore_keys("byte-pair merges have ranks in place of scores", "tokenizer.ggml.scores"),
+    **ignore_keys(
         "it names a token for one kind of prompt, and the token is in the vocabulary anyway",
         *(f"tokenizer.ggml.{key}_token_id" for key in (
             "seperator", "mask", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep",
             "prefix", "suffix", "middle", "cls",
         )),
     ),
-    **irrelevant(
+    **ignore_keys(
         "the template without a name is taken",
         "tokenizer.chat_templates", "tokenizer.chat_template.{name}",
     ),
-    **irrelevant(
+    **ignore_keys(
         "it belongs to a tokenizer of another model, none of which is imported",
         "tokenizer.ggml.token_type_count", "tokenizer.ggml.add_sep_token",
         "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap",
         "tokenizer.rwkv.world",
     ),
-    **irrelevant("the keys of tokenizer.ggml say the same", "tokenizer.huggingface.json"),
+    **ignore_keys("the keys of tokenizer.ggml say the same", "tokenizer.huggingface.json"),
 }  # fmt: skip
 
 # The rest of a key behind the architecture's name.
@@ -94,9 +94,9 @@ _SIZES = (
 )  # fmt: skip
 _NO_EXPERTS = Only((0,), default=0, reason="mixtures of experts are not read from GGUF")
 _MODEL: KeyTable = {
-    **used(*_SIZES),
-    **irrelevant("rows of queries and keys are in one order in all files", "tensor_data_layout"),
-    **irrelevant("it says how the weights came about", "rope.scaling.finetuned"),
+    **read_keys(*_SIZES),
+    **ignore_keys("rows of queries and keys are in one order in all files", "tensor_data_layout"),
+    **ignore_keys("it says how the weights came about", "rope.scaling.finetuned"),
     **dict.fromkeys((
         "expert_count", "expert_used_count", "expert_shared_count", "expert_group_count",
         "expert_group_used_count", "leading_dense_block_count", "nextn_predict_layers",
@@ -158,7 +158,7 @@ _NAMESPACES = (
 )  # fmt: skip
 
 
-def listed(key: str) -> str:
+def key_in_table(key: str) -> str:
     """Return a key as the table has it: numbers and names that a file chooses stand in braces."""
     key = re.sub(r"^(general\.(?:base_model|dataset))\.\d+\.", r"\1.{id}.", key)
     return re.sub(r"^(tokenizer\.chat_template)\..+", r"\1.{name}", key)
@@ -181,28 +181,30 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
             f"{where}: GGUF files of 'llama' are read here, not of {kind!r}; take the model's "
             "safetensors"
         )
-    known = {listed(key): value for key, value in metadata.items()
+    known = {key_in_table(key): value for key, value in metadata.items()
              if key.partition(".")[0] in _NAMESPACES}  # fmt: skip
     config = ConfigFile(
         {key.removeprefix(f"{ARCHITECTURE}."): value for key, value in known.items()}
     )
-    for reason in unsupported(known, TABLE):
+    for reason in check_keys(known, TABLE):
         config.reject(reason)
     tokens = known.get("tokenizer.ggml.tokens")
     heads = _of_all_layers(config, "attention.head_count")
-    width = config.whole("embedding_length")
-    head_dim = config.whole("attention.key_length", width // max(heads, 1))
+    width = config.integer("embedding_length")
+    head_dim = config.integer("attention.key_length", width // max(heads, 1))
     for key in "attention.value_length", "rope.dimension_count":
         config.only(key, [head_dim], default=head_dim)
     content = {
-        "vocab_size": config.whole("vocab_size", len(tokens) if isinstance(tokens, list) else None),
-        "num_hidden_layers": config.whole("block_count"),
+        "vocab_size": config.integer(
+            "vocab_size", len(tokens) if isinstance(tokens, list) else None
+        ),
+        "num_hidden_layers": config.integer("block_count"),
         "hidden_size": width,
         "num_attention_heads": heads,
         "num_key_value_heads": _of_all_layers(config, "attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": _of_all_layers(config, "feed_forward_length"),
-        "max_position_embeddings": config.whole("context_length"),
+        "max_position_embeddings": config.integer("context_length"),
         "rope_theta": config.number("rope.freq_base", 10000.0),
         "rms_norm_eps": config.number("attention.layer_norm_rms_epsilon"),
         "rope_scaling": _rope_scaling(config),
@@ -239,7 +241,7 @@ def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> 
     """A number that a file has once, or once a layer; the layers here are alike."""
     value = config.content.get(key)
     if not isinstance(value, list):
-        return config.whole(key, default)
+        return config.integer(key, default)
     if len(set(value)) != 1 or type(value[0]) is not int:
         config.reject(f"{key} = {value}; here it is the same whole number for all layers")
         return 1
@@ -255,7 +257,7 @@ def _rope_scaling(config: ConfigFile) -> dict[str, Any] | None:
         return None
     found: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        original = config.whole("context_length")
+        original = config.integer("context_length")
         key = "rope.scaling.original_context_length"
-        found["original_max_position_embeddings"] = config.whole(key, original)
+        found["original_max_position_embeddings"] = config.integer(key, original)
     return found

@@ -59,7 +59,7 @@ class Mxfp4Tensor:
         return out.reshape(*out.shape[:2], -1).swapaxes(1, 2)
 
 
-def merged(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Mxfp4Tensor]:
+def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Mxfp4Tensor]:
     """The same tensors, blocks and their scales as one.
 
     Raises:
