@@ -24,7 +24,7 @@ from jaxtrain.analysis.planning.goodput.recovery import (
     seconds_to_notice,
 )
 from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, Costs
-from jaxtrain.training.settings import Deadlines
+from jaxtrain.training.settings import Timeouts
 
 FILE = Path(__file__).parent / "published_goodput.csv"
 STEP_SECONDS = 10.0  # of a step where none is published: it only rounds the interval
@@ -70,7 +70,7 @@ class Run:
         recovery = self.recovery
         if recovery is None:
             replace = by_hand_seconds if self.by_hand else REPLACE_SECONDS
-            notice = seconds_to_notice(Deadlines(), STEP_SECONDS)
+            notice = seconds_to_notice(Timeouts(), STEP_SECONDS)
             recovery = notice + replace + START_SECONDS + COMPILE_SECONDS + on_device / storage
         saves = SAVE_SECONDS + on_device / HOST_BANDWIDTH if self.parameters else 0.0
         mtbf = self.mtbf_hours * 3600 / self.devices

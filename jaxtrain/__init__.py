@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxtrain.training.optimizers.optimizer import Optimizer
     from jaxtrain.training.optimizers.schedule import Schedule
     from jaxtrain.training.pipeline.schedules import Pipeline
-    from jaxtrain.training.settings import Checkpoint, Config, Deadlines, Train, load_config
+    from jaxtrain.training.settings import Checkpoint, Config, Timeouts, Train, load_config
 
 # Loaded when they are asked for: they load JAX, which takes seconds.
 _HOMES = {
@@ -33,7 +33,6 @@ _HOMES = {
     "Checkpoint": "jaxtrain.training.settings",
     "Config": "jaxtrain.training.settings",
     "Corruption": "jaxtrain.training.corruption",
-    "Deadlines": "jaxtrain.training.settings",
     "Exchange": "jaxtrain.training.exchange.exchange",
     "Guard": "jaxtrain.training.guard",
     "ImageData": "jaxtrain.data.images.source",
@@ -48,6 +47,7 @@ _HOMES = {
     "Schedule": "jaxtrain.training.optimizers.schedule",
     "Sharding": "jaxtrain.parallel.sharding",
     "TextData": "jaxtrain.data.text.source",
+    "Timeouts": "jaxtrain.training.settings",
     "Train": "jaxtrain.training.settings",
     "Trainer": "jaxtrain.run.trainer",
     "load_config": "jaxtrain.training.settings",
@@ -56,9 +56,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "Attention", "Batch", "Checkpoint", "Config", "Corruption", "Deadlines", "Exchange", "Guard",
+    "Attention", "Batch", "Checkpoint", "Config", "Corruption", "Exchange", "Guard",
     "ImageData", "Loss", "Mesh", "Optimizer", "Pipeline", "Plan", "Precision", "Remat", "Scan",
-    "Schedule", "Sharding", "TextData", "Train", "Trainer", "load_config", "plan", "use_devices",
+    "Schedule", "Sharding", "TextData", "Timeouts", "Train", "Trainer", "load_config", "plan",
+    "use_devices",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ Mesh.data = 2
 Mesh.fsdp = 2
 Precision.compute = 'float32'
 Optimizer.learning_rate = 0.01
-Deadlines.minimum_seconds = 8
+Timeouts.minimum_seconds = 8
 """
 DEVICES = 4
 

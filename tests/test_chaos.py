@@ -11,7 +11,7 @@ import pytest
 from survival import Runs, metrics_of, state_of, strike, trainer_of, unharmed_run
 
 STEPS = 24
-BINDINGS = [f"Train.steps = {STEPS}", "Deadlines.step = 8", "Deadlines.data = 8"]
+BINDINGS = [f"Train.steps = {STEPS}", "Timeouts.step = 8", "Timeouts.data = 8"]
 
 
 @pytest.fixture(scope="module")

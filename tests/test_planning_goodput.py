@@ -14,7 +14,7 @@ from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.goodput.recovery import seconds_to_notice, state_bytes
 from jaxtrain.analysis.planning.goodput.simulation import simulate
 from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, Costs
-from jaxtrain.training.settings import Deadlines
+from jaxtrain.training.settings import Timeouts
 
 # The keys that the contract promises.
 KEYS = {"fraction", "p10", "p90", "save_every", "days", "interruptions", "simulated_fraction"}
@@ -110,14 +110,14 @@ def test_a_hung_step_is_noticed_by_its_deadline():
     """30 s of silence in 38,236 of 44,184 failures, the deadline in the others."""
     silent = 5948 / 44184
     for deadlines, step, deadline in (
-        (Deadlines(), 20.0, 200.0),  # ten times the median
-        (Deadlines(), 1.0, 60.0),  # at least a minute
-        (Deadlines(factor=3.0), 100.0, 300.0),
+        (Timeouts(), 20.0, 200.0),  # ten times the median
+        (Timeouts(), 1.0, 60.0),  # at least a minute
+        (Timeouts(factor=3.0), 100.0, 300.0),
     ):
         expected = (1 - silent) * 30 + silent * deadline
         assert seconds_to_notice(deadlines, step) == pytest.approx(expected)
     # Without a deadline somebody has to look.
-    assert seconds_to_notice(Deadlines(step=0.0), 1.0) > 1000
+    assert seconds_to_notice(Timeouts(step=0.0), 1.0) > 1000
 
 
 # -- the plan ------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ LOSSES = {
 def test_supervised_processes_join_again_and_lose_nothing(runs, unharmed):
     """Whatever ends one process ends all, with the reason on disk; the restart goes on."""
     # The others of a process that hangs in its data wait for it in their step.
-    bindings = ["Deadlines.step = 30", "Deadlines.data = 8"]
+    bindings = ["Timeouts.step = 30", "Timeouts.data = 8"]
     faults = " ".join(LOSSES)
     train_to_the_end(runs, "losses", *bindings, faults=faults, supervised=True)
     workdir = runs.folder / "losses"

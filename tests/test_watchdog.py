@@ -1,4 +1,4 @@
-"""Deadlines from known histories; a stuck process leaves stacks that name the place."""
+"""Timeouts from known histories; a stuck process leaves stacks that name the place."""
 
 import dataclasses
 import json
@@ -17,13 +17,13 @@ from jaxtrain.run.attempts.watchdog import (
     dump_stacks,
     write_reason,
 )
-from jaxtrain.training.settings import Deadlines
+from jaxtrain.training.settings import Timeouts
 
 # Argument 1: a folder; argument 2: how to get stuck.
 CHILD = """
 import ctypes, os, pathlib, sys, threading, time
 from jaxtrain.run.attempts.watchdog import NAMES, Phases
-from jaxtrain.training.settings import Deadlines
+from jaxtrain.training.settings import Timeouts
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 
 folder = pathlib.Path(sys.argv[1])
@@ -52,7 +52,7 @@ def on_expiry(activity, deadline_seconds):
 
 threading.Thread(target=other_thread_waits, name="the other one", daemon=True).start()
 phases = Phases()
-deadlines = Deadlines(**dict.fromkeys(NAMES, 0.5))
+deadlines = Timeouts(**dict.fromkeys(NAMES, 0.5))
 with Watchdog(phases, deadlines, on_expiry, last_resort=folder / "last.txt"):
     with phases.phase("step", 7):
         globals()[sys.argv[2]]()
@@ -124,28 +124,28 @@ def test_a_watchdog_that_cannot_act_leaves_the_last_resort(ended, way):
     ],
 )
 def test_a_deadline_is_learned_from_the_phases_own_history(phase, recent, seconds):
-    assert Deadlines().of(phase, recent) == seconds
+    assert Timeouts().of(phase, recent) == seconds
 
 
 def test_zero_switches_a_deadline_off():
-    deadlines = Deadlines(data=0)
+    deadlines = Timeouts(data=0)
     assert deadlines.of("data", [1] * 64) is None
     assert deadlines.longest() == 3600
-    assert Deadlines(**dict.fromkeys(NAMES, 0)).longest() is None
+    assert Timeouts(**dict.fromkeys(NAMES, 0)).longest() is None
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("step", -1.0), ("factor", 0.5), ("minimum_seconds", 0.0)]
 )
 def test_impossible_deadlines_are_refused(name, value):
-    with pytest.raises(UserError, match=rf"Deadlines.{name}={value}; use "):
-        Deadlines(**{name: value})
+    with pytest.raises(UserError, match=rf"Timeouts.{name}={value}; use "):
+        Timeouts(**{name: value})
 
 
 def test_the_watchdog_looks_ten_times_in_the_shortest_deadline():
-    assert Deadlines().check_seconds() == 1
-    assert Deadlines(step=2).check_seconds() == 0.2
-    assert Deadlines(step=0, minimum_seconds=1).check_seconds() == 0.1
+    assert Timeouts().check_seconds() == 1
+    assert Timeouts(step=2).check_seconds() == 0.2
+    assert Timeouts(step=0, minimum_seconds=1).check_seconds() == 0.1
 
 
 class Stalls:
@@ -156,7 +156,7 @@ class Stalls:
         self.phases = Phases(lambda: self.now)
         self.reported = []
         self.watchdog = Watchdog(
-            self.phases, Deadlines(**deadlines), lambda *report: self.reported.append(report)
+            self.phases, Timeouts(**deadlines), lambda *report: self.reported.append(report)
         )
 
     def after(self, seconds):
@@ -199,7 +199,7 @@ def test_steps_teach_the_watchdog_their_deadline():
 def test_the_thread_reports_and_ends():
     expired = threading.Event()
     phases = Phases()
-    deadlines = Deadlines(step=0.05)
+    deadlines = Timeouts(step=0.05)
     with Watchdog(phases, deadlines, lambda *_: expired.set()), phases.phase("step"):
         assert expired.wait(60)
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
@@ -207,7 +207,7 @@ def test_the_thread_reports_and_ends():
 
 def test_a_run_without_a_stall_leaves_no_file(tmp_path):
     file = tmp_path / "stacks" / "last.txt"
-    with Watchdog(Phases(), Deadlines(), pytest.fail, last_resort=file):
+    with Watchdog(Phases(), Timeouts(), pytest.fail, last_resort=file):
         assert file.exists()
     assert not file.exists()
 
@@ -231,5 +231,5 @@ def test_stacks_of_this_process_name_this_function(tmp_path):
 
 
 def test_every_phase_has_a_deadline():
-    given = {field.name for field in dataclasses.fields(Deadlines)}
+    given = {field.name for field in dataclasses.fields(Timeouts)}
     assert set(NAMES) == given - {"factor", "minimum_seconds"}

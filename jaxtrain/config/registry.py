@@ -94,6 +94,20 @@ CONFIGURABLES = _Configurables()
 
 # Names of settings in earlier releases, which gin files may still use.
 FORMER_NAMES = {
+    **{
+        f"Deadlines.{name}": f"Timeouts.{name}"
+        for name in (
+            "start",
+            "restore",
+            "compile",
+            "data",
+            "step",
+            "evaluation",
+            "save",
+            "factor",
+            "minimum_seconds",
+        )
+    },
     "Finetune.fresh": "Finetune.reinitialize",
     "Mixture.between": "Mixture.interpolation",
     "Mixture.once": "Mixture.single_epoch",

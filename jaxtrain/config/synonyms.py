@@ -31,6 +31,8 @@ SECTIONS = {
     "lrscheduler": "Schedule",
     "parallelism": "Mesh",
     "parallel": "Mesh",
+    "deadlines": "Timeouts",
+    "timeout": "Timeouts",
     "lora": "Finetune",
     "peft": "Finetune",
 }

@@ -64,7 +64,7 @@ def keep_memory(platform: str) -> bool:
 
 # Seconds that a simulated device waits for another in a collective until XLA logs it, and from then
 # on until it ends the process with SIGABRT. By default 20 and 40: uneven or large devices take that
-# on a busy laptop. The watchdog of a run names what is stuck long before: see `Deadlines`.
+# on a busy laptop. The watchdog of a run names what is stuck long before: see `Timeouts`.
 _COLLECTIVE_TIMEOUTS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10 * 60,
     "xla_cpu_collective_call_terminate_timeout_seconds": 24 * 60 * 60,

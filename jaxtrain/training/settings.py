@@ -198,7 +198,7 @@ REGULAR = ("step", "evaluation")
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Deadlines:
+class Timeouts:
     """Timeout of each phase, after which the process counts as stalled; 0 disables one.
 
     A phase's deadline is the number given here until 5 of its times are known. Then it is
@@ -232,14 +232,14 @@ class Deadlines:
         for name in self._phases():
             if self._seconds_of(name) < 0:
                 raise UserError(
-                    f"Deadlines.{name}={self._seconds_of(name)}; use seconds above 0, or 0 for no "
+                    f"Timeouts.{name}={self._seconds_of(name)}; use seconds above 0, or 0 for no "
                     "limit"
                 )
         if self.factor < 1:
-            raise UserError(f"Deadlines.factor={self.factor}; use at least 1")
+            raise UserError(f"Timeouts.factor={self.factor}; use at least 1")
         if self.minimum_seconds <= 0:
             raise UserError(
-                f"Deadlines.minimum_seconds={self.minimum_seconds}; use more than 0 seconds"
+                f"Timeouts.minimum_seconds={self.minimum_seconds}; use more than 0 seconds"
             )
 
     def of(self, phase: str, recent: Sequence[float]) -> float | None:
@@ -425,7 +425,7 @@ class Config:
     best: Best
     guard: Guard
     corruption: Corruption
-    deadlines: Deadlines
+    timeouts: Timeouts
     finetune: Finetune
     tracker: Tracker
     imports: tuple[str, ...] = ()

@@ -107,7 +107,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             report_to_supervisor(lambda: attempt.request_stop("the end of its supervisor"))
             last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
             stack.enter_context(
-                Watchdog(phases, config.deadlines, end.report_stalled, last_resort=last_resort)
+                Watchdog(phases, config.timeouts, end.report_stalled, last_resort=last_resort)
             )
             try:
                 yield attempt

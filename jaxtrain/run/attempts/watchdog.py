@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import BinaryIO, Literal, NamedTuple
 
 from jaxtrain.config.files import write_atomically
-from jaxtrain.training.settings import Deadlines
+from jaxtrain.training.settings import Timeouts
 
 NAMES = ("start", "restore", "compile", "data", "step", "evaluation", "save")
 IDLE = "idle"  # outside every phase
@@ -193,7 +193,7 @@ class Watchdog:
     def __init__(
         self,
         phases: Phases,
-        deadlines: Deadlines,
+        timeouts: Timeouts,
         on_expiry: Callable[[Activity, float], None],
         *,
         last_resort: Path | None = None,
@@ -202,14 +202,14 @@ class Watchdog:
 
         Args:
           phases: what is watched.
-          deadlines: how long each phase may last.
+          timeouts: how long each phase may last.
           on_expiry: called from the watchdog's thread with the stalled activity and the deadline
             in seconds that it passed, once for each time that progress stops.
           last_resort: the file that the C library's timer writes the stacks to; None: no timer.
             It is opened at the start, because later there may be no disk, and removed if empty.
         """
         self._phases = phases
-        self._deadlines = deadlines
+        self._timeouts = timeouts
         self._on_expiry = on_expiry
         self._last_resort = last_resort
         self._stacks: BinaryIO | None = None
@@ -245,7 +245,7 @@ class Watchdog:
         """One look: calls `on_expiry` where the current phase has passed its deadline."""
         activity = self._phases.activity()
         recent = self._phases.recent(activity.phase) if activity.phase in NAMES else ()
-        deadline = self._deadlines.of(activity.phase, recent)
+        deadline = self._timeouts.of(activity.phase, recent)
         self._wind_up(activity, deadline)
         if (
             deadline is not None
@@ -260,14 +260,14 @@ class Watchdog:
             return
         # A phase switched off may hold the interpreter as long as it likes; between phases the
         # next one may take the interpreter at once, so the timer runs there too.
-        seconds = deadline if activity.phase in NAMES else self._deadlines.longest()
+        seconds = deadline if activity.phase in NAMES else self._timeouts.longest()
         if seconds is None:
             faulthandler.cancel_dump_traceback_later()
         else:
             faulthandler.dump_traceback_later(LAST_RESORT * seconds, file=self._stacks, exit=True)
 
     def _watch(self) -> None:
-        seconds = self._deadlines.check_seconds()
+        seconds = self._timeouts.check_seconds()
         while not self._stop.wait(seconds):
             self.check()
 

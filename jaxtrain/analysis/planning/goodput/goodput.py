@@ -322,7 +322,7 @@ def goodput_of(plan: "Plan", reliability: Reliability) -> Goodput | None:
         price=plan.price,
         reliability=reliability,
         recovery=Recovery(
-            notice=seconds_to_notice(plan.config.deadlines, step),
+            notice=seconds_to_notice(plan.config.timeouts, step),
             replace=REPLACE_SECONDS,
             start=START_SECONDS,
             compile=compile_seconds(plan),

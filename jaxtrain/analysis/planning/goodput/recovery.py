@@ -9,7 +9,7 @@ from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.run.attempts.begin import SILENCE_SECONDS
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.settings import SAMPLES, Config, Deadlines
+from jaxtrain.training.settings import SAMPLES, Config, Timeouts
 
 if TYPE_CHECKING:
     from jaxtrain.analysis.planning.result import Plan
@@ -98,12 +98,12 @@ def devices_per_host(target: Target) -> int:
     return min(target.devices, 4 * target.chip.devices)
 
 
-def seconds_to_notice(deadlines: Deadlines, step_seconds: float) -> float:
+def seconds_to_notice(timeouts: Timeouts, step_seconds: float) -> float:
     """Return the mean seconds until a failure is noticed.
 
     A lost process is noticed by its silence, a hung one by the deadline of the step.
     """
-    deadline = deadlines.of("step", [step_seconds] * SAMPLES)
+    deadline = timeouts.of("step", [step_seconds] * SAMPLES)
     silent = BY_HAND_SECONDS if deadline is None else deadline
     return (1 - SILENT_PART) * SILENCE_SECONDS + SILENT_PART * silent
 
