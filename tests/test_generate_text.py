@@ -7,7 +7,7 @@ import pytest
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
-from jaxtrain.run.generation.answer import Stopping, continuation, cut_at_stop, settled_text
+from jaxtrain.run.generation.answer import Stopping, continuation, cut_at_stop, text_before_stop
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
@@ -53,7 +53,7 @@ def test_a_text_is_cut_before_the_first_stop_string(text, stop, expected):
     ],
 )
 def test_only_what_will_stay_is_shown(text, expected):
-    assert settled_text(text, ["END", "nothing"]) == expected
+    assert text_before_stop(text, ["END", "nothing"]) == expected
 
 
 def test_the_fewest_tokens_that_have_the_stop_string():

@@ -60,7 +60,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(places)] if places else text
 
 
-def settled_text(text: str, stop: Sequence[str]) -> str:
+def text_before_stop(text: str, stop: Sequence[str]) -> str:
     """What of a text that goes on will stay: no half character, no beginning of a stop string."""
     text = cut_at_stop(text, stop).rstrip(UNKNOWN)
     halves = (one[:size] for one in stop for size in range(len(one), 0, -1))
@@ -103,7 +103,7 @@ class Stopping:
         """After how many tokens there is a stop string, or None."""
         if self._show is not None and prompt == 0:
             whole = continuation(self._tokenizer, self._prompts[prompt], tokens)
-            self._add(settled_text(whole, self._stop))
+            self._add(text_before_stop(whole, self._stop))
         if not self._has_stop(prompt, tokens):
             return None
         # The fewest tokens that have it: it stays in every longer text.

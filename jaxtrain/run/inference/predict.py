@@ -322,7 +322,7 @@ def _of_texts(
     tokenizer = data.open_tokenizer()
     rows = [data.row(tokenizer.encode(text)) for text in texts_of(given, model)]
     called = [str(source) for source in given]
-    return _Request(called, _labeled_positions(rows, logits), data.class_names, classes)
+    return _Request(called, _logits_of_labels(rows, logits), data.class_names, classes)
 
 
 def _of_words(
@@ -403,7 +403,7 @@ def _of_sequences(
         called += names
         found += sequences
     rows = data.prepare(found)
-    return _Request(called, _labeled_positions(rows, logits), data.class_names, classes)
+    return _Request(called, _logits_of_labels(rows, logits), data.class_names, classes)
 
 
 def _sequences(
@@ -427,7 +427,7 @@ def _sequences(
     return [f"{name} {before + number}" for number in range(1, len(sequences) + 1)], sequences
 
 
-def _labeled_positions(
+def _logits_of_labels(
     rows: list[Batch], logits: Callable[[Any], np.ndarray]
 ) -> Callable[[Sequence[int]], np.ndarray]:
     """Return the logits [N, C] of rows, at the position of each whose class is predicted."""
