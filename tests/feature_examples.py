@@ -183,7 +183,7 @@ OTHERS: dict[str, Bindings] = {
     "freeze": {"Finetune.freeze": "('layers/*',)"},
     "lora": {"Finetune.lora_rank": "4"},
     "lora_dropout": {"Finetune.lora_rank": "4", "Finetune.lora_dropout": "0.1"},
-    "qlora": {"Finetune.lora_rank": "4", "Finetune.few_bits": "'int8'"},
+    "qlora": {"Finetune.lora_rank": "4", "Finetune.quantize_bits": "'int8'"},
     "int8_matmul": {"Precision.matmul": "'int8'"},
     "float8": {"Precision.matmul": "'float8'"},
     "grad16": {"Precision.gradients": "'bfloat16'", "Precision.compute": "'bfloat16'"},

@@ -194,6 +194,8 @@ def test_what_cannot_be_a_configuration_is_refused():
     ("former", "section", "present", "value"),
     [
         ("Deadlines.step=8", "timeouts", "step", 8.0),
+        ("Finetune.few_bits='none'", "finetune", "quantize_bits", "none"),
+        ("Finetune.few_bits_group=64", "finetune", "quantize_group", 64),
         ("Finetune.fresh=('output',)", "finetune", "reinitialize", ("output",)),
         ("Mixture.once=('a',)", "data", "single_epoch", ("a",)),
         ("Mixture.between='jump'", "data", "interpolation", "jump"),

@@ -190,8 +190,8 @@ def test_a_run_begins_as_the_model_was_and_merges_into_what_it_says():
         np.testing.assert_allclose(value, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_magnitudes_without_adapters_or_beside_few_bits_are_refused():
+def test_magnitudes_without_adapters_or_beside_quantized_weights_are_refused():
     with pytest.raises(UserError, match="lora_magnitudes=True with Finetune.lora_rank=None"):
         Finetune(lora_magnitudes=True)
-    with pytest.raises(UserError, match="lora_magnitudes=True with Finetune.few_bits='int8'"):
-        Finetune(lora_rank=4, lora_magnitudes=True, few_bits="int8")
+    with pytest.raises(UserError, match="lora_magnitudes=True with Finetune.quantize_bits='int8'"):
+        Finetune(lora_rank=4, lora_magnitudes=True, quantize_bits="int8")

@@ -167,7 +167,12 @@ def test_alone_none_is_rejected(name):
 # What says where things lie and in which order they are computed, not what.
 _LAYOUT = {"Mesh", "Sharding", "Pipeline", "Offload", "Remat", "Scan", "Attention"}
 # Numbers of fewer bits round otherwise where sums are split otherwise.
-_ROUNDED = {"Precision.compute", "Precision.matmul", "Precision.gradients", "Finetune.few_bits"}
+_ROUNDED = {
+    "Precision.compute",
+    "Precision.matmul",
+    "Precision.gradients",
+    "Finetune.quantize_bits",
+}
 
 
 def on_one_device(bindings: Bindings) -> tuple[dict[str, str], int]:

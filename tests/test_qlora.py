@@ -98,7 +98,7 @@ def test_int8_rounds_to_a_127th_of_the_largest_of_each_result(side):
 
 
 def tuning(kind: str) -> LoRA:
-    made = tuning_of(Finetune(lora_rank=4, few_bits=kind, few_bits_group=32), MODEL.build)
+    made = tuning_of(Finetune(lora_rank=4, quantize_bits=kind, quantize_group=32), MODEL.build)
     assert isinstance(made, LoRA)
     return made
 
@@ -109,7 +109,9 @@ def of_the_floats(kind: str) -> tuple[float, dict[str, np.ndarray]]:
     layout = make_layout()
     program = make_step(MODEL, layout, tuning=tuning(kind))
     state = program.create(seed=0)
-    floats = program.rebuild(tuning=dataclasses.replace(program.setup.tuning, few_bits=frozenset()))
+    floats = program.rebuild(
+        tuning=dataclasses.replace(program.setup.tuning, quantized=frozenset())
+    )
     beside = floats.create(0, merge_adapters(program.setup, state))
     with layout.active():
         gradients, metrics, _ = jax.jit(floats.setup.gradients)(beside, BATCH)
@@ -175,7 +177,7 @@ WIDE = ["GPT.embed_dim=128", "GPT.num_heads=2", "Mesh.fsdp=2", "Mesh.tensor=2", 
 
 
 def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
-    adapters = ["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"]
+    adapters = ["Finetune.lora_rank=4", "Finetune.quantize_bits='nf4'"]
     config = load_config(tiny_config, [*WIDE, *adapters])
     program = program_of(config, layouts.layout(config))
     batch = config.train.data.abstract_batch(config.train.global_batch_size)
@@ -193,16 +195,18 @@ def test_bytes_of_the_state_are_the_compiled_steps_arguments(tiny_config):
 @pytest.mark.parametrize(
     ("bindings", "said"),
     [
-        (["Finetune.few_bits='nf4'"], r"set Finetune\.lora_rank"),
-        (["Finetune.few_bits='int8'", "Finetune.freeze=('layers/*',)"], "only adapters"),
-        (["Finetune.lora_rank=4", "Finetune.few_bits='nf4'"], r"blocks of 64.*few_bits='int8'"),
-        ([*WIDE, "Mesh.fsdp=4", "Mesh.data=1", "Finetune.lora_rank=4", "Finetune.few_bits='nf4'"],
+        (["Finetune.quantize_bits='nf4'"], r"set Finetune\.lora_rank"),
+        (["Finetune.quantize_bits='int8'", "Finetune.freeze=('layers/*',)"], "only adapters"),
+        (["Finetune.lora_rank=4", "Finetune.quantize_bits='nf4'"],
+         r"blocks of 64.*quantize_bits='int8'"),
+        ([*WIDE, "Mesh.fsdp=4", "Mesh.data=1", "Finetune.lora_rank=4",
+          "Finetune.quantize_bits='nf4'"],
          "over 4 devices"),
         # One sentence of all weights, with a group that fits them all.
-        (["Finetune.lora_rank=4", "Finetune.few_bits='int4'", "Mesh.fsdp=1", "Mesh.data=4"],
-         "^Finetune.few_bits='int4': [^;]* layers/out has 8 along head_dim, and layers/qkv, "
+        (["Finetune.lora_rank=4", "Finetune.quantize_bits='int4'", "Mesh.fsdp=1", "Mesh.data=4"],
+         "^Finetune.quantize_bits='int4': [^;]* layers/out has 8 along head_dim, and layers/qkv, "
          "layers/up have 32 along embed, which does not divide into blocks of 128; use Finetune."
-         "few_bits_group=8, or Finetune.few_bits='int8', or fewer devices along that axis$"),
+         "quantize_group=8, or Finetune.quantize_bits='int8', or fewer devices along that axis$"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_held_so_is_refused(bindings, said, tiny_config):

@@ -73,7 +73,7 @@ TYPED = {
     "Data.source": "TextData.source",
     "Dataset.path": "TextData.source",
     "Optimizer.betas": "AdamW.b1",
-    "load_in_4bit": "Finetune.few_bits = 'nf4'",
+    "load_in_4bit": "Finetune.quantize_bits = 'nf4'",
 }
 
 

@@ -108,6 +108,8 @@ FORMER_NAMES = {
             "minimum_seconds",
         )
     },
+    "Finetune.few_bits": "Finetune.quantize_bits",
+    "Finetune.few_bits_group": "Finetune.quantize_group",
     "Finetune.fresh": "Finetune.reinitialize",
     "Mixture.between": "Mixture.interpolation",
     "Mixture.once": "Mixture.single_epoch",

@@ -191,8 +191,8 @@ SYNONYMS = (
     _same("target_modules lora_target_modules lora_modules", "Finetune.lora_targets"),
     _same("use_dora dora", "Finetune.lora_magnitudes"),
     _same("use_rslora rslora", "Finetune.lora_scale = 'sqrt_rank'"),
-    _same("load_in_8bit", "Finetune.few_bits = 'int8'"),
-    _same("load_in_4bit qlora", "Finetune.few_bits = 'nf4'"),
+    _same("load_in_8bit", "Finetune.quantize_bits = 'int8'"),
+    _same("load_in_4bit qlora", "Finetune.quantize_bits = 'nf4'"),
     _same("frozen freeze_layers requires_grad trainable", "Finetune.freeze"),
     # Models.
     _same(

@@ -19,8 +19,8 @@ Initializer = Callable[..., jax.Array]
 #   router     scores experts, in float32
 #   balance    is added to the scores of experts; their load moves it, and no gradient
 #   output     makes logits
-#   few_bits   the codes or the scales of a quantized weight, as they are
-Role = Literal["embedding", "position", "norm", "router", "balance", "output", "few_bits"]
+#   quantized  the codes or the scales of a quantized weight, as they are
+Role = Literal["embedding", "position", "norm", "router", "balance", "output", "quantized"]
 
 # Parameters by name; a part of a model may keep its own under one name.
 Weights = dict[str, Any]

@@ -123,7 +123,7 @@ def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
     """
 
     def one(variable):  # noqa: ANN001, ANN202
-        if not is_matrix(variable) or role_of(variable) == "few_bits":
+        if not is_matrix(variable) or role_of(variable) == "quantized":
             return variable
         return variable.replace(variable.get_value().astype(jnp.dtype(dtype)))
 

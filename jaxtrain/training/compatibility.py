@@ -98,8 +98,8 @@ def _partial_training(context: RunContext) -> str | None:
     finetune = context.config.finetune
     if finetune.freeze:
         return f"Finetune.freeze={finetune.freeze!r}"
-    if finetune.few_bits != "none":
-        return f"Finetune.few_bits={finetune.few_bits!r}"
+    if finetune.quantize_bits != "none":
+        return f"Finetune.quantize_bits={finetune.quantize_bits!r}"
     return None if finetune.lora_rank is None else f"Finetune.lora_rank={finetune.lora_rank}"
 
 
@@ -112,7 +112,7 @@ def _another_rule(context: RunContext) -> str:
 
 
 _ADAPTERS = (
-    ("Finetune.few_bits", "none"),
+    ("Finetune.quantize_bits", "none"),
     ("Finetune.lora_rank", None),
     ("Finetune.lora_dropout", 0.0),
 )
@@ -465,10 +465,10 @@ FEATURES: tuple[Feature, ...] = (
         "LoRA and quantized weights",
         _where(
             lambda c: c.config.finetune.lora_rank is not None
-            or c.config.finetune.few_bits != "none",
+            or c.config.finetune.quantize_bits != "none",
             lambda c: f"Finetune.lora_rank={c.config.finetune.lora_rank}"
             if c.config.finetune.lora_rank is not None
-            else f"Finetune.few_bits={c.config.finetune.few_bits!r}",
+            else f"Finetune.quantize_bits={c.config.finetune.quantize_bits!r}",
         ),
         _default(*_ADAPTERS),
         needs={"1d weights": "adapters and codes are laid out for '1d'"},

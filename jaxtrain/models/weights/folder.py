@@ -129,13 +129,13 @@ class Folder:
             raise UserError(
                 f"{self.path / CONFIG}: quantization_config is no object; fetch it again"
             )
-        few_bits = {
+        merge_of = {
             mxfp4.METHOD: mxfp4.merge,
             awq.METHOD: awq.merge,
             float8.METHOD: functools.partial(float8.merge, settings=settings),
         }
         method = settings.get("quant_method")
-        return few_bits[method](found, where=str(self.path)) if method in few_bits else found
+        return merge_of[method](found, where=str(self.path)) if method in merge_of else found
 
     def _files(self) -> list[Path]:
         index = self.path / INDEX

@@ -20,8 +20,8 @@ from jaxtrain.models.weights.names import Name, their_shapes
 from jaxtrain.parallel.sharding import by_name, logical_axes
 from jaxtrain.run.huggingface.exporting import new_folder, require_one_process
 from jaxtrain.run.huggingface.parameters import their_tensors
-from jaxtrain.training.finetune.few_bits import sides_of
 from jaxtrain.training.finetune.lora import DOWN, MAGNITUDE, UP, LoRA
+from jaxtrain.training.finetune.quantized_base import sides_of
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.state import TrainState

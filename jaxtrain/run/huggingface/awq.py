@@ -42,8 +42,8 @@ from jaxtrain.run.huggingface.exporting import (
     write_weights,
 )
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
-from jaxtrain.training.finetune.few_bits import FewBits, sides_of
 from jaxtrain.training.finetune.lora import LoRA
+from jaxtrain.training.finetune.quantized_base import QuantizedBase, sides_of
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup, parameter_shapes
@@ -79,10 +79,10 @@ def export_awq(
     """
     require_one_process(out)
     tuning = setup.tuning
-    if not isinstance(tuning, FewBits) or tuning.kind != "int4" or isinstance(tuning, LoRA):
+    if not isinstance(tuning, QuantizedBase) or tuning.kind != "int4" or isinstance(tuning, LoRA):
         raise UserError(
             f"--out {out}: --awq writes a run of 'jaxtrain quantize --bits 4', and this one has "
-            f"Finetune.few_bits={config.finetune.few_bits!r} and Finetune.lora_rank="
+            f"Finetune.quantize_bits={config.finetune.quantize_bits!r} and Finetune.lora_rank="
             f"{config.finetune.lora_rank}; quantize it first, or leave --awq out"
         )
     model, carried = config.train.model, companion_files(config, workdir)
@@ -158,7 +158,7 @@ def _in_half(state: TrainState) -> TrainState:
     """The state with what is held in floats rounded to float16, as the folder has it."""
 
     def one(variable: nnx.Variable) -> nnx.Variable:
-        if role_of(variable) == "few_bits":
+        if role_of(variable) == "quantized":
             return variable
         value = variable.get_value()
         return variable.replace(value.astype(jnp.float16).astype(value.dtype))
@@ -168,7 +168,7 @@ def _in_half(state: TrainState) -> TrainState:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _split_codes(tuning: FewBits, frozen: nnx.State) -> nnx.State:
+def _split_codes(tuning: QuantizedBase, frozen: nnx.State) -> nnx.State:
     """The parameters, of those quantized codes, zeros and scales, a byte a code."""
     found: dict[Any, Any] = {}
     for path, variable in tuning.as_declared(frozen).items():
@@ -184,13 +184,13 @@ def _split_codes(tuning: FewBits, frozen: nnx.State) -> nnx.State:
 
 
 def _names(
-    lines: tuple[Name, ...], tuning: FewBits, setup: Setup, architecture: str
+    lines: tuple[Name, ...], tuning: QuantizedBase, setup: Setup, architecture: str
 ) -> tuple[Name, ...]:
     """The lines of the map, three for one of a weight quantized."""
     variables, found = by_name(parameter_shapes(setup.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
-        if together[0].ours not in tuning.few_bits:
+        if together[0].ours not in tuning.quantized:
             _validate_latents(theirs, variables[together[0].ours], architecture)
             found += together
             continue

@@ -38,7 +38,7 @@ from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.parallel.sharding import by_name, logical_axes, shard
 from jaxtrain.run.generation.decoding import ROWS, for_one_text
-from jaxtrain.training.finetune.few_bits import sides_of
+from jaxtrain.training.finetune.quantized_base import sides_of
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 

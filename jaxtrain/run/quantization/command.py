@@ -47,8 +47,13 @@ from jaxtrain.run.weights import merge_adapters, on_host, place_weights
 from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.finetune.few_bits import FewBits, Ways, can_adapt, validate_blocks
 from jaxtrain.training.finetune.finetune import Finetune
+from jaxtrain.training.finetune.quantized_base import (
+    QuantizedBase,
+    Ways,
+    can_adapt,
+    validate_blocks,
+)
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.offload.offload import Offload
@@ -79,9 +84,9 @@ def quantize(arguments: argparse.Namespace) -> int:
     console, out = terminal(), place(arguments.out)
     require_free("--out", out)
     trainer = open_run(arguments, console=console)
-    few_bits = "int8" if bits == 8 else "int4"
+    weight_format = "int8" if bits == 8 else "int4"
     write_quantized(
-        trainer, out, few_bits, group=group or Finetune.few_bits_group, text=text,
+        trainer, out, weight_format, group=group or Finetune.quantize_group, text=text,
         say=functools.partial(say, console),
     )  # fmt: skip
     return DONE
@@ -90,7 +95,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 def write_quantized(
     trainer: Trainer,
     out: Place,
-    few_bits: Literal["int8", "int4"],
+    weight_format: Literal["int8", "int4"],
     *,
     group: int,
     text: str | None,
@@ -101,7 +106,7 @@ def write_quantized(
     Args:
       trainer: of the run.
       out: the new folder.
-      few_bits: what the weights are held in.
+      weight_format: what the weights are held in.
       group: numbers of int4 that share a scale.
       text: a file by whose text int4 is calibrated; None: by none.
       say: takes a line for people.
@@ -121,10 +126,10 @@ def write_quantized(
             f"--workdir {trainer.workdir}: the model has no layers of a transformer, "
             "whose weights quantize writes quantized; name a run of one that has"
         )
-    config = _config(trainer, few_bits, group, out)
+    config = _config(trainer, weight_format, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]
-    if few_bits == "int4":
-        for refusal in validate_blocks(shapes, layout, few_bits, group, says=_OPTIONS):
+    if weight_format == "int4":
+        for refusal in validate_blocks(shapes, layout, weight_format, group, says=_OPTIONS):
             raise UserError(refusal)
     preflight.check(
         config, device_count=trainer.mesh.size, platform=platform_of_device(device),
@@ -188,7 +193,9 @@ def _scale(
     return place_weights(base_step(setup).abstract_state().params, values, setup.stages)
 
 
-def _config(trainer: Trainer, few_bits: Literal["int8", "int4"], group: int, out: Place) -> Config:
+def _config(
+    trainer: Trainer, weight_format: Literal["int8", "int4"], group: int, out: Place
+) -> Config:
     """The configuration of a run that only reads: of training nothing is left in it."""
     config = trainer.config
     train = dataclasses.replace(config.train, start_from=None)
@@ -204,7 +211,7 @@ def _config(trainer: Trainer, few_bits: Literal["int8", "int4"], group: int, out
     return dataclasses.replace(
         config,
         train=train,
-        finetune=Finetune(few_bits=few_bits, few_bits_group=group),
+        finetune=Finetune(quantize_bits=weight_format, quantize_group=group),
         optimizer=Optimizer(),
         exchange=Exchange(),
         offload=Offload(),
@@ -220,8 +227,8 @@ def _bits(setup: Setup, frozen: nnx.State) -> float:
     held = sum(
         v.get_value().size * v.get_value().dtype.itemsize
         for v in by_name(frozen).values()
-        if role_of(v) == "few_bits"
+        if role_of(v) == "quantized"
     )
-    assert isinstance(setup.tuning, FewBits), "as configured"
+    assert isinstance(setup.tuning, QuantizedBase), "as configured"
     shapes = by_name(parameter_shapes(setup.build))
-    return 8 * held / sum(shapes[name].get_value().size for name in setup.tuning.few_bits)
+    return 8 * held / sum(shapes[name].get_value().size for name in setup.tuning.quantized)

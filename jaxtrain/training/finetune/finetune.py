@@ -41,12 +41,12 @@ class Finetune:
       lora_magnitudes: whether an adapter also trains the norm of each row that makes one number of
         the result, apart from its direction (DoRA, arXiv 2402.09353).
       lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
-      few_bits: what the weights of a transformer's layers are held in while adapters are trained,
-        or in a run of `jaxtrain quantize`, which trains nothing: 'nf4' is 4 bits in blocks of 64
+      quantize_bits: the format of a transformer's layer weights while adapters are trained, or in
+        a run of `jaxtrain quantize`, which trains nothing: 'nf4' is 4 bits in blocks of 64
         (QLoRA, arXiv 2305.14314), 'int8' a scale for each number of the result (LLM.int8(), arXiv
         2208.07339), 'int4' 16 even steps for each group (AWQ, arXiv 2306.00978); 'none': in
         Precision.params.
-      few_bits_group: numbers of 'int4' that share a scale.
+      quantize_group: numbers of 'int4' that share a scale.
       adapter: a folder of PEFT's that a new run's adapters start from, of the same rank, scale and
         targets; None draws A and leaves B zero.
     """
@@ -60,8 +60,8 @@ class Finetune:
     lora_dropout: float = 0.0
     lora_magnitudes: bool = False
     lora_targets: tuple[str, ...] = ("attention", "mlp")
-    few_bits: Literal["none", "int8", "nf4", "int4"] = "none"
-    few_bits_group: int = 128
+    quantize_bits: Literal["none", "int8", "nf4", "int4"] = "none"
+    quantize_group: int = 128
     adapter: Annotated[str | None, PathOr()] = None
 
     def __post_init__(self) -> None:
@@ -75,18 +75,22 @@ class Finetune:
                 f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
                 "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
             )
-        require_at_least(2, self, "few_bits_group")
-        if self.few_bits_group % 2:
+        require_at_least(2, self, "quantize_group")
+        if self.quantize_group % 2:
             raise UserError(
-                f"Finetune.few_bits_group={self.few_bits_group}: two codes share a byte; the "
-                f"nearest even number is {self.few_bits_group + 1}"
+                f"Finetune.quantize_group={self.quantize_group}: two codes share a byte; the "
+                f"nearest even number is {self.quantize_group + 1}"
             )
-        if self.lora_magnitudes and (self.lora_rank is None or self.few_bits != "none"):
-            other = "lora_rank=None" if self.lora_rank is None else f"few_bits={self.few_bits!r}"
+        if self.lora_magnitudes and (self.lora_rank is None or self.quantize_bits != "none"):
+            other = (
+                "lora_rank=None"
+                if self.lora_rank is None
+                else f"quantize_bits={self.quantize_bits!r}"
+            )
             raise UserError(
                 f"Finetune.lora_magnitudes=True with Finetune.{other}: magnitudes are of adapters "
                 "beside weights in Precision.params; set Finetune.lora_rank, such as 16, and "
-                "Finetune.few_bits='none'"
+                "Finetune.quantize_bits='none'"
             )
         validate_rate(self, "lora_dropout", self.lora_dropout)
         if self.lora_dropout and (self.lora_rank is None or self.lora_magnitudes):
@@ -129,18 +133,19 @@ def validate(
         yield from _validate_unmatched(
             "reinitialize", settings.reinitialize, list(by_name(shapes()))
         )
-    holds_few = settings.few_bits != "none"
+    holds_few = settings.quantize_bits != "none"
     if settings.lora_rank is None and not settings.freeze and not holds_few:
         return
     if trains and holds_few and settings.lora_rank is None:
         yield (
-            f"Finetune.few_bits={settings.few_bits!r} with Finetune.lora_rank=None: quantized "
-            "weights cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
+            f"Finetune.quantize_bits={settings.quantize_bits!r} with Finetune.lora_rank=None: "
+            "quantized weights cannot be trained; set Finetune.lora_rank, such as 16, or use 'none'"
         )
     if settings.lora_rank is None and settings.freeze and holds_few:
         yield (
-            f"Finetune.freeze={settings.freeze!r} with Finetune.few_bits={settings.few_bits!r}: "
-            "beside quantized weights only adapters are trained; use Finetune.freeze=()"
+            f"Finetune.freeze={settings.freeze!r} with "
+            f"Finetune.quantize_bits={settings.quantize_bits!r}: beside quantized weights only "
+            "adapters are trained; use Finetune.freeze=()"
         )
     if settings.lora_rank is not None or holds_few:
         yield from _validate_layers(settings, shapes(), layout)
@@ -171,30 +176,30 @@ def _validate_unmatched(
 def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
     """Yield errors that adapters and quantized weights have in common."""
     # Imported here, as below: most runs train all parameters, as they are.
-    from jaxtrain.training.finetune.few_bits import can_adapt, validate_blocks
+    from jaxtrain.training.finetune.quantized_base import can_adapt, validate_blocks
 
     wanted = f"lora_rank={settings.lora_rank}"
     if settings.lora_rank is None:
-        wanted = f"few_bits={settings.few_bits!r}"
+        wanted = f"quantize_bits={settings.quantize_bits!r}"
     if not any(map(can_adapt, by_name(shapes).values())):
         yield (
             f"Finetune.{wanted}: the model has no layers of a transformer, whose weights adapters "
             "stand beside and codes stand for; use Finetune.freeze to train a part of it"
         )
-    if settings.few_bits in ("nf4", "int4"):
-        yield from validate_blocks(shapes, layout, settings.few_bits, _group_of(settings))
+    if settings.quantize_bits in ("nf4", "int4"):
+        yield from validate_blocks(shapes, layout, settings.quantize_bits, _group_of(settings))
 
 
 def _group_of(settings: Finetune) -> int:
     """Numbers that share a scale."""
     from jaxtrain.nn.matmul.quantized import BLOCK
 
-    return settings.few_bits_group if settings.few_bits == "int4" else BLOCK
+    return settings.quantize_group if settings.quantize_bits == "int4" else BLOCK
 
 
 def _validate_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
-    from jaxtrain.training.finetune.few_bits import can_adapt
     from jaxtrain.training.finetune.lora import targets_of
+    from jaxtrain.training.finetune.quantized_base import can_adapt
 
     able = [name for name, variable in by_name(shapes).items() if can_adapt(variable)]
     if not able:
@@ -226,7 +231,7 @@ def tuning_of(
     Raises:
       UserError: a pattern matches none.
     """
-    if settings.lora_rank is None and not settings.freeze and settings.few_bits == "none":
+    if settings.lora_rank is None and not settings.freeze and settings.quantize_bits == "none":
         return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     own = dataclasses.replace(settings, reinitialize=())  # which no part of a model depends on
@@ -236,12 +241,12 @@ def tuning_of(
     names, rank = by_name(shapes), settings.lora_rank
     if settings.freeze:
         return Tuning(untrained | frozenset(matching(settings.freeze, names)))
-    from jaxtrain.training.finetune.few_bits import FewBits, can_adapt
+    from jaxtrain.training.finetune.quantized_base import QuantizedBase, can_adapt
 
-    all_names, few_bits, kind = frozenset(names), frozenset[str](), settings.few_bits
+    all_names, quantized, kind = frozenset(names), frozenset[str](), settings.quantize_bits
     if kind != "none":
-        few_bits = frozenset(name for name, variable in names.items() if can_adapt(variable))
-    of = FewBits(all_names, few_bits=few_bits, kind="nf4" if kind == "none" else kind,
+        quantized = frozenset(name for name, variable in names.items() if can_adapt(variable))
+    of = QuantizedBase(all_names, quantized=quantized, kind="nf4" if kind == "none" else kind,
                  group=_group_of(settings))  # fmt: skip
     if rank is None:
         return of

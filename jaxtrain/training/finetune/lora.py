@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxtrain.nn.matmul.low_rank import LowRank
 from jaxtrain.parallel.sharding import by_name, logical_axes
-from jaxtrain.training.finetune.few_bits import FewBits, can_adapt, sides_of
+from jaxtrain.training.finetune.quantized_base import QuantizedBase, can_adapt, sides_of
 from jaxtrain.training.finetune.tuning import Weights
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
@@ -25,7 +25,7 @@ MAGNITUDE = "lora_magnitude"  # m, likewise
 
 
 @dataclasses.dataclass(frozen=True)
-class LoRA(FewBits):
+class LoRA(QuantizedBase):
     """Trains adapters, and no parameter of the model.
 
     Attributes:

@@ -172,7 +172,7 @@ def elements(
         axes = logical_axes(variable)
         if which == "layers' matrices" and not is_matrix_of_layers(variable):
             continue
-        if which == "cast" and role_of(variable) == "few_bits":
+        if which == "cast" and role_of(variable) == "quantized":
             continue
         if layers is None or layers == ("layers" in axes):
             shape = variable.get_value().shape

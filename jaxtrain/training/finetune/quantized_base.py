@@ -34,20 +34,22 @@ class Ways:
     eight_bits: str
 
 
-SETTINGS = Ways("Finetune.few_bits={!r}", "Finetune.few_bits_group={}", "Finetune.few_bits='int8'")
+SETTINGS = Ways(
+    "Finetune.quantize_bits={!r}", "Finetune.quantize_group={}", "Finetune.quantize_bits='int8'"
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class FewBits(Tuning):
+class QuantizedBase(Tuning):
     """Holds quantized weights, and trains nothing.
 
     Attributes:
-      few_bits: names of the weights that are held so.
+      quantized: names of the weights that are held so.
       kind: how.
       group: numbers of int4 that share a scale.
     """
 
-    few_bits: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()
     kind: Kind = "nf4"
     group: int = BLOCK
 
@@ -58,7 +60,7 @@ class FewBits(Tuning):
         """
         found: dict[Any, Any] = {}
         for path, variable in nnx.to_flat_state(params):
-            if "/".join(map(str, path)) not in self.few_bits:
+            if "/".join(map(str, path)) not in self.quantized:
                 found[path] = variable
                 continue
             axes = logical_axes(variable)
@@ -66,7 +68,7 @@ class FewBits(Tuning):
                 variable.get_value(), axes, sides_of(axes)[0], self.kind, group=self.group
             )
             for last, (value, names) in arrays(made).items():
-                found[*path, last] = nnx.Param(value, axes=names, role="few_bits")
+                found[*path, last] = nnx.Param(value, axes=names, role="quantized")
         return adapters, nnx.from_flat_state(found)
 
     def as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
@@ -74,7 +76,7 @@ class FewBits(Tuning):
         found: dict[Any, Any] = {}
         beside: dict[Any, dict[str, Any]] = {}
         for path, variable in nnx.to_flat_state(frozen):
-            if role_of(variable) != "few_bits":
+            if role_of(variable) != "quantized":
                 found[path] = variable
             else:
                 beside.setdefault(path[:-1], {})[str(path[-1])] = variable
