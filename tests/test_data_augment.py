@@ -19,8 +19,7 @@ from jaxtrain.data.images import augment
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.pipeline import batches, heldout_batches
-from jaxtrain.run.show.examples import show_examples
-from jaxtrain.run.show.figures import data_picture
+from jaxtrain.run.show.examples import data_picture, show_examples
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.losses import Loss

@@ -377,7 +377,6 @@ EXCEPTIONS = {
     "data/tokenization/tokenizer.py": "bytes of a text",
     "training/offload/files.py": "the run's own files, written by this process",
     "run/evaluation.py": "bits of a number that other processes sent",
-    "run/checkpoint/forgotten.py": "what TensorStore's repr says",
     "run/checkpoint/store.py": "what was just written, for a copy",
     "run/checkpoint/manifest.py": "the file that `read` has checked byte for byte",
     "run/cluster/wire.py": "authenticated messages; test_strangers.py",

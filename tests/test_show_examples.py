@@ -13,8 +13,7 @@ from jaxtrain.cli import main
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
-from jaxtrain.run.show.examples import draw_row, show_examples, show_tokens
-from jaxtrain.run.show.figures import data_picture
+from jaxtrain.run.show.examples import data_picture, draw_row, show_examples, show_tokens
 from jaxtrain.run.show.report import show_facts
 from jaxtrain.training.settings import load_config
 

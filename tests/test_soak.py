@@ -1,7 +1,6 @@
 """A long run's memory, threads and files stay what they were: a soak, and what it depends on."""
 
 import gc
-import inspect
 import json
 import os
 import platform
@@ -14,9 +13,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import tensorstore
 
-from jaxtrain.run.checkpoint.forgotten import avoid_leak
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.garbage import ARENA_VARIABLES, LONG_RUN, Garbage
 from jaxtrain.training.settings import Checkpoint
@@ -154,8 +151,8 @@ def test_what_evaluations_and_saves_free_is_given_back():
     assert float(done.stdout) > 0.9
 
 
-def test_saves_leave_no_python_objects_for_each_array(tmp_path):
-    """With TensorStore's forgotten references it was 5 an array, and 240 a save."""
+def test_a_save_leaves_no_more_python_objects_than_tensorstore_leaks(tmp_path):
+    """TensorStore 0.1.86 leaks 4 objects an array and about 280 a save (docs/reliability.md)."""
     arrays = {f"array_{i}": jnp.arange(8.0) for i in range(16)}
     checkpoints, left = Checkpoints(tmp_path, Checkpoint(keep=1)), []
     for step in range(24):
@@ -164,34 +161,7 @@ def test_saves_leave_no_python_objects_for_each_array(tmp_path):
         gc.collect()
         left.append(sys.getallocatedblocks())
     checkpoints.close()
-    assert left[-1] - left[11] < 12 * 4 * len(arrays)
-
-
-@pytest.mark.parametrize(
-    "store",
-    [
-        {"driver": "file", "path": '/tmp/ it\'s "a" folder/'},
-        {"driver": "file", "path": "/tmp/\u00fc\u20ac/"},
-        {"driver": "ocdbt", "base": {"driver": "memory"}, "config": {"max_inline_value_bytes": 9}},
-        {"driver": "gcs", "bucket": "some", "path": "run/", "context": {"gcs_user_project": None}},
-    ],
-)
-def test_a_store_says_of_itself_what_it_said(store):
-    avoid_leak()
-    spec = tensorstore.KvStore.Spec(store)
-    said = inspect.unwrap(tensorstore.KvStore.Spec.to_json)
-    for more in (False, True):
-        assert spec.to_json(more) == said(spec, more)
-
-
-def test_metrics_are_kept_from_orbax_alone():
-    avoid_leak()
-    asked = "from tensorstore import *; found = experimental_collect_matching_metrics('/')"
-    of_orbax, own = {"__name__": "orbax.checkpoint.of_a_test"}, {"__name__": "own"}
-    exec(asked, of_orbax)
-    exec(asked, own)
-    assert own["found"]
-    assert of_orbax["found"] == []
+    assert left[-1] - left[11] < 12 * (6 * len(arrays) + 320)
 
 
 def held(process: int) -> tuple[float, int, int]:

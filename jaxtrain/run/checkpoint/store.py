@@ -25,7 +25,6 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest, sealing
-from jaxtrain.run.checkpoint.forgotten import avoid_leak
 from jaxtrain.run.checkpoint.leaves import (
     StoredLeaf,
     fingerprints,
@@ -132,7 +131,6 @@ class Checkpoints:
         """
         # Orbax logs every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        avoid_leak()
         root = place(workdir)
         self.folder = (root.absolute() if isinstance(root, Path) else root) / sealing.FOLDER
         self._settings, self._read_only = settings, read_only

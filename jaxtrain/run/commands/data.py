@@ -26,6 +26,7 @@ from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import (
     SHEET_IMAGES,
     STATISTICS_ROWS,
+    data_picture,
     first_batch,
     show_examples,
     show_tokens,
@@ -61,8 +62,6 @@ def describe_data(arguments: argparse.Namespace) -> int:
             show_tokens(batch, dataset, print_line)
         show_examples(batch, dataset, arguments.examples, print_line)
         if picture is not None:
-            from jaxtrain.run.show.figures import data_picture
-
             write_atomically(picture, data_picture(batch, dataset).png())
             say(console, f"Drawn: {picture}")
     return DONE

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import Appended, write_atomically, writing
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
-from jaxtrain.training.objectives.objective import Yardstick
+
+if TYPE_CHECKING:  # it imports JAX, and readers of metrics.jsonl do not
+    from jaxtrain.training.objectives.objective import Yardstick
 
 _STARTED = 1  # SessionLog.START
 
@@ -130,7 +132,7 @@ class MetricsFiles:
         self,
         workdir: Path,
         first_step: int,
-        yardstick: Yardstick,
+        yardstick: "Yardstick",
         class_names: Sequence[str] = (),
     ) -> None:
         workdir.mkdir(parents=True, exist_ok=True)

@@ -1,22 +1,18 @@
-"""Figures of a run and its data: curves, confusion matrix, document lengths, images.
+"""Figures of a run: loss and metric curves, confusion matrix.
 
 Matplotlib takes a second to load: this module is imported where something is drawn.
 """
 
 import io
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jaxtrain.config.errors import UserError
-from jaxtrain.data.batch import Batch
-from jaxtrain.data.source import Dataset, HasDocuments
-from jaxtrain.run.show.examples import SHEET_IMAGES
-from jaxtrain.training.objectives.objective import Yardstick
+if TYPE_CHECKING:  # it imports JAX, and `jaxtrain plot` does not
+    from jaxtrain.training.objectives.objective import Yardstick
 
 
 class Picture(Figure):
@@ -46,20 +42,21 @@ class Picture(Figure):
 _TRAIN: dict[str, Any] = {"color": "#5b9bd5", "linewidth": 1.2}
 _EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}
 _REFERENCE_STYLES = ("--", ":", "-.")
-_NO_YARDSTICK = Yardstick()
 
 
 def loss_figure(
-    lines: Iterable[Mapping[str, Any]], yardstick: Yardstick = _NO_YARDSTICK
-) -> "Picture":
+    lines: Iterable[Mapping[str, Any]], yardstick: "Yardstick | None" = None
+) -> Picture:
     """The loss and the objective's other metrics over steps, a panel each.
 
     Args:
       lines: the objects of metrics.jsonl; those whose value is null leave a gap.
       yardstick: the objective's: which metrics are drawn, on what scale, with which horizontal
-        lines. A metric that no line has is left out.
+        lines. A metric that no line has is left out. None: the loss alone.
     """
-    names = ("loss", *yardstick.metrics)
+    names = ("loss", *yardstick.metrics) if yardstick is not None else ("loss",)
+    unit_of_loss = yardstick.unit if yardstick is not None else ""
+    baselines = yardstick.baselines if yardstick is not None else ()
     points: dict[str, list[tuple[int, float]]] = {
         key: [] for name in names for key in (name, f"eval_{name}")
     }
@@ -71,14 +68,14 @@ def loss_figure(
     figure = Picture(8, sum(heights))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)
     for axes, name in zip(panels[:, 0], shown, strict=True):
-        word, unit = name.replace("_", " "), yardstick.unit if name == "loss" else ""
+        word, unit = name.replace("_", " "), unit_of_loss if name == "loss" else ""
         for prefix, kind, style in (("", "training", _TRAIN), ("eval_", "evaluation", _EVAL)):
             if points[prefix + name]:
                 curve = zip(*points[prefix + name], strict=True)
                 axes.plot(*curve, label=f"{kind} {word}", **style)
-        if name == "loss":
+        if name == "loss" and yardstick is not None:
             axes.set_yscale(yardstick.scale)
-        beaten = [one for one in yardstick.baselines if one.metric == name]
+        beaten = [one for one in baselines if one.metric == name]
         for one, line_style in zip(beaten, _REFERENCE_STYLES, strict=False):
             label = f"{one.label} {one.value:.2f}"
             axes.axhline(one.value, color="dimgrey", linestyle=line_style, label=label)
@@ -91,7 +88,7 @@ def loss_figure(
     return figure
 
 
-def loss_png(lines: Iterable[Mapping[str, Any]], yardstick: Yardstick = _NO_YARDSTICK) -> bytes:
+def loss_png(lines: Iterable[Mapping[str, Any]], yardstick: "Yardstick | None" = None) -> bytes:
     """`loss_figure` as a PNG file's bytes."""
     return loss_figure(lines, yardstick).png()
 
@@ -100,7 +97,7 @@ _MOST_WRITTEN = 20  # classes whose numbers have room in their cells
 _MOST_LETTERS = 16  # of a class's name
 
 
-def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ()) -> "Picture":
+def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ()) -> Picture:
     """Labels down, predictions across; each row's shades are shares of its label.
 
     Args:
@@ -127,79 +124,4 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ())
                 color = "white" if shares[row, column] > 0.5 else "black"
                 style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": "small"}
                 axes.text(column, row, str(count), color=color, **style)
-    return figure
-
-
-_BARS = 40
-_BLUE = "#5b9bd5"
-
-
-def data_picture(batch: Batch, dataset: Dataset) -> Picture:
-    """A picture of a batch and of the data that it is of.
-
-    Args:
-      batch: rows of the first step.
-      dataset: the opened data.
-
-    Raises:
-      UserError: the data are vectors or pairs.
-    """
-    if dataset.unit == "images":
-        return _sheet(batch, dataset)
-    if dataset.unit in ("vectors", "pairs"):
-        raise UserError(f"--png: {dataset.unit} are not drawn; leave it out")
-    return _text(batch, dataset)
-
-
-def _text(batch: Batch, dataset: Dataset) -> Picture:
-    """Beside each other: how long documents are, and how often each token occurs."""
-    figure = Picture(9, 4)
-    lengths, counts = figure.subplots(1, 2)
-    if isinstance(dataset.train, HasDocuments):
-        sizes = np.asarray(dataset.train.document_lengths())
-        bounds = np.unique(np.geomspace(1, max(2, sizes.max() + 1), _BARS).round())
-        lengths.hist(sizes, bins=bounds.tolist(), color=_BLUE)
-        lengths.set_title(
-            f"{len(sizes):,} documents, median {np.median(sizes):,.0f}, longest {sizes.max():,}"
-        )
-    length = batch.inputs.shape[1]
-    lengths.axvline(length, color="black", linestyle="--", label=f"a row: {length:,}")
-    lengths.set_xscale("log")
-    lengths.set_xlabel("tokens of a document")
-    lengths.set_ylabel("documents")
-    lengths.legend(frameon=False)
-    real = batch.inputs if batch.segment_ids is None else batch.inputs[batch.segment_ids > 0]
-    often = np.sort(np.unique(real, return_counts=True)[1])[::-1]
-    counts.loglog(np.arange(1, len(often) + 1), often, color=_BLUE)
-    counts.set_title(f"{real.size:,} tokens of the first batch")
-    counts.set_xlabel("rank of a token")
-    counts.set_ylabel("how often it occurs")
-    return figure
-
-
-def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
-    """What an image shows; of a mixed one each label with its share."""
-    told = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
-    if len(told) == 1:
-        return told[0]
-    parts = zip(told, np.ravel(shares).tolist(), strict=True)
-    return ", ".join(f"{name} {share:.0%}" for name, share in parts if share)
-
-
-def _sheet(batch: Batch, dataset: Dataset) -> Picture:
-    """Images in rows, each over its label, their values from the least to the greatest."""
-    images = np.asarray(batch.inputs[:SHEET_IMAGES], np.float32)
-    least, most = float(images.min()), float(images.max())
-    images = (images - least) / max(most - least, 1e-9)
-    facts = dataset.facts
-    names = str(facts["class_names"]).split(", ") if "class_names" in facts else []
-    columns = math.ceil(math.sqrt(len(images)))
-    figure = Picture(columns, 1.25 * math.ceil(len(images) / columns))
-    grid = figure.subplots(math.ceil(len(images) / columns), columns, squeeze=False)
-    for axes in grid.flat:
-        axes.set_axis_off()
-    for row, (axes, image) in enumerate(zip(grid.flat, images, strict=False)):
-        axes.imshow(image.squeeze(), cmap="grey" if image.shape[-1] == 1 else None, vmin=0, vmax=1)
-        if np.issubdtype(batch.targets.dtype, np.integer):
-            axes.set_title(_labels(batch.targets[row], batch.loss_mask[row], names), fontsize=7)
     return figure
