@@ -146,7 +146,7 @@ class Evaluation:
 
 @dataclasses.dataclass
 class Record:
-    """What the evaluations up to a step have shown.
+    """The best evaluation up to a step.
 
     Attributes:
       settings: which of their values counts.
@@ -162,7 +162,7 @@ class Record:
 
     @classmethod
     def of(cls, settings: Best, lines: Iterable[Mapping[str, Any]], step: int) -> Self:
-        """What the lines of metrics.jsonl up to a step say; all processes ask.
+        """Read the record up to a step from lines of metrics.jsonl; all processes call it.
 
         Process 0's word goes: of a run in a bucket the others have no such file.
         """

@@ -56,7 +56,7 @@ class Recorder(Protocol):
 
 
 class RecorderKind(Protocol):
-    """What makes a recorder for the steps of a start."""
+    """Factory of a recorder for some steps of an attempt."""
 
     def validate(self, done: int, last: int) -> None:
         """Raises UserError where there are too few steps to record."""
@@ -153,7 +153,7 @@ class Loop:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Those of the metrics so far."""
+        """Return the lines of metrics so far."""
         if self._own_log is not None:
             self._own_log.flush()
         return self.metrics.lines
@@ -237,7 +237,7 @@ class Loop:
             return self.evaluation.of_parts(state, parts, step=step, before_each=before_each)
 
     def _epochs_of_sources(self) -> dict[str, float]:
-        """Of a mixture, how many epochs of each source are done."""
+        """Return how many epochs of each source of a mixture are done."""
         mixing, train = self.dataset.mixing, self.config.train
         if mixing is None:
             return {}
@@ -288,7 +288,7 @@ class Loop:
         self._is_compiled = True
 
     def _due(self, stretch: _Stretch, recorder: "Recorder | None") -> list[Due]:
-        """What is due between the steps of a stretch, in its order."""
+        """Return the actions that are due between the steps of a stretch, in order."""
         last, eval_every = stretch.last, self.config.train.eval_every
 
         def of(action: Callable[[_Stretch, int], None]) -> Callable[[int], None]:
@@ -334,7 +334,7 @@ class Loop:
         self.say(f"{early}{stretch.record}")
 
     def _record(self, step: int) -> Record | None:
-        """What the evaluations up to a step have shown; None where nothing is compared."""
+        """Return the record of evaluations up to a step; None where nothing is compared."""
         best = self.config.best
         if best.metric is None:
             return None

@@ -63,7 +63,7 @@ def first_parameters(
 
 
 def _steps(folder: Place) -> list[int]:
-    """Of a run's checkpoints; none where a file stands in the place of a folder."""
+    """Return the steps of a run's checkpoints; [] where a file is in the folder's place."""
     try:
         return sealed_steps(folder / FOLDER)
     except NotADirectoryError:
@@ -77,7 +77,7 @@ def newest_step(source: str) -> int | None:
 
 
 def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[Ancestor]:
-    """What parameters that `first_parameters` has read came from, the nearest first.
+    """Return the ancestors of what `first_parameters` has read, the nearest first.
 
     Args:
       source: as there.

@@ -330,7 +330,7 @@ class Trainer:
         self.state = with_weights(self.program, self.state, weights)
 
     def logits(self, inputs: Any) -> np.ndarray:
-        """What the model says of inputs: float32 [B, T, V] of tokens, [B, C] of images.
+        """Return the logits of inputs: float32 [B, T, V] of tokens, [B, C] of images.
 
         Args:
           inputs: integer tokens [B, T] of any number of rows, each one text; images [B, H, W, C];
@@ -413,7 +413,7 @@ class Trainer:
             return self._loop.run(last, recorder)
 
     def _recorder(self, last: int, profile: "RecorderKind") -> "Recorder":
-        """What records some of the steps up to `last`; compiles the step, which happens once."""
+        """Return a recorder of some steps up to `last`; compiles the step, which happens once."""
         if len(self._feed.abstract_shapes()) > 1:
             raise UserError(
                 "train --profile records one compiled step, and TextData.lengths asks for one of "
@@ -449,7 +449,7 @@ class Trainer:
         )
 
     def other_data(self) -> str | None:
-        """What makes the data others than the restored checkpoint's; None: they are the same."""
+        """Return how the data differ from the restored checkpoint's; None: they are the same."""
         from jaxtrain.run.checkpoint.metadata import other_data
 
         extra = self._saved.extra
@@ -465,7 +465,7 @@ class Trainer:
         top_p: float | None = None,
         seed: int = 0,
     ) -> Prompt:
-        """What a trained language model writes after `prompt`, an encoder-decoder of it.
+        """Return a completion of `prompt`, of an encoder-decoder the target.
 
         Args:
           prompt: text, which is answered in text up to its end; or a list of token ids, which is

@@ -85,7 +85,7 @@ class Account:
         return seconds[PRODUCTIVE] / total if total else 0.0
 
     def line(self) -> dict[str, Any]:
-        """What metrics.jsonl says: `goodput`, `goodput_seconds` by cause, attempts, restarts."""
+        """Return fields of metrics.jsonl: `goodput`, `goodput_seconds` by cause, and more."""
         return {
             "goodput": round(float(self.goodput), 6),
             "goodput_seconds": {c: round(float(s), 3) for c, s in self.seconds.items()},
@@ -172,7 +172,7 @@ class Account:
 
 
 def read_account(file: Path) -> Account | None:
-    """What `Account.write` wrote; None where there is no such file.
+    """Return the account that `Account.write` wrote; None where there is no such file.
 
     Raises:
       UserError: the file is not an account.

@@ -137,7 +137,7 @@ def stops_without_progress(workdir: Place, status: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Who took an attempt; what attempts/<number>.json begins with.
+    """The process that took an attempt: the first fields of attempts/<number>.json.
 
     Attributes:
       host: the machine's name.
@@ -198,7 +198,7 @@ _UNKNOWN = Claim(
 
 
 def find_unended(workdir: Place, attempt: int) -> Claim | None:
-    """Who took this attempt and has not said that it ended; None: nobody."""
+    """Return the process of an attempt that has not recorded its end; None if there is none."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     if "ended" in (read(file) or {}):
         return None
@@ -221,7 +221,7 @@ def take(workdir: Place, attempt: int, claim: Claim) -> bool:
 
 
 def _machine() -> str:
-    """What process numbers count in: this boot of this machine, and a container's own numbers."""
+    """Return the scope of process ids: this boot of this machine, and a container's id."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

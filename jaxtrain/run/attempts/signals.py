@@ -17,7 +17,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Those of them that this process may take: not SIGHUP under nohup, which has it ignored."""
+    """Return the stop signals that this process may handle: not SIGHUP under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [one for one in STOP_SIGNALS if not (ignored and one == signal.SIGHUP)]
 
@@ -123,7 +123,7 @@ PERIOD_SECONDS = 10.0
 
 
 def notice(host: str, timeout_seconds: float = 2.0) -> str | None:
-    """What announces this machine's end, such as 'instance/preempted TRUE'; None: nothing does.
+    """Return the notice of this machine's end, such as 'instance/preempted TRUE', or None.
 
     A metadata server that does not answer announces nothing: SIGTERM still comes.
     """

@@ -197,7 +197,7 @@ class Supervision:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What `jaxtrain supervise` was asked for.
+    """Arguments of `jaxtrain supervise`.
 
     Attributes:
       settings: from the options.

@@ -27,7 +27,7 @@ Listener = Callable[[Event, str, int], None]
 
 
 class Activity(NamedTuple):
-    """What a process was doing at one moment.
+    """The phase of a process at one moment.
 
     Attributes:
       phase: one of NAMES, or `idle`.
@@ -96,7 +96,7 @@ class Phases:
         self._current = current._replace(began=now, has_beaten=True, beats=current.beats + 1)
 
     def activity(self) -> Activity:
-        """What is done now."""
+        """Return the current phase."""
         current = self._current
         return Activity(current.phase, current.step, self._clock() - current.began, current.beats)
 

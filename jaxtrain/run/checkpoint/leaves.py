@@ -128,7 +128,7 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def stored_leaf(leaf: Any) -> StoredLeaf:
-    """What Orbax's metadata of one array say."""
+    """Return the leaf that Orbax's metadata describe."""
     sharding = leaf.sharding
     mesh = spec = None
     if hasattr(sharding, "partition_spec"):

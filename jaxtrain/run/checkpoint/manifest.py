@@ -51,7 +51,7 @@ _ALGORITHMS: dict[str, Any] = {CRC32: _Crc32, MD5: hashlib.md5}
 
 
 def kind(digest: str) -> str:
-    """What says how a digest was made; ValueError where it is none of ours."""
+    """Return the kind of a digest, its prefix; ValueError if it is unknown."""
     prefix = digest[: digest.find(":") + 1]
     if prefix not in _ALGORITHMS:
         raise ValueError(f"the digest {digest[:40]!r} is of an unknown kind")
@@ -104,7 +104,7 @@ class UnreadError(CheckpointError):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """What a manifest says of one array.
+    """One array in a manifest.
 
     Attributes:
       fingerprint: of its elements (jaxtrain.run.checkpoint.leaves).
@@ -119,7 +119,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a sealed checkpoint consists of.
+    """The contents of a sealed checkpoint.
 
     Attributes:
       format: of the checkpoint, 4.
@@ -314,7 +314,7 @@ def _validate_ways_out(folder: Place, step: int) -> None:
 
 
 def _list_objects(folder: BucketPath) -> dict[str, Stored]:
-    """What a bucket says of each object below a folder, by its name there."""
+    """Return a bucket's metadata of each object below a folder, by its name there."""
     return {row.name: row for row in folder.list_objects()}
 
 
@@ -324,7 +324,7 @@ def _md5(row: Stored) -> str | None:
 
 
 def _digest_in_bucket(folder: BucketPath, row: Stored) -> tuple[int, str]:
-    """What the bucket itself computed is not read back over the network."""
+    """Return size and digest: the MD5 that the bucket has, or the CRC-32 of what is read back."""
     md5 = _md5(row)
     return (row.bytes, md5) if md5 else digest(folder / row.name, CRC32)
 
@@ -337,7 +337,7 @@ def _digest_on_disk(file: Path) -> tuple[int, str]:
 def _difference(
     folder: Place, name: str, expected: tuple[int, str], stored: dict[str, Stored] | None
 ) -> str | None:
-    """What is wrong with the file of a name that should have this size and digest.
+    """Return how a file differs from its size and digest; None if it does not.
 
     Args:
       folder: of the checkpoint.

@@ -48,7 +48,7 @@ def describe(
     next_batch: int,
     ancestors: "Sequence[Ancestor]" = (),
 ) -> dict[str, Any]:
-    """What is saved beside a state.
+    """Return the metadata that are saved with a state.
 
     Args:
       config: the run's configuration.
@@ -135,7 +135,7 @@ def require_same_run(
 
 
 def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str | None:
-    """What makes the data others than those a checkpoint was trained on; None: they are the same.
+    """Return how the data differ from those a checkpoint was trained on; None: they are the same.
 
     Args:
       extra: what the checkpoint says beside its state.
@@ -163,7 +163,7 @@ def _other_python(extra: dict[str, Any], config: Config) -> tuple[str, str] | No
 
 
 def _position(config: Config, digest: str) -> dict[str, Any]:
-    """What decides the content of batch k, for every k: with it, the step is the position."""
+    """Return the settings that decide the content of batch k, for every k."""
     return {
         "Train.seed": config.train.seed,
         "Train.global_batch_size": config.train.global_batch_size,
@@ -214,7 +214,7 @@ def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserEr
 
 @dataclasses.dataclass(frozen=True)
 class _Rates:
-    """What the learning rates of a run depend on beside its length."""
+    """Settings that learning rates depend on, other than the run's length."""
 
     optimizer: Optimizer
     schedule: Schedule
@@ -320,7 +320,7 @@ def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
 
 
 def _read_ancestors(receipt: Path) -> list[Ancestor]:
-    """What a receipt says of ancestors; [] where there is none, or what it says is no such list."""
+    """Return the ancestors in a receipt; [] where there is none, or it is no such list."""
     try:
         found = parse_json(receipt.read_bytes())["ancestors"]
         return [

@@ -137,7 +137,7 @@ def effective_training_time_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What failures and saves cost a run; all in seconds.
+    """Costs of failures and saves to a run; all in seconds.
 
     Attributes:
       step: of one optimizer step.

@@ -163,7 +163,7 @@ def _largest(values: Sequence[float]) -> Sequence[float]:
 
 @dataclasses.dataclass(frozen=True)
 class _Tuned:
-    """What of a model a run trains."""
+    """The trainable part of a run's model."""
 
     finetune: Finetune
     imports: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ def put_aside(root: Place, step: int) -> Place:
 
 
 def leftovers(root: Place) -> list[Place]:
-    """What killed and failed saves left behind: nothing of a finished checkpoint, nor of others."""
+    """Return the remains of killed and failed saves: nothing of a finished checkpoint."""
     return [
         path
         for path in _entries(root)
@@ -233,7 +233,7 @@ def filter_late_errors() -> None:
 
 
 class Sealer:
-    """What happens to a save after its arrays have left the devices, on every process."""
+    """Background completion of a save after its arrays have left the devices, on every process."""
 
     def __init__(
         self,

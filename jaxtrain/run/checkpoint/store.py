@@ -85,7 +85,7 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
 
 
 def handler_registry() -> Any:
-    """What Orbax is to know of a state's leaves: arrays, in memory or in files."""
+    """Return Orbax's handlers of a state's leaves: arrays, in memory or in files."""
     registry = ocp.type_handlers.create_type_handler_registry()
     registry.add(jax.Array, _ArrayByArray(), lambda kind: issubclass(kind, jax.Array | FileArray))
     return registry

@@ -114,7 +114,7 @@ class RunToken:
         )
 
     def _read_private(self, *, private: bool) -> bytes | None:
-        """What is in the file; with `private` only if nobody else could read or write it."""
+        """Read the file; with `private` only if nobody else could read or write it."""
         if isinstance(self._file, BucketPath):
             with contextlib.suppress(FileNotFoundError):
                 return _read(self._file.read_bytes())
@@ -206,7 +206,7 @@ class Handshake(abc.ABC):
 
     @abc.abstractmethod
     def begin(self) -> bytes:
-        """What is said before anything is heard."""
+        """Return the bytes to send before any are received."""
 
     @abc.abstractmethod
     def hear(self, said: bytes) -> bytes:
@@ -266,7 +266,7 @@ class ServerHandshake(Handshake):
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """What both ends compute from the token and both random numbers, 32 bytes each."""
+    """Keys that both ends derive from the token and both random numbers, 32 bytes each."""
 
     joiner_proof: bytes
     zero_proof: bytes

@@ -114,7 +114,7 @@ class Coordinator:
         return self._suspected[0]
 
     def table(self, now: float) -> Table:
-        """What each process was doing when it was last heard, and how long ago that was."""
+        """Return what each process was last doing, and how long ago it reported."""
         return {
             process: {
                 "host": self._hosts[process],
@@ -429,7 +429,7 @@ class ManyProcesses(Peers):
                 self._settle_here("lost", 0, link.closed)
 
     def _receive_from_coordinator(self, message: Message) -> None:
-        """What process 0 has decided, process 0 itself included."""
+        """Handle a decision of process 0; process 0 itself receives it too."""
         match message["kind"]:
             case "table":
                 self._table = read_table(message)

@@ -31,7 +31,7 @@ class ClusterError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What the command line says about the processes of a run; None where it says nothing.
+    """Cluster options of the command line; None where one is not given.
 
     Attributes:
       coordinator: HOST:PORT where process 0 listens.
@@ -117,7 +117,7 @@ class Cause:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listeners:
-    """What a process does about the others; all are called on the channel's own thread.
+    """Callbacks for events of other processes; all are called on the channel's own thread.
 
     Attributes:
       activity: what this process is doing, sent with each heartbeat; values JSON can carry.
@@ -160,7 +160,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def table(self) -> Table:
-        """What each process was doing when it was last heard, by process id."""
+        """Return what each process was last doing, by process id."""
 
     @abc.abstractmethod
     def request_stop(self, reason: str) -> None:

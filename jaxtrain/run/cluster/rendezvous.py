@@ -37,7 +37,7 @@ _TOKEN_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """What a process knows when all have met.
+    """Result of the rendezvous: the connections and addresses of all processes.
 
     Attributes:
       links: connections by process id: process 0 has one to each other, they have one to it.
@@ -275,7 +275,7 @@ def _release(selector: selectors.BaseSelector, link: Link) -> None:
 
 
 def _difference(first: Message, other: Message) -> str | None:
-    """What another process says differently from process 0, as a sentence."""
+    """Return how another process differs from process 0, as a sentence."""
     who = f"process {other['process_id']} (host {other['host']})"
     zero = f"process 0 (host {first['host']})"
     if other["num_processes"] != first["num_processes"]:

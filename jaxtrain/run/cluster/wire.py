@@ -173,7 +173,7 @@ class Link:
         self._put_back = messages
 
     def take_back(self) -> list[Message]:
-        """What was put back, without asking the socket."""
+        """Return the messages that were put back, without reading the socket."""
         messages, self._put_back = self._put_back, []
         return messages
 

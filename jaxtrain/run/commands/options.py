@@ -88,7 +88,7 @@ Add = Callable[[str, str], argparse.ArgumentParser]
 
 
 def adder(whole: argparse.ArgumentParser) -> Add:
-    """What adds commands to a parser, whose `arguments.command` is then the name."""
+    """Return a function that adds commands to a parser, whose `arguments.command` is the name."""
     added = whole.add_subparsers(required=True, metavar="COMMAND", dest="command")
     commands: dict[str, argparse.ArgumentParser] = {}
 

@@ -205,7 +205,7 @@ def _command(
 
 
 def _program() -> list[str]:
-    """What the user calls to run this jaxtrain again."""
+    """Return the command that runs this jaxtrain again."""
     own = Path(sys.executable).with_name("jaxtrain")
     found = shutil.which("jaxtrain")
     if not own.is_file():

@@ -18,7 +18,7 @@ Ended = Literal["end", "stop", "length"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What follows one prompt.
+    """The completion of one prompt.
 
     Attributes:
       tokens: those that were drawn, without the one that ends a text.
@@ -49,7 +49,7 @@ UNKNOWN = "\ufffd"
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
-    """What tokens add to the text of a prompt: some tokenizers write a first token otherwise."""
+    """Return the text that tokens add to a prompt; a first token may decode otherwise."""
     before = tokenizer.decode(prompt)
     return tokenizer.decode([*prompt, *tokens])[len(before) :]
 
@@ -61,7 +61,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:
-    """What of a text that goes on will stay: no half character, no beginning of a stop string."""
+    """Return the part of a growing text that stays: no half character or start of a stop string."""
     text = cut_at_stop(text, stop).rstrip(UNKNOWN)
     halves = (one[:size] for one in stop for size in range(len(one), 0, -1))
     longest = max((len(half) for half in halves if text.endswith(half)), default=0)

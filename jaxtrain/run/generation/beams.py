@@ -63,7 +63,7 @@ class BeamSearch:
         validate_penalty(self.repetition_penalty)
 
     def drawing(self) -> Drawing:
-        """What changes log-probabilities."""
+        """Return the arrays that adjust log-probabilities."""
         penalty = clip_float32(self.repetition_penalty)
         return {} if penalty is None else {"repetition_penalty": penalty}
 

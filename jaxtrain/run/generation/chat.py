@@ -77,7 +77,7 @@ class Chat:
         self._first = len(self.messages)
 
     def answer(self, question: str, *, show: Callable[[str], None] | None = None) -> Answer:
-        """What the model says to the user's next message; both are part of the conversation then.
+        """Return the model's answer to the user's next message; both join the conversation.
 
         Args:
           question: of the user.

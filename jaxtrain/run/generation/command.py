@@ -220,7 +220,7 @@ def _option(name: str) -> str:
 
 
 def _line(answer: Answer, *, log_probabilities: bool) -> dict[str, object]:
-    """What a line has besides the fields of its prompt's record."""
+    """Return the fields of a line other than those of its prompt's record."""
     line: dict[str, object] = {"answer": answer.text, "ended": answer.ended}
     if answer.score is not None:
         line["score"] = answer.score

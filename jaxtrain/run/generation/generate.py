@@ -63,7 +63,7 @@ def generate(
     watch: Watch | None = None,
     prefix_cache: PrefixCache | None = None,
 ) -> list[Answer]:
-    """What a trained language model lets follow after each prompt, in their order.
+    """Return the completion of each prompt, in their order.
 
     An answer depends on its prompt, its number among them and the seed: neither on the prompts
     beside it nor on the mesh.

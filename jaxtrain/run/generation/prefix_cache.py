@@ -123,7 +123,7 @@ class PrefixCache:
 
 
 def _is_recurrent(sizes: TokenModel) -> bool:
-    """Whether what is kept of a token is forgotten by counting fewer."""
+    """Whether the model has state that cannot be truncated to fewer tokens."""
     return all(one.every_token for one in sizes.cached)
 
 

@@ -79,7 +79,7 @@ GENERATION_KEYS: KeyTable = {
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What stands for options of `jaxtrain generate` that are not given.
+    """Defaults of options of `jaxtrain generate` that are not given.
 
     Attributes:
       options: by name, such as `temperature`.

@@ -55,7 +55,7 @@ class Speculation:
 
 
 class DraftSource(Protocol):
-    """What guesses the next tokens of a text.
+    """A source of draft tokens.
 
     Attributes:
       count: how many it guesses at most, K.
@@ -95,7 +95,7 @@ class PromptLookup:
         """Nothing is kept of a text."""
 
     def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
-        """What stands after the latest earlier place of the longest end of the text."""
+        """Return the tokens after the latest earlier match of the text's longest suffix."""
         del key
         tokens = np.asarray(text, np.int32)
         guesses_K, given = np.zeros(self.count, np.int32), 0
@@ -151,7 +151,7 @@ class DraftModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Text:
-    """What a model keeps of one text.
+    """A model's cache of one text.
 
     Attributes:
       cache: of its first row.
@@ -181,7 +181,7 @@ def speculate(
     seed: int,
     ends: Sequence[int] = (),
 ) -> Speculation:
-    """What a trained language model lets follow after a prompt, with guesses.
+    """Complete a prompt with draft tokens that the model verifies.
 
     The cache holds places, so a guess that is not kept is forgotten by counting fewer of them:
     nothing is computed again.

@@ -44,7 +44,7 @@ USUAL_LENGTH = 100  # tokens of a target, where nothing else is said
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What is kept of sources, and of their targets so far.
+    """Caches of sources, and of their targets so far.
 
     Attributes:
       cache: what the decoder keeps of the targets' tokens.
@@ -132,7 +132,7 @@ def targets(
     batch_size: int,
     watch: Watch | None = None,
 ) -> list[Answer]:
-    """What a trained encoder-decoder writes of each source, in their order.
+    """Return the target that an encoder-decoder generates from each source, in their order.
 
     Args:
       setup: the program whose state it is.

@@ -35,7 +35,7 @@ def write(
     ends: Sequence[int] | None = None,
     special_tokens: bool = True,
 ) -> list[Answer]:
-    """What a trained language model writes after each prompt, in their order.
+    """Return the completion of each prompt as text, in their order.
 
     Args:
       setup: the program whose state it is.
@@ -95,7 +95,7 @@ def respond(
     show: Callable[[str], None] | None,
     workdir: Place | None,
 ) -> list[Answer]:
-    """What a trained model writes; other arguments, and what is raised, as in `Trainer.answers`.
+    """Dispatch prompts to the model's kind of generation; arguments as in `Trainer.answers`.
 
     Args:
       setup: whose model it is.

@@ -145,7 +145,7 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
 def _misfits(
     wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, safetensors.Tensor]
 ) -> list[str]:
-    """What the file lacks, has besides, or has otherwise."""
+    """Return the tensors that the file lacks, has in addition, or has in another shape."""
     found = [f"{name} is missing" for name in wanted if name not in stored]
     found += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
     return found + [
@@ -177,7 +177,7 @@ def _tuning(setup: Setup, where: str) -> LoRA:
 
 
 def _shapes(setup: Setup, tuning: LoRA) -> dict[str, tuple[int, ...]]:
-    """Of A and B by name, the layers in the model's order and number."""
+    """Return the shapes of A and B by name, the layers in the model's order and number."""
     shapes = parameter_shapes(setup.build)
     drawn = jax.eval_shape(lambda: tuning.draw(shapes, jax.random.key(0)))
     return {name: variable.get_value().shape for name, variable in by_name(drawn).items()}
@@ -274,7 +274,7 @@ def _is_stored_by_input(line: Name, down: Name) -> bool:
 
 
 def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
-    """What an adapter_config.json says that is otherwise here."""
+    """Return settings of an adapter_config.json that differ here."""
     for key in ("r", "lora_alpha"):
         value = said.get(key, 8)  # as peft has it
         if type(value) not in (int, float) or not value > 0:

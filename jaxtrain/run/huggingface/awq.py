@@ -227,7 +227,7 @@ def _validate_others(line: Name, inside: tuple[int, ...], architecture: str) -> 
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor of AutoAWQ's, where without its packing it is [out, in]."""
+    """Return the shape of an AutoAWQ tensor, which is [out, in] without its packing."""
     if not name.endswith(tuple(_PARTS.values())):
         return shape
     if shape[0] % len(awq.ORDER):

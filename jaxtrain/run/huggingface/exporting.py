@@ -141,7 +141,7 @@ def export_run(
 
 
 def companion_files(config: Config, workdir: Place | None) -> dict[str, bytes]:
-    """What goes along: of the import, of what the run started from, or the run's tokenizer."""
+    """Return the files to copy: of the import, of the run's start, or the run's tokenizer."""
     folder = published_folder(config, workdir)
     if folder is None:
         return _of_tokenizer(config)

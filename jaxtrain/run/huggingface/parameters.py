@@ -165,7 +165,7 @@ def their_tensors(
 
 
 def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:
-    """What stands at a place of the leading dimensions, put together from the devices' parts."""
+    """Return the slice at an index of the leading dimensions, gathered from the devices' shards."""
     out = np.empty(leaf.shape[len(place) :], leaf.dtype)
     for shard in leaf.addressable_shards:
         ranges = [range(*part.indices(n)) for part, n in zip(shard.index, leaf.shape, strict=True)]

@@ -44,7 +44,7 @@ class Record:
         return value
 
     def value(self, name: str) -> Any:
-        """What stands under this name; UserError where nothing does."""
+        """Return the value of a field; UserError where it is missing."""
         if name not in self.fields:
             raise UserError(f"{self.where}: no field {name!r}{did_you_mean(name, self.fields)}")
         return self.fields[name]
@@ -86,7 +86,7 @@ AT_ONCE = 64  # examples that go through the model together
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedText:
-    """What a model writes of one text.
+    """The text that a model generates from one text.
 
     Attributes:
       name: the text itself, or the file that holds it.
@@ -128,7 +128,7 @@ def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:
 
 
 def _text(source: str | Path) -> str:
-    """What a file says, or the text itself; a single word that ends in .txt names a file."""
+    """Return a file's text, or the text itself; a single word that ends in .txt names a file."""
     name = str(source)
     names_file = name.endswith(".txt") and (len(name.split()) == 1 or os.path.isfile(name))
     if not names_file and isinstance(source, str):
@@ -143,7 +143,7 @@ def _text(source: str | Path) -> str:
 
 
 def vectors_of(given: Sequence[Any], model: VectorModel) -> tuple[list[str], np.ndarray]:
-    """What each vector is called, and all of them [N, D] as they are.
+    """Return each vector's name, and all vectors [N, D], unscaled.
 
     Args:
       given: .npz or .csv files, or arrays [D] or [n, D]; at least one.

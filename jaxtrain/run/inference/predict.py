@@ -61,7 +61,7 @@ Skip = Callable[[UserError], object] | None
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is said of one image, text, word or vector.
+    """Prediction for one image, text, word or vector.
 
     Attributes:
       name: the file, the text or word itself, or "image 1" and the like of one in memory.
@@ -87,7 +87,7 @@ Output = Prediction | Embedding | RegressionOutput | GeneratedText
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """What a trained model makes of prepared inputs, on the host.
+    """Functions from prepared inputs to a model's outputs, on the host.
 
     Attributes:
       logits: as of `Trainer.logits`.
@@ -124,7 +124,7 @@ class _Request:
 def predict_with(
     trainer: "Trainer", inputs: Inputs, *, top: int | None = None, skip: Skip = None
 ) -> list[Output]:
-    """What a trainer's model predicts; arguments as of `Trainer.predict`."""
+    """Predict with a trainer's model; arguments as of `Trainer.predict`."""
     model, data = trainer.config.train.model, trainer.config.train.data
     program, state = trainer.program.setup, trainer.program.eval_state(trainer.state)
 
@@ -151,7 +151,7 @@ def predict(
     say: Callable[[str], object],
     skip: Skip = None,
 ) -> Iterator[Output]:
-    """What is said of each input, prepared as in evaluation.
+    """Yield a prediction for each input, prepared as in evaluation.
 
     Of an image, a text, a vector, a sequence of vectors or each word of texts with tags the
     likeliest classes; of each hidden token of a text the likeliest tokens; the numbers of a vector;
@@ -197,7 +197,7 @@ def predict(
 def _write_texts(
     given: list[Given], model: Model, write: Callable[[list[str]], list[str]]
 ) -> Iterator[GeneratedText]:
-    """What follows each text, or its target."""
+    """Yield the completion or the target of each text."""
     texts = list(texts_of(given, model))
     yield from map(GeneratedText, map(str, given), write(texts))
 
@@ -295,7 +295,7 @@ def _of_images(
 def _readable(
     given: list[Given], model: Model, data: object, skip: Callable[[UserError], object]
 ) -> list[Given]:
-    """Those of the inputs that can be read, each tried alone."""
+    """Return the inputs that can be read, each tried alone."""
     found = []
     for source in given:
         try:
@@ -409,7 +409,7 @@ def _of_sequences(
 def _sequences(
     source: Given, model: Model, data: SequenceData, before: int
 ) -> tuple[list[str], Sequence[np.ndarray]]:
-    """What the sequences of an input are called, counted from `before`, and each [T, F]."""
+    """Return names of the sequences of an input, counted from `before`, and each [T, F]."""
     if isinstance(source, Image.Image):
         raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
     if isinstance(source, np.ndarray):

@@ -108,7 +108,7 @@ def masked_checksum(content: bytes) -> int:
 
 @functools.cache
 def _table() -> tuple[int, ...]:
-    """What a byte does to the checksum: its eight steps of division by the polynomial."""
+    """Return the checksum's table: for each byte eight steps of division by the polynomial."""
 
     def step(crc: int) -> int:
         return (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
@@ -209,7 +209,7 @@ def strict(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """What a line says of its step, as far as that is numbers."""
+    """Return the values of a line that are numbers."""
     return {n: x for n, x in line.items() if n != "step" and isinstance(x, int | float)}
 
 

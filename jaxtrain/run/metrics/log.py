@@ -324,7 +324,7 @@ class RunMetrics:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Those of metrics.jsonl so far; without a folder those in memory."""
+        """Return the lines of metrics.jsonl so far; without a folder those in memory."""
         return list(self.in_memory) if self._workdir is None else lines_of(self._workdir)
 
     def open(self, dataset: Dataset, first: int, last: int, *, guarded: bool = True) -> MetricsLog:

@@ -275,7 +275,7 @@ class Tracking:
 
 
 def _position(file: Path) -> dict[str, Any]:
-    """What `Tracking` has written down; UserError where the file is damaged."""
+    """Read the position that `Tracking` has written; UserError if the file is damaged."""
     advice = "remove it: the service then gets all lines again, as another run"
     said = read_json_object(file, advice=advice)
     run, done = said.get("run"), said.get("done")
@@ -293,7 +293,7 @@ def trackings(
     lines: list[dict[str, Any]],
     say: Callable[[str], None],
 ) -> list[Tracking]:
-    """Who takes the metrics of a run: of several processes the first asks, the others nobody.
+    """Return the trackers of a run's metrics: of several processes only the first has any.
 
     Args:
       config: names a service, or none.

@@ -57,7 +57,7 @@ def rows_of(tokens: list[int], context_length: int) -> np.ndarray:
 def read_by(
     setup: Setup, state: TrainState, tokens_BT: np.ndarray, names: list[str]
 ) -> dict[str, np.ndarray]:
-    """What these weights read, float32 [L, N, I], by their names below `layers/`.
+    """Return the inputs of weights, float32 [L, N, I], by their names below `layers/`.
 
     Args:
       setup: the synchronous program, of a model that reads tokens.

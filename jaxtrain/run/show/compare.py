@@ -198,7 +198,7 @@ def figure(runs: Sequence[Run]) -> "Picture":
 
 
 def panels(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """What is drawn in a panel of its own: its label, and the metrics in it."""
+    """Return each panel of the figure: its label, and the metrics in it."""
     drawn: dict[str, list[str]] = {"loss": ["loss", "eval_loss"]}
     for name in _metrics(runs):
         drawn.setdefault(name.removeprefix("eval_"), []).append(name)

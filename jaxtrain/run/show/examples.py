@@ -230,7 +230,7 @@ def _text_statistics(batch: Batch, dataset: Dataset) -> "Picture":
 
 
 def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
-    """What an image shows; of a mixed one each label with its share."""
+    """Return an image's label; of a mixed one each label with its weight."""
     told = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
     if len(told) == 1:
         return told[0]

@@ -37,7 +37,7 @@ def details(summary: str, text: str) -> str:
 
 
 def export_html(show: Callable[[Console], None]) -> str:
-    """What `show` prints, as HTML."""
+    """Return the output of `show` as HTML."""
     console = Console(record=True, file=io.StringIO(), width=_WIDTH_COLUMNS, force_jupyter=False)
     show(console)
     return console.export_html(

@@ -56,7 +56,7 @@ class Output:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """What cannot be written now or later goes to the null device, on stderr too."""
+        """Redirect output that cannot be written to the null device, on stderr too."""
         is_pipe = error.errno == errno.EPIPE
         if not (is_pipe or (error.errno == errno.EIO and self._is_terminal)):
             raise error
@@ -143,7 +143,7 @@ def say(console: Console, *lines: str) -> None:
 
 
 def on_first_process(console: Console) -> Callable[[str], None]:
-    """What takes a line for people, and prints it where this is process 0."""
+    """Return a function that prints a line on process 0 and does nothing on others."""
     # Imported here: the command line's help is printed without JAX.
     import jax
 

@@ -133,7 +133,7 @@ def group_table(state: TrainState, optimizer: Optimizer) -> Table:
 
 
 def _layers(part: Part) -> str:
-    """Of which layers, where not of all."""
+    """Return the layers of a setting, '' where it holds for all."""
     if part.is_whole:
         return ""
     last = "" if math.isinf(part.last) else int(part.last) - 1

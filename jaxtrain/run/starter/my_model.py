@@ -62,7 +62,7 @@ class MyModel(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes: x + attention(norm(x)), then x + mlp(norm(x))."""
+        """Apply one layer: x + attention(norm(x)), then x + mlp(norm(x))."""
         rotary = Rotary(theta=self.rope_theta, scaling=self.rope_scaling)
         return Block(
             attention=grouped_query(self, rotary, window=self.sliding_window),

@@ -21,7 +21,7 @@ _READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 
 
 def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
-    """What `lm_eval.simple_evaluate(model=...)` takes.
+    """Return a model for `lm_eval.simple_evaluate(model=...)`.
 
     Args:
       trainer: of a trained language model of text, such as `Trainer(config, workdir,

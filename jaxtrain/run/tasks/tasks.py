@@ -57,7 +57,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model says of a continuation.
+    """A model's score of a continuation.
 
     Attributes:
       log_likelihood: the sum of its tokens' log-probabilities, natural.
@@ -109,7 +109,7 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, *, length
 def scores(
     setup: Setup, model: Model, state: TrainState, pairs: Sequence[Pair], *, batch_size: int
 ) -> list[Score]:
-    """What a trained language model says of each pair.
+    """Return a language model's score of each pair.
 
     Args:
       setup: the program whose state it is.
@@ -270,7 +270,7 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
 
 
 def results(task: Task, pairs: Sequence[Pair], scores: Sequence[Score]) -> dict[str, Any]:
-    """What is said of a task: its metrics, means over its questions, and their standard errors.
+    """Return a task's metrics, means over its questions, and their standard errors.
 
     Of choices `acc`, the one with the greatest log-likelihood; `acc_norm`, divided by its
     characters before; `acc_bytes`, by its bytes of UTF-8. Of targets `exact_match`, each token of
@@ -310,7 +310,7 @@ def _right(task: Task, scores: Sequence[Score], size: Callable[[str], int]) -> l
 
 
 def _standard_error(values: Sequence[float]) -> float | None:
-    """Of a mean: the sample's standard deviation over sqrt(n); None of a single value."""
+    """Return a mean's standard error, the sample's deviation over sqrt(n); None of one value."""
     if len(values) < 2:
         return None
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
