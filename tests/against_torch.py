@@ -15,8 +15,8 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule
 from jaxtrain.training.state import TrainState
 

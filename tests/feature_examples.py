@@ -1,4 +1,4 @@
-"""An example of each feature of `training/compatibility.py`, and which pairs of them are rejected.
+"""An example of each feature of the compatibility table, and which pairs of them are rejected.
 
 `python tests/feature_examples.py` checks all pairs and writes those that are rejected to
 feature_pairs.csv. To feature_combinations.csv it writes few combinations in which every other pair

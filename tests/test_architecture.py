@@ -119,12 +119,12 @@ FEATURES = {
         "training.settings", "training.layouts", "training.compose",
     },
     "training.pipeline.schedules": {
-        "training.settings", "training.compatibility", "training.setup",
+        "training.settings", "training.preflight.compatibility", "training.setup",
         # leaves it out of what is traced for names
         "training.preflight.named",
     },
     "training.finetune.finetune": {
-        "training.settings", "training.run_context", "training.compose",
+        "training.settings", "training.preflight.run_context", "training.compose",
         "training.flops",
     },
 }  # fmt: skip

@@ -19,7 +19,7 @@ from jaxtrain.config.shipped import configs_folder
 from jaxtrain.config.values import ByName, OneOf
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.optimizers.elementwise import SGD
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.settings import Config, load_config
 
 SHIPPED = sorted(path.stem for path in configs_folder().glob("*.gin"))

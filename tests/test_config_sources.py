@@ -11,7 +11,7 @@ import pytest
 from jaxtrain import Mesh, Optimizer, Precision, Schedule, TextData, Train, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models import GPT
-from jaxtrain.training.optimizers.elementwise import SGD
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 
 TEXT = """
 Train.model = @GPT()
@@ -108,7 +108,7 @@ import importlib
 from jaxtrain import Optimizer, TextData, Train, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models import GPT
-from jaxtrain.training.optimizers.elementwise import SGD
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 
 
 def rejected(*source, **allowed):

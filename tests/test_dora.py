@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
-from jaxtrain.training.optimizers.elementwise import AdamW
+from jaxtrain.training.optimizers.rules.elementwise import AdamW
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.step import train_all

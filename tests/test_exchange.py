@@ -26,8 +26,8 @@ from jaxtrain.training.exchange.per_replica import means
 from jaxtrain.training.exchange.rules import mix_with_neighbours
 from jaxtrain.training.guard import BadStepError
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.preflight import preflight
 
 MODEL = GPT(vocab_size=32, num_layers=1, embed_dim=16, num_heads=4, context_length=8)

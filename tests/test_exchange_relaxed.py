@@ -27,9 +27,9 @@ from jaxtrain.training.exchange.compression import Signs
 from jaxtrain.training.exchange.exchange import Exchange, neighbours
 from jaxtrain.training.exchange.power_sgd import PowerSGD, narrow
 from jaxtrain.training.exchange.rules import mix_with_neighbours
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.settings import load_config
 
 P = jax.P

@@ -17,11 +17,11 @@ from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.averages import ScheduleFree
-from jaxtrain.training.optimizers.elementwise import SGD
-from jaxtrain.training.optimizers.muon import Muon
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.adafactor import Adafactor
+from jaxtrain.training.optimizers.rules.elementwise import SGD
+from jaxtrain.training.optimizers.rules.muon import Muon
 from jaxtrain.training.settings import load_config
 
 MODEL = GPT(vocab_size=64, num_layers=2, embed_dim=32, num_heads=8, context_length=16)

@@ -26,12 +26,12 @@ from feature_examples import (
 from jaxtrain.analysis import feature_matrix
 from jaxtrain.config.errors import UserError
 from jaxtrain.training import layouts
-from jaxtrain.training.compatibility import FEATURES, check_compatibility
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
-from jaxtrain.training.feature import conflicts
 from jaxtrain.training.layouts import with_filling_rows
-from jaxtrain.training.run_context import RunContext
+from jaxtrain.training.preflight.compatibility import FEATURES, check_compatibility
+from jaxtrain.training.preflight.feature import conflicts
+from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.settings import Config
 
 Found = dict[tuple[str, str], list[str]]

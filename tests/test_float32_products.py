@@ -8,8 +8,8 @@ from conftest import lower_step, make_layout, make_step, text_batch
 
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
-from jaxtrain.training.optimizers.muon import Muon
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.muon import Muon
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_length=8)
 BATCH = text_batch(rows=8, length=8, vocab_size=32)

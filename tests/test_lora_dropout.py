@@ -16,7 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.nn.dropout import Draws, dropout
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.lora import number_of
-from jaxtrain.training.optimizers.elementwise import AdamW
+from jaxtrain.training.optimizers.rules.elementwise import AdamW
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("peft")

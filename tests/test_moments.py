@@ -19,10 +19,10 @@ from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.optimizers.elementwise import AdamW
 from jaxtrain.training.optimizers.moments import Rounded, keep_moments, round_to_bfloat16
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.optimizers.rules.elementwise import AdamW
 from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config

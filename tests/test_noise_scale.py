@@ -11,9 +11,9 @@ from conftest import make_layout, make_step, transformed
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.sophia import SophiaH
+from jaxtrain.training.optimizers.rules.elementwise import SGD
+from jaxtrain.training.optimizers.rules.sophia import SophiaH
 from jaxtrain.training.setup import split_microbatches
 from jaxtrain.training.transforms import estimate_of, measure_noise, signal_and_noise
 

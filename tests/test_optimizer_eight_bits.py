@@ -11,9 +11,9 @@ from conftest import make_layout
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.training.optimizers import adam8bit
-from jaxtrain.training.optimizers.adam8bit import Adam8bit
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules import adam8bit
+from jaxtrain.training.optimizers.rules.adam8bit import Adam8bit
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 

@@ -14,8 +14,8 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.shampoo import Shampoo
-from jaxtrain.training.optimizers.soap import SOAP
+from jaxtrain.training.optimizers.rules.shampoo import Shampoo
+from jaxtrain.training.optimizers.rules.soap import SOAP
 
 STEPS, RATE = 12, 1e-2
 # Square: where the first gradients leave a direction out, its place in SOAP's basis is whatever the
@@ -241,7 +241,7 @@ import jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 8)
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.optimizers.preconditioners import eigenbasis, power_iterate
+from jaxtrain.training.optimizers.rules.preconditioners import eigenbasis, power_iterate
 
 def turns(x):
     def turn(_, x):

@@ -14,9 +14,9 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.sharding import shardings
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.moments import apply_updates
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 
 MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_length=8)
 BATCH = text_batch(rows=8, length=8, vocab_size=32)

@@ -20,9 +20,12 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.adafactor import Adafactor
 from jaxtrain.training.optimizers.averages import ScheduleFree, averaged_params
-from jaxtrain.training.optimizers.elementwise import (
+from jaxtrain.training.optimizers.matrices import sides
+from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.optimizers.rules.adafactor import Adafactor
+from jaxtrain.training.optimizers.rules.elementwise import (
     Adagrad,
     Adam,
     AdamSAGE,
@@ -32,11 +35,8 @@ from jaxtrain.training.optimizers.elementwise import (
     RMSprop,
     memory_length,
 )
-from jaxtrain.training.optimizers.matrices import sides
-from jaxtrain.training.optimizers.muon import Muon, newton_schulz, orthogonalize
-from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.rule import rules
-from jaxtrain.training.optimizers.trust_ratio import LAMB, LARS
+from jaxtrain.training.optimizers.rules.muon import Muon, newton_schulz, orthogonalize
+from jaxtrain.training.optimizers.rules.trust_ratio import LAMB, LARS
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 from jaxtrain.training.transforms import estimate_of

@@ -15,7 +15,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.sophia import SophiaG, SophiaH
+from jaxtrain.training.optimizers.rules.sophia import SophiaG, SophiaH
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.transforms import (

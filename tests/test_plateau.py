@@ -14,8 +14,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.optimizers.schedule import Schedule, on_plateau, rate_taken
 from jaxtrain.training.settings import Checkpoint
 

@@ -242,7 +242,7 @@ def test_the_recipe_of_a_model_outside_the_package(tmp_path):
     (mine / "my_model.py").write_text(model)
     (name, text) = re.search(r"```gin file=(\S+)\n(.*?)```", PAGE, re.S).groups()
     (tmp_path / name).write_text(text)
-    for file in ("jaxtrain/data/counting.py", "jaxtrain/training/optimizers/yogi.py"):
+    for file in ("jaxtrain/data/counting.py", "jaxtrain/training/optimizers/rules/yogi.py"):
         (mine / Path(file).name).write_text(FILES[file])
     beside = bindings(
         "import counting", "Train.data = @CountingData()", "import yogi", "Optimizer.name = 'yogi'"

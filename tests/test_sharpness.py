@@ -13,8 +13,8 @@ from jaxtrain.models.feed_forward.mlp import MLP
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.on_host import offload_to_host
-from jaxtrain.training.optimizers.elementwise import SGD
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.transforms import minimize_sharpness
 
 WIDTHS, RADIUS, RATE, STEPS = (8, 16, 4), 0.2, 0.1, 10

@@ -20,9 +20,9 @@ from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.offload.streaming import stream_update
-from jaxtrain.training.optimizers.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
+from jaxtrain.training.optimizers.rules.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config

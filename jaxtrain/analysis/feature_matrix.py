@@ -3,17 +3,17 @@
 import sys
 from collections.abc import Iterator
 
-from jaxtrain.training.compatibility import FEATURES
-from jaxtrain.training.feature import Conflict, Feature, conflicts
+from jaxtrain.training.preflight.compatibility import FEATURES
+from jaxtrain.training.preflight.feature import Conflict, Feature, conflicts
 
 _HEAD = """\
 # Which features go together
 
 `make docs` makes this page out of the compatibility table in
-`jaxtrain/training/compatibility.py`. Two features conflict where one needs a property of the step
-that the other takes away. `jaxtrain train`, `plan` and `verify` reject both together before
-anything is compiled, with the reason and both ways out. What is not listed goes together; whether
-sizes divide, and what a model or a device cannot do, is checked besides.
+`jaxtrain/training/preflight/compatibility.py`. Two features conflict where one needs a property of
+the step that the other takes away. `jaxtrain train`, `plan` and `verify` reject both together
+before anything is compiled, with the reason and both ways out. What is not listed goes together;
+whether sizes divide, and what a model or a device cannot do, is checked besides.
 """
 
 

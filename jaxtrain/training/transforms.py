@@ -31,7 +31,7 @@ from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.objectives.objective import at_least_one
 from jaxtrain.training.optimizers.moments import hash_bits, place_in_array
 from jaxtrain.training.optimizers.rule import Rule
-from jaxtrain.training.optimizers.sophia import SophiaRule
+from jaxtrain.training.optimizers.rules.sophia import SophiaRule
 from jaxtrain.training.pipeline.stages import is_layer
 from jaxtrain.training.setup import ON_DEVICES, Setup, split_microbatches, with_row_ids
 from jaxtrain.training.state import Gradient, TrainState, Updated

@@ -1,8 +1,8 @@
 """Preflight: report every violation in one message, before any compilation.
 
-What features have to do with each other is in the table of `training/compatibility.py`. What
-concerns one alone, its values and the sizes that it divides, is checked by a `validate` beside it,
-which yields an error message for each reason; this is the list of them.
+The table in `compatibility.py` says which features conflict. What concerns one alone, its values
+and the sizes that it divides, is checked by a `validate` beside it, which yields an error message
+for each reason; this is the list of them.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from jaxtrain.nn import execution, remat
 from jaxtrain.nn.attention import context, kernels, patterns
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import corruption, layouts, settings
-from jaxtrain.training.compatibility import check_compatibility
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
 from jaxtrain.training.kernel import kernel_request
@@ -26,7 +25,8 @@ from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
-from jaxtrain.training.run_context import RunContext
+from jaxtrain.training.preflight.compatibility import check_compatibility
+from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.settings import Config
 
 

@@ -10,11 +10,11 @@ from jaxtrain.analysis.planning.search.variants import apply_changes
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training.compatibility import check_compatibility
 from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.preflight.compatibility import check_compatibility
 from jaxtrain.training.preflight.named import activation_names
-from jaxtrain.training.run_context import RunContext
+from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.settings import Config
 
 # What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has

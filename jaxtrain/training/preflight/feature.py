@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.partial import NotRead
-from jaxtrain.training.run_context import RunContext
+from jaxtrain.training.preflight.run_context import RunContext
 
 Text = str | Callable[[RunContext], str]
 

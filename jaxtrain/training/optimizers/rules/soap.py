@@ -10,11 +10,11 @@ import optax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers import preconditioners as sided
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.matrices import each
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import AdamRule, Kept, validate_rate, zeros_like
+from jaxtrain.training.optimizers.rules import preconditioners as sided
 
 
 class Bases(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any
 from jaxtrain.models.model import passes_of
 from jaxtrain.parallel.sharding import MASTERS_ELSEWHERE
 from jaxtrain.training.corruption import Corruption, first_comparison
-from jaxtrain.training.feature import Feature, Text, conflicts, is_on, text_of
 from jaxtrain.training.objectives.objective import TellsLogits
 from jaxtrain.training.optimizers.moments import ROUNDED
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.pipeline.schedules import SPLIT
-from jaxtrain.training.run_context import RunContext
+from jaxtrain.training.preflight.feature import Feature, Text, conflicts, is_on, text_of
+from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.transforms import speed_of
 
 

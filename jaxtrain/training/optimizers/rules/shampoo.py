@@ -11,9 +11,9 @@ import optax
 from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.training.optimizers import preconditioners as sided
 from jaxtrain.training.optimizers.matrices import each
 from jaxtrain.training.optimizers.rule import DirectionRule, Kept, validate_rate
+from jaxtrain.training.optimizers.rules import preconditioners as sided
 
 
 class Statistics(NamedTuple):
