@@ -71,7 +71,7 @@ class CompiledStep:
         return self.state_of(arrays), metrics
 
     def state_of(self, arrays: Arrays) -> TrainState:
-        """The state whose arrays these are."""
+        """Return the state with these arrays as leaves."""
         return jax.tree.unflatten(self.structure, arrays)
 
     def lower(self, batch: Batch) -> jax.stages.Lowered:
@@ -85,7 +85,7 @@ class CompiledStep:
         return self._jitted.lower(jax.tree.leaves(held), batch)
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The whole step, as `on_arrays`, of what was compiled for it."""
+        """Return the whole step, with the signature of `on_arrays`, around its compiled part."""
         finish, in_memory = self._finish, self._step.in_memory
         if finish is None:
             return compiled
@@ -99,7 +99,7 @@ class CompiledStep:
         return run_whole
 
     def compile_each(self, batches: Sequence[Batch]) -> Callable[..., Any]:
-        """Compiles it now for batches of several shapes; what `on_arrays` is from then on.
+        """Compile the step for batches of several shapes, and replace `on_arrays` with the result.
 
         Args:
           batches: global batches, or their shapes, of rows of different lengths.
@@ -114,7 +114,7 @@ class CompiledStep:
         return self.on_arrays
 
     def compile(self, batch: Batch) -> jax.stages.Compiled:
-        """Compiles it now; from then on a call that would need another program is rejected.
+        """Compile the step; later calls that would need another program fail.
 
         Args:
           batch: a global batch, or its shapes.
@@ -169,7 +169,7 @@ class Stepper:
         return metrics
 
     def step_and_check(self, batch: Batch, step: int) -> Sums:
-        """Step `step` of a run: where it is due, checked for silent corruption.
+        """Run step `step`; where it is due, check for silent data corruption.
 
         Raises:
           CorruptionError: devices disagree about what they should hold alike.
@@ -183,7 +183,7 @@ class Stepper:
         return metrics
 
     def _replay(self, batch: Batch, step: int) -> Sums:
-        """A step taken twice and compared, as states: differences are named by their place."""
+        """Run a step twice and compare the states; differences are named by their path."""
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Sums]:
             arrays, metrics = self.train_step(jax.tree.leaves(state), batch)

@@ -1,4 +1,4 @@
-"""A configuration becomes a step: the order of the transforms, and why it is this one."""
+"""Composition of a run's train step: the order of the transforms, and why it is this one."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ _Parts = tuple[list[optax.GradientTransformation], list[optax.GradientTransforma
 
 
 def compose(config: Config, layout: Layout, workdir: Path | None = None) -> Step:
-    """The step of a configuration on a layout.
+    """Return the train step of a configuration on a layout.
 
     Accumulation, pipelines, adapters, freezing and unfreezing are fields of its setup: they are
     inside of the gradient. All else is a transform, which is left out where its setting is at its
@@ -135,7 +135,7 @@ def _exchange_with(exchange: Any) -> Transform:
 
 
 def _setup(config: Config, layout: Layout) -> tuple[Setup, _Parts]:
-    """The facts of a configuration's step, and the parts of its optimizer."""
+    """Return the setup of a configuration's step, and the parts of its optimizer."""
     train, model = config.train, config.train.model
     schedule = make_schedule(config.schedule, config.optimizer.learning_rate, train.steps)
     unfreezing = Unfreezing(tuple(config.finetune.unfreeze.items()))

@@ -32,7 +32,7 @@ _MAX_NAMED = 8
 
 
 class CorruptionError(RuntimeError):
-    """A device computed, kept or sent something wrong without saying so."""
+    """Silent data corruption: a device computed, stored or sent wrong values without an error."""
 
 
 @configurable
@@ -57,7 +57,7 @@ class Corruption:
 
 
 def validate(settings: Corruption, layout: Layout) -> Iterator[str]:
-    """A sentence where what no two devices hold would be compared."""
+    """Yield an error message if replicas are to be compared but no array has two copies."""
     every = settings.compare_replicas_every
     if every and layout.mesh.size == 1:
         yield (
@@ -67,14 +67,14 @@ def validate(settings: Corruption, layout: Layout) -> Iterator[str]:
 
 
 def first_comparison(settings: Corruption) -> str | None:
-    """The first setting by which something is compared, such as `Corruption.replay_every=100`."""
+    """Return the first setting that enables a comparison, such as `Corruption.replay_every=100`."""
     on = [f"Corruption.{name}={every}" for name, every in vars(settings).items() if every]
     return on[0] if on else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """An array that some devices disagree about.
+    """Array whose copies differ between devices.
 
     Attributes:
       leaf: its name in the state.
@@ -94,7 +94,7 @@ class Difference:
 
 
 def replicated_fraction(state: Any) -> float:
-    """The share of a state's bytes that two devices or more hold: what comparing can check.
+    """Return the fraction of a state's bytes with copies on several devices, which can be compared.
 
     Args:
       state: a tree of arrays, or of shapes with shardings.
@@ -107,7 +107,7 @@ def replicated_fraction(state: Any) -> float:
 
 
 def compare_replicas(state: Any, step: int) -> None:
-    """Compares the bits of all devices that hold the same part of a state.
+    """Compare the bits of all devices that hold the same part of a state.
 
     Every process has to call it at the same step, and every one comes to the same result.
 
@@ -151,7 +151,7 @@ def differing_replicas(state: Any) -> list[Difference]:
 
 
 def replica_digests(state: Any) -> jax.Array:
-    """A number for every device's own shard of every array; no other device's copy has a part.
+    """Return a digest of each device's own shard of each array; no copy on another device is used.
 
     One change of any single element changes the number (see `_digest`).
 
@@ -179,7 +179,8 @@ def _digests(leaves: list[jax.Array], mesh: jax.sharding.Mesh, specs: tuple[P, .
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """The elements' bits times an odd number drawn from each one's place, summed modulo 2**32.
+    """Return the sum, modulo 2**32, of the elements' bits times an odd number drawn from each
+    position.
 
     An odd factor has an inverse modulo 2**32: no change of a single element goes unseen.
     """
@@ -198,7 +199,7 @@ def replay_step(
     batch: Batch,
     step: int,
 ) -> tuple[TrainState, Sums]:
-    """Takes a step twice, from the state and from a copy of it, and compares every bit.
+    """Run a step twice, from the state and from a copy of it, and compare all bits.
 
     The copy and the first result lie in device memory together: twice the state. Both times the
     run's own compiled step is called: nothing is compiled for it, and both states are donated.

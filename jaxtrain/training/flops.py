@@ -16,8 +16,8 @@ from jaxtrain.training.setup import parameter_shapes
 
 
 def flops_per_step(config: Config) -> float:
-    """FLOPs that the model's mathematics needs for a global batch: 6 N a token and causal
-    attention, without recomputation (arXiv 2204.02311, appendix B).
+    """Return the FLOPs of a step by the model's mathematics: 6 N a token and causal attention,
+    without recomputation (arXiv 2204.02311, appendix B).
 
     A frozen weight of a model that reads tokens needs 4 N: it has no gradient. The backward pass
     that nothing before the first trained weight needs is not taken off.
@@ -37,7 +37,9 @@ def flops_per_step(config: Config) -> float:
 
 
 def _count_frozen(model: Model, tuning: Tuning) -> float:
-    """Numbers of frozen weights that a token is multiplied with; of experts those it goes to."""
+    """Return the number of frozen weights that a token is multiplied with; of experts, those that
+    it is routed to.
+    """
     shapes = parameter_shapes(model.build)
     tied = all(role_of(variable) != "output" for variable in by_name(shapes).values())
     count = 0.0

@@ -85,16 +85,20 @@ class Guard:
 
     @property
     def in_step(self) -> bool:
-        """Whether the compiled step judges its own numbers; else only the host looks at them."""
+        """Whether the compiled step judges its own loss and gradient norm; else only the
+        host does.
+        """
         return self.policy != "stop" or self.spike_sigma is not None
 
     @property
     def shortest_window(self) -> int:
-        """Good steps from which on spikes are looked for."""
+        """Number of good steps after which spikes are detected."""
         return self.window // 2
 
     def batches_to_skip(self, bad_step: int, restored_step: int) -> int:
-        """Batches that 'rewind' skips from the restored step on; the bad one always is."""
+        """Return the batches that 'rewind' skips from the restored step on; the bad one is always
+        among them.
+        """
         return max(self.skip_batches, bad_step - restored_step)
 
 
@@ -104,7 +108,7 @@ class Guard:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The numbers of the last good steps, on every device.
+    """Losses and gradient norms of the last good steps, on every device.
 
     Attributes:
       losses: float32 [window], each at the place count mod window of its step.
@@ -133,7 +137,8 @@ class History:
         )
 
     def threshold(self, values: jax.Array, settings: Guard) -> jax.Array:
-        """Mean + spike_sigma standard deviations of the steps there are; infinite where too few.
+        """Mean + spike_sigma standard deviations of the known steps; infinite while there are too
+        few.
 
         Args:
           values: `losses` or `grad_norms`.
@@ -175,7 +180,7 @@ def judge(
     loss_scale: jax.Array,
     dynamic: bool,
 ) -> Verdict:
-    """The verdict over a step by its metrics `loss` and `grad_norm`, both unscaled.
+    """Judge a step by its metrics `loss` and `grad_norm`, both unscaled.
 
     Args:
       settings: what is bad.
@@ -206,7 +211,7 @@ def judge(
 
 
 def select(good: jax.Array | None, new: Any, old: Any) -> Any:
-    """The new tree after a good step, else the old one; None: it is good."""
+    """Return the new tree after a good step, else the old one; `good` None counts as good."""
     if good is None:
         return new
     return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
@@ -225,7 +230,7 @@ def updates_taken(opt_state: optax.OptState, steps: jax.Array) -> jax.Array:
 
 
 def _rescale(loss_scale: jax.Array, good: jax.Array, overflow: jax.Array) -> jax.Array:
-    """Halved at an overflow, doubled after enough good steps, else only the good steps counted."""
+    """Return the new loss scale: halved at an overflow, doubled after enough good steps."""
     scale, good_steps = loss_scale[0], loss_scale[1]
     grown = good_steps + 1 >= GOOD_STEPS_TO_DOUBLE
     doubled = jnp.minimum(scale * 2, LARGEST_LOSS_SCALE)
@@ -242,8 +247,9 @@ def _where(condition: jax.Array, new: History, old: History) -> History:
 
 
 class BadStepError(FloatingPointError):
-    """A step's numbers are bad and the run stops; `step` is the first such step, or the last one
-    that was put up with."""
+    """Error of a run that stops at bad steps; `step` is the first of them, or the last tolerated
+    one.
+    """
 
     def __init__(self, step: int, why: str, *, policy: str = "stop", in_a_row: int = 1) -> None:
         """The sentence that a run ends with.
@@ -268,7 +274,7 @@ class BadStepError(FloatingPointError):
 
 
 class Rewind(Exception):  # noqa: N818 - control flow, not an error
-    """The run is to go back to an earlier checkpoint, because `step` is bad; `why` says how."""
+    """Request to resume from an earlier checkpoint because `step` is bad; `why` is the reason."""
 
     def __init__(self, step: int, why: str) -> None:
         super().__init__(f"step {step} is bad, {why}: going back to an earlier checkpoint")
@@ -283,7 +289,7 @@ class Rewinds:
         self._farthest = self._count = 0
 
     def target(self, rewind: Rewind) -> int:
-        """The step that the run goes back to, or before it.
+        """Return the step to go back to; the checkpoint restored is this one or an earlier one.
 
         Raises:
           BadStepError: it went back too often without getting past the bad step.

@@ -9,8 +9,8 @@ from jaxtrain.training.settings import Config
 
 
 def resolve_kernel(config: Config, platform: str) -> Choice | None:
-    """The attention kernel of a configuration on a platform: what `Attention.kernel` names, or what
-    'auto' means there; None for a model without attention.
+    """Return the attention kernel of a configuration on a platform, with 'auto' resolved; None for
+    a model without attention.
 
     Args:
       config: the configuration; a Mesh.context of -1 counts as one that splits sequences.
@@ -54,7 +54,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
 
 
 def resolve_config(config: Config, platform: str) -> Config:
-    """The configuration with the name of the kernel that runs in place of 'auto'."""
+    """Return the configuration with the kernel that runs in place of 'auto'."""
     if config.attention.kernel != "auto":
         return config
     choice = resolve_kernel(config, platform)

@@ -30,7 +30,7 @@ from jaxtrain.training.setup import parameter_shapes
 
 
 def abstract_layout(config: Config, device_count: int) -> Layout:
-    """The layout on a mesh of names and sizes alone.
+    """Return the layout on an abstract mesh, without devices.
 
     Raises:
       UserError: the sizes do not fit this many devices.
@@ -39,7 +39,7 @@ def abstract_layout(config: Config, device_count: int) -> Layout:
 
 
 def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layout:
-    """The layout on all devices, or on these.
+    """Return the layout on all devices, or on the given ones.
 
     Raises:
       UserError: the devices stand in other slices than `Mesh.dcn` says.
@@ -58,7 +58,7 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
 
 
 def shared_mesh(config: Config, device_count: int) -> Mesh:
-    """The mesh with as many devices along `fsdp` as all sizes divide by, the rest in `data`.
+    """Return the mesh with `fsdp` as large as all sizes allow, and the rest in `data`.
 
     Shards are shared by 16 of 48 devices where embed_dim is 2048, and there are 3 copies of each:
     exactly what Mesh.data=3 and Mesh.fsdp=16 are. Where nothing divides, or where `data` means more
@@ -81,8 +81,9 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
-    """A sentence for everything that lies on more devices than the configuration says, where rows
-    of the batch have zero weight, and where experts multiply more rows than their own."""
+    """Return notes on arrays on more devices than the configuration says, on zero-weight rows, and
+    on experts that multiply more rows than their own.
+    """
     sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
     found = [*dividing.notes(layout, sizes, model), *notes_of_filling(config, layout)]
     found += _notes_of_masters(config, layout)
@@ -108,7 +109,7 @@ def _notes_of_masters(config: Config, layout: Layout) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def shapes_of(model: Model) -> nnx.State:
-    """A model's parameters, of which no array is made.
+    """Return the shapes of a model's parameters; no array is made.
 
     Made once of a model: a search asks for thousands of layouts of one.
     """
@@ -174,14 +175,14 @@ def parts_of_batch(train: Train, layout: Layout, *, microbatches: int) -> int:
 
 
 def rows_held(config: Config, layout: Layout) -> int:
-    """Rows of a batch's arrays: the global batch's, and those that fill it."""
+    """Return the number of rows in a batch's arrays: the global batch's, and zero-weight rows."""
     rows = config.train.global_batch_size
     parts = parts_of_batch(config.train, layout, microbatches=config.pipeline.microbatches)
     return -(-rows // parts) * parts if config.train.fill_batch else rows
 
 
 def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
-    """A batch of somebody's own, with the rows that `Train.fill_batch` says it gets, if any.
+    """Return a user-provided batch with the zero-weight rows that `Train.fill_batch` adds, if any.
 
     Raises:
       UserError: such rows would change what is computed.
@@ -205,13 +206,13 @@ def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
 
 
 def fill_batch(config: Config, layout: Layout) -> Config:
-    """The configuration whose global batch is all rows that the devices work on."""
+    """Return the configuration with zero-weight rows counted in its global batch."""
     train = dataclasses.replace(config.train, global_batch_size=rows_held(config, layout))
     return dataclasses.replace(config, train=train)
 
 
 def notes_of_filling(config: Config, layout: Layout) -> Iterator[str]:
-    """A sentence where rows have zero weight."""
+    """Yield a note if rows have zero weight."""
     rows, held = config.train.global_batch_size, rows_held(config, layout)
     if held > rows:
         yield (
@@ -224,7 +225,7 @@ def notes_of_filling(config: Config, layout: Layout) -> Iterator[str]:
 def validate_batch(
     settings: Train, layout: Layout | None, *, microbatches: int, exchange: str
 ) -> Iterator[str]:
-    """A sentence where the batch does not divide and is not to be filled, or cannot be.
+    """Yield an error message if the batch does not divide and may not or cannot be filled.
 
     Args:
       settings: the batch and its accumulation.

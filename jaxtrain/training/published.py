@@ -29,7 +29,7 @@ _USUAL_SIDE = 224  # of ImageNet's, where nothing is said
 
 
 def config_text(name: str) -> str:
-    """The gin text for the Hugging Face folder, or the GGUF file, that `hf:DIR` names.
+    """Return the gin text for the Hugging Face folder or GGUF file of `hf:DIR`.
 
     Raises:
       UserError: there is no such folder, or its config.json asks for what is not done here.
@@ -66,7 +66,9 @@ def _read_json(source: Published, name: str) -> Mapping[str, Any]:
 
 
 def _images(source: Published, model: ImageModel) -> Iterator[str]:
-    """Random pixels, and how the folder's own images become what the model reads."""
+    """Yield bindings for random images, preprocessed as the folder's own images are for
+    the model.
+    """
     yield "Train.data = @ImageData()"
     yield "ImageData.source = 'synthetic'"
     yield f"ImageData.channels = {model.channels}"
@@ -81,7 +83,7 @@ def _images(source: Published, model: ImageModel) -> Iterator[str]:
 
 
 def _labelled_data(source: Published, published: Model) -> Iterator[str]:
-    """Random texts with random labels, for which the tokenizer is named already."""
+    """Yield bindings for random texts with random labels, with the tokenizer set."""
     model: Any = token_model(published)
     yield "Train.data = @LabelledText()"
     yield f"LabelledText.synthetic_vocab_size = {model.vocab_size}"
@@ -109,7 +111,7 @@ def _text(source: Published, published: Model) -> Iterator[str]:
 
 
 def _pairs(source: Published, model: TokenModel) -> Iterator[str]:
-    """Random tokens until pairs are bound, for which the tokenizer is named already."""
+    """Yield bindings for random tokens until pairs are bound, with the tokenizer set."""
     yield "Train.data = @PairData()"
     yield "PairData.source = 'synthetic'"
     yield f"PairData.synthetic_vocab_size = {model.vocab_size}"

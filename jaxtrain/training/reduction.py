@@ -37,7 +37,8 @@ OfRows = Callable[..., tuple[nnx.State, Sums, nnx.State]]
 
 
 def reduce_once_axes(layout: Layout, passes: int) -> tuple[str, ...]:
-    """The mesh axes that gradients cross once a step; those of the batch left out do so every pass.
+    """Return the mesh axes over which gradients are reduced once a step; others of the batch, once
+    a pass.
 
     Of one pass these are none where a whole gradient is all-reduced, which each layer's is beside
     the backward pass of the layer before. Left to the compiler, a gradient that is scattered along
@@ -67,7 +68,7 @@ def reduce_once_axes(layout: Layout, passes: int) -> tuple[str, ...]:
 def local_gradients(
     axes: tuple[str, ...], layout: Layout, of_rows: OfRows, batch: Batch, *arguments: Any
 ) -> tuple[nnx.State, Sums, nnx.State]:
-    """Each device's own gradients [k, ...], sums over all rows, and the new statistics.
+    """Return each device's own gradients [k, ...], sums over all rows, and the new statistics.
 
     Args:
       axes: from `reduce_once_axes`; k devices along those that do not split the parameter.
@@ -112,7 +113,7 @@ def _summed_axes(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) 
 
 
 def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Batch:
-    """The batch [k, rows, ...], k split over those of the axes that split rows; no row moves."""
+    """Return the batch [k, rows, ...], with k split over the axes that split rows; no row moves."""
     over = parts_of(layout.activation(("batch",))[0])
     outer, inner = without(over, set(over) - set(axes)), without(over, axes)
     order = [over.index(axis) for axis in (*parts_of(outer), *parts_of(inner))]
@@ -130,7 +131,7 @@ def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Bat
 
 
 def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nnx.State:
-    """The sum of the devices' gradients, in the dtype they are given in, each crossing once.
+    """Return the sum of the devices' gradients, in their dtype, each sent once.
 
     Args:
       axes: from `reduce_once_axes`.
@@ -157,7 +158,9 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
 
 
 def _scattered_dimension(axes: tuple[str, ...], moment: P) -> int | None:
-    """The dimension along which devices keep a shard each of what they sum; None: all keep all."""
+    """Return the dimension along which devices keep a shard of the sum (reduce-scatter); None: all
+    keep all.
+    """
     if "fsdp" not in axes:
         return None
     return next((dim for dim, part in enumerate(moment) if "fsdp" in parts_of(part)), None)
@@ -170,7 +173,7 @@ def _with_fsdp(spec: P, dim: int | None) -> P:
 
 
 def _sum(x: jax.Array, axes: tuple[str, ...], dim: int | None, lead: int) -> jax.Array:
-    """x summed along these axes; of dimension `dim`, if any, fsdp's devices keep a part each.
+    """Sum x along these axes; with `dim`, the devices of fsdp keep a shard each along it.
 
     Of `lead` dimensions of layers, the scattered one and all others, rows lie after rows in memory:
     XLA's TPU compiler scatters rows of whole tiles (8 of float32, 16 of bfloat16), and sums the

@@ -46,7 +46,8 @@ from jaxtrain.training.pipeline.schedules import Pipeline
 def infer_settings(
     config: Any, bound: Collection[tuple[str, str]]
 ) -> Mapping[tuple[str, str], Any]:
-    """Values of settings that are not bound, from a folder of class folders on this machine.
+    """Return settings inferred from a folder of class folders on this machine, if they are not
+    bound.
 
     Args:
       config: with its defaults.
@@ -169,7 +170,7 @@ class Best:
 
 
 def validate_best(settings: Best, train: "Train") -> Iterator[str]:
-    """A sentence where there is nothing to choose the best of."""
+    """Yield an error message if there is no evaluation to choose the best from."""
     if settings.metric is not None and train.eval_every == 0:
         yield (
             f"Best.metric={settings.metric!r} with Train.eval_every=0: the end alone is evaluated; "
@@ -178,7 +179,7 @@ def validate_best(settings: Best, train: "Train") -> Iterator[str]:
 
 
 def validate_automatic_saves(settings: Checkpoint, train: "Train") -> Iterator[str]:
-    """Yield a sentence where steps that are kept would be saved by chance alone."""
+    """Yield an error if automatic saves would meet the steps to keep only by chance."""
     if train.save_every == "auto" and settings.keep_every is not None:
         yield (
             f"Checkpoint.keep_every={settings.keep_every} with Train.save_every='auto': the steps "
@@ -243,7 +244,7 @@ class Timeouts:
             )
 
     def of(self, phase: str, recent: Sequence[float]) -> float | None:
-        """Seconds that a phase may last now; None: indefinitely.
+        """Return the seconds that a phase may last now; None is indefinitely.
 
         Args:
           phase: its name; `idle` has no deadline.
@@ -258,7 +259,7 @@ class Timeouts:
         return max(least, self.factor * statistics.median(recent))
 
     def longest(self) -> float | None:
-        """The longest of the seconds given; None: every deadline is switched off."""
+        """Return the longest of the given seconds; None if all deadlines are disabled."""
         return max(map(self._seconds_of, self._phases())) or None
 
     def check_seconds(self) -> float:
@@ -267,7 +268,7 @@ class Timeouts:
         return min([1.0, *(seconds / 10 for seconds in (*given, self.minimum_seconds))])
 
     def _phases(self) -> tuple[str, ...]:
-        """The phases that have a deadline: what is not about how deadlines are learned."""
+        """Return the phases that have a deadline."""
         about = ("factor", "minimum_seconds")
         return tuple(name for name in vars(self) if name not in about)
 
@@ -278,7 +279,7 @@ class Timeouts:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """A service that takes the metrics of a run, besides metrics.jsonl and TensorBoard.
+    """Experiment tracker: receives the metrics of a run, besides metrics.jsonl and TensorBoard.
 
     Attributes:
       name: 'wandb' (Weights & Biases, with jaxtrain[wandb]) or 'mlflow' (jaxtrain[mlflow]), each of
@@ -302,11 +303,11 @@ class Data(Protocol):
     """Interface that the trainer needs of a data source's settings."""
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads the source."""
+        """Read the source."""
         ...
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes of a batch, without reading anything."""
+        """Return the shapes of a batch, without reading anything."""
         ...
 
 
@@ -315,7 +316,7 @@ class TextSource(Protocol):
     """Interface that generation needs of a data source: the tokenizer without the text."""
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
+        """Return the tokenizer that made the tokens."""
         ...
 
 
@@ -401,7 +402,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run: each field is one section of a gin file, but for the last two.
+    """Configuration of a run: each field is one section of a gin file, except the last two.
 
     Attributes:
       imports: the modules that it imports.
@@ -436,7 +437,7 @@ class Config:
         return writer.to_gin(self)
 
     def operative(self) -> str:
-        """The same for the run's folder: the paths on this machine hold from any folder."""
+        """Return gin text for the run's folder, with absolute paths on this machine."""
         return writer.to_gin(self, absolute=True)
 
     def _repr_html_(self) -> str:
@@ -449,7 +450,7 @@ def load_config(
     *,
     allow_imports: bool = False,
 ) -> Config:
-    """A configuration with bindings over it, checked name by name.
+    """Return the configuration of files and bindings, with all names checked.
 
     Args:
       source: a path to a .gin file, or the name of a shipped one; gin text, which is a `str` of
@@ -491,7 +492,7 @@ def load_config(
 
 
 def _of_sections(given: Sequence[Any]) -> gin_files.Text:
-    """Sections as the text of the file that they could stand in.
+    """Return sections as the text of a gin file.
 
     Raises:
       UserError: one is no section of a configuration, or there are two of a kind.
@@ -523,7 +524,7 @@ def _own_modules(given: Sequence[Any]) -> list[str]:
 
 
 def settle_settings(config: Config) -> Config:
-    """The configuration with what its settings obviously mean, a note where they say otherwise."""
+    """Return the configuration with obviously intended values, and a note where they differ."""
     notes = [*config.notes, *notes_of_schedule(config.schedule, config.train.steps)]
     loss, batch = config.loss, config.train.data.abstract_batch(1)
     if kind_of(batch) == "tokens":

@@ -37,14 +37,14 @@ from jaxtrain.training.state import Applied, TrainState
 
 
 def with_row_ids(batch: Batch) -> Batch:
-    """The batch with the numbers of its rows, counted here unless that was done before."""
+    """Return the batch with row ids, numbered here unless it has them."""
     if batch.rows is not None:
         return batch
     return dataclasses.replace(batch, rows=shard(jnp.arange(len(batch.targets)), ("batch",)))
 
 
 def split_microbatches(batch: Batch, count: int) -> Batch:
-    """A leading microbatch dimension; row r goes to microbatch r mod count.
+    """Add a leading microbatch dimension; row r goes to microbatch r mod count.
 
     Rows that lie on one device stay there: splitting into runs of rows would move them.
     """
@@ -64,7 +64,7 @@ def accumulate(
     like: nnx.State,
     dtype: str,
 ) -> tuple[nnx.State, Sums, nnx.State]:
-    """Sums of gradients and metrics over microbatches, one after the other, and new statistics.
+    """Accumulate gradients and metrics over microbatches in order; also return new statistics.
 
     Args:
       of_one: (statistics, microbatch) -> gradients, sums and statistics.
@@ -124,7 +124,7 @@ class Storage(NamedTuple):
 
 
 def _select(layout: Layout, trained: nnx.State) -> nnx.State:
-    """Parameters as they are; of ZeRO 2 the shards (see `GradientSlice`)."""
+    """Return the parameters to differentiate by: for ZeRO 2 their shards (see `GradientSlice`)."""
     return reshard(trained, layout.gradient, layout) if layout.zero == 2 else trained
 
 
@@ -133,7 +133,7 @@ def _bind(layout: Layout, trained: nnx.State, of: nnx.State) -> nnx.State:
 
 
 def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
-    """The sum of microbatches' gradients with one's more, in the dtype of the sum."""
+    """Add a microbatch's gradients to the sum, in the dtype of the sum."""
     return jax.tree.map(lambda x, more: x + more.astype(x.dtype), total, grads)
 
 
@@ -151,7 +151,7 @@ def apply_on_devices(
     good: jax.Array | None,
     extra: Mapping[str, Any],
 ) -> Applied:
-    """The optimizer's update; what was there stays where it is not good.
+    """Apply the optimizer's update; a bad step keeps the old values.
 
     Args:
       setup: with the optimizer.
@@ -169,7 +169,7 @@ def apply_on_devices(
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, its objective, an optimizer and a layout: the facts that a step is composed of.
+    """Model, objective, optimizer and layout that a step is composed of.
 
     Attributes:
       build: key -> module.
@@ -208,7 +208,7 @@ class Setup:
     apply: Callable[..., Applied] = apply_on_devices
 
     def replace(self, **changes: Any) -> "Setup":
-        """The same setup with other fields."""
+        """Return the setup with other fields."""
         return dataclasses.replace(self, **changes)
 
     # -- facts -----------------------------------------------------------------------------------
@@ -224,21 +224,21 @@ class Setup:
 
     @property
     def layer_order(self) -> list[int] | None:
-        """The layer at each place of the state's stacked arrays, -1 for padding; None: 0, 1, ..."""
+        """Layer at each index of the state's stacked arrays, -1 for padding; None is 0, 1, ..."""
         return None if self.stages is None else self.stages.order.tolist()
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes in a step: microbatches."""
+        """Number of forward and backward passes in a step: microbatches."""
         return self.accumulation * (1 if self.stages is None else self.pipeline.microbatches)
 
     def batch_shardings(self, batch: Batch) -> Batch:
-        """A NamedSharding for every array of a batch: rows over the batch's mesh axes."""
+        """Return a NamedSharding for each array of a batch: rows over the batch's mesh axes."""
         spec = self.layout.activation(("batch",))
         return jax.tree.map(lambda _: self.layout.sharding_of(spec), batch)
 
     def validate(self, batch: Batch, model: Model) -> None:
-        """Raises UserError with every reason why no step can be taken on a batch of your own.
+        """Raise UserError with all reasons why a user-provided batch cannot be trained on.
 
         Args:
           batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
@@ -268,7 +268,7 @@ class Setup:
     def gradients(
         self, state: TrainState, batch: Batch, counts: Sums | None = None
     ) -> tuple[nnx.State, Sums, nnx.State]:
-        """Gradients of the mean loss, its metrics, the new statistics.
+        """Return the gradients of the mean loss, its metrics, and the new statistics.
 
         Args:
           state: the state.
@@ -316,7 +316,8 @@ class Setup:
         scales: Sums,
         step: jax.Array,
     ) -> tuple[nnx.State, Sums, nnx.State]:
-        """Gradients and sums of all microbatches of these rows, and the new statistics.
+        """Return the gradients and sums over all microbatches of these rows, and the new
+        statistics.
 
         Gradients of several microbatches are in Precision.gradients, one's as they are computed.
 
@@ -361,7 +362,8 @@ class Setup:
         train: bool,
         step: jax.Array | None = None,
     ) -> tuple[Sums, nnx.State]:
-        """The forward pass: the objective's sums over a batch, and the new running statistics.
+        """Run the forward pass: return the objective's sums over a batch, and the new running
+        statistics.
 
         Of a whole model; through the stages of a pipeline goes `_through_stages`.
 
@@ -381,8 +383,12 @@ class Setup:
     def _through_stages(
         self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, step: jax.Array | None
     ) -> tuple[nnx.State, Sums]:
-        """Gradients and sums of a batch that goes through the pipeline in microbatches; it is
-        evaluated where no number of steps is given."""
+        """Return gradients and sums of a batch that goes through the pipeline in microbatches.
+
+        Without a step number it is evaluated.
+
+        Without a step number it is evaluated.
+        """
         from jaxtrain.training.pipeline.engine import Engine
         from jaxtrain.training.pipeline.parts import parts_of
 
@@ -406,8 +412,13 @@ class Setup:
         return engine.run(weights, of, micros, scales, step)
 
     def bind(self, weights: Weights, of: Any = None) -> nnx.State:
-        """The parameters to compute with, so that the gradient is taken with respect to `of`, which
-        is like the trained ones; None: no gradient is."""
+        """Return the parameters to compute with, bound to `of`, which the gradient is taken with
+        respect to.
+
+        `of` is like the trained parameters; None: no gradient is taken.
+
+        `of` is like the trained parameters; None: no gradient is taken.
+        """
         trained, frozen = weights
         if of is not None:
             trained = self.targets.bind(self.layout, trained, of)
@@ -419,7 +430,7 @@ class Setup:
     # -- evaluation ------------------------------------------------------------------------------
 
     def eval_step(self, state: TrainState, batch: Batch, total: Sums) -> Sums:
-        """`total` plus a held-out batch's sums and counts, as the objective names them.
+        """Add a held-out batch's sums and counts to `total`, by the objective's names.
 
         The total passes through every batch, so that one batch runs after the other: programs
         that do not depend on each other starve simulated devices of threads while they wait in
@@ -442,14 +453,14 @@ class Setup:
         return {**sums, **self.objective.counts(batch)}
 
     def no_sums(self, state: TrainState, batch: Batch) -> Sums:
-        """Zeros in the form of `eval_step`'s sums, on every device."""
+        """Return zeros in the form of `eval_step`'s sums, on every device."""
         with self.layout.active():
             shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         return jax.device_put(zeros, self.layout.sharding_of(P()))
 
     def model(self, state: TrainState) -> Any:
-        """The module with the state's parameters in the compute dtype, on every stage."""
+        """Return the module with the state's parameters in the compute dtype, on every stage."""
         weights = to_compute(state.weights, self.precision.compute)
         if self.stages is not None:
             whole = self.layout.with_manual("pipe")
@@ -458,5 +469,5 @@ class Setup:
 
 
 def parameter_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
-    """The parameters that a model would have; no array is made."""
+    """Return the shapes of a model's parameters; no array is made."""
     return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)

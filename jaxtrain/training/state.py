@@ -1,4 +1,4 @@
-"""The train state, and what the gradient pass and the update of a step hand on."""
+"""`TrainState`, and the results of a step's gradient pass and update."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from jaxtrain.training.objectives.losses import Sums
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that is saved and updated.
+    """Train state: everything that is saved and updated.
 
     Attributes:
       step: int32 scalar, optimizer steps taken.
@@ -44,7 +44,7 @@ class TrainState:
         return self.params, self.frozen
 
     def replace(self, **changes: Any) -> "TrainState":
-        """The state with other fields."""
+        """Return the state with other fields."""
         return dataclasses.replace(self, **changes)
 
 
@@ -92,7 +92,7 @@ class Applied(NamedTuple):
 
 
 def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """A tree of shapes with these shardings."""
+    """Return a tree of shapes with these shardings."""
     return jax.tree.map(
         lambda shape, sharding: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding),
         shapes, shardings,

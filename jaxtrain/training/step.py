@@ -36,14 +36,14 @@ _ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their 
 
 
 class Files(Protocol):
-    """The part of a state that is in files, which no compiled program takes: offload to disk."""
+    """Part of a state in files, which no compiled program takes: offload to disk."""
 
     def in_memory(self, state: TrainState) -> TrainState:
-        """The state without what is in files."""
+        """Return the part of the state that is not in files."""
         ...
 
     def attach(self, state: TrainState, before: TrainState | None = None) -> TrainState:
-        """The whole state of one in memory.
+        """Return the whole state for one in memory.
 
         Args:
           state: in memory.
@@ -53,7 +53,7 @@ class Files(Protocol):
         ...
 
     def restore(self, state: TrainState, read: Callable[[Callable[..., Any]], Any]) -> TrainState:
-        """The whole state of one in memory, what is in files read one parameter at a time.
+        """Return the whole state for one in memory, reading the files one parameter at a time.
 
         Args:
           state: in memory.
@@ -76,7 +76,7 @@ class Files(Protocol):
 
 
 class Step(NamedTuple):
-    """The pure functions of a train step and of its state.
+    """Pure functions of a train step and of its state.
 
     Attributes:
       setup: what it is composed of.
@@ -109,7 +109,7 @@ class Step(NamedTuple):
     files: Files | None = None
 
     def rebuild(self, **changes: Any) -> "Step":
-        """The same composition of a setup with other fields."""
+        """Return the same composition for a setup with other fields."""
         return self.build(self.setup.replace(**changes))
 
     def train_step(self, state: TrainState, batch: Batch) -> Updated:
@@ -130,20 +130,22 @@ class Step(NamedTuple):
         return state if self.files is None else self.files.in_memory(state)
 
     def attach_files(self, state: TrainState, before: TrainState | None = None) -> TrainState:
-        """The whole state of one in memory; arguments as of `Files.attach`."""
+        """Return the whole state for one in memory; arguments as in `Files.attach`."""
         return state if self.files is None else self.files.attach(state, before)
 
     def shapes(self) -> TrainState:
-        """The state's shapes and dtypes; the key too is only traced, so that no device is asked."""
+        """Return the state's shapes and dtypes; the key is only traced, so that no device
+        is used.
+        """
         return jax.eval_shape(lambda: self.init(jax.random.key(0)))
 
     def abstract_state(self) -> TrainState:
-        """The state's shapes, dtypes and shardings; no array is made."""
+        """Return the state's shapes, dtypes and shardings; no array is made."""
         shapes = self.shapes()
         return with_shardings(shapes, self.shardings(shapes))
 
     def create(self, seed: int, params: nnx.State | None = None) -> TrainState:
-        """A fresh state, created in place: no device ever holds more than its shards.
+        """Create a fresh state, sharded from the start: no device ever holds more than its shards.
 
         Args:
           seed: of what is drawn.
@@ -167,7 +169,7 @@ Transform = Callable[[Build], Build]
 
 
 def transform(function: Callable[..., Step]) -> Callable[..., Transform]:
-    """`function(step, *settings) -> step` as `function(*settings) -> Transform`.
+    """Turn `function(step, *settings) -> step` into `function(*settings) -> Transform`.
 
     The step that it gives is rebuilt with the transform: without this a `rebuild` would lose it.
     """
@@ -186,14 +188,14 @@ def transform(function: Callable[..., Step]) -> Callable[..., Transform]:
 
 
 def apply_transforms(build: Build, *transforms: Transform) -> Build:
-    """The builder with each transform around it, the first one innermost."""
+    """Return the builder wrapped in each transform, the first one innermost."""
     for one in transforms:
         build = one(build)
     return build
 
 
 def base_step(setup: Setup) -> Step:
-    """The synchronous step: one gradient of the whole batch, one update of the optimizer."""
+    """Return the synchronous step: one gradient of the whole batch, one update of the optimizer."""
     layout = setup.layout
 
     def init(key: jax.Array, params: nnx.State | None = None) -> TrainState:
@@ -282,8 +284,9 @@ def base_step(setup: Setup) -> Step:
 
 
 def train_all(setup: Setup) -> Step:
-    """The base step of the same model with every parameter trained: a state of it has a model's
-    parameters as they are."""
+    """Return the base step of the same model with every parameter trained, whose state has the
+    model's parameters.
+    """
     return base_step(setup.replace(tuning=Tuning()))
 
 
@@ -293,12 +296,14 @@ def _to_stages(setup: Setup, params: nnx.State) -> nnx.State:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _to_parameter_sharding(moments: nnx.State, layout: Layout) -> nnx.State:
-    """Moved in one program: of several that gather, each simulated device may begin another."""
+    """Reshard in one program: with several gathering ones, each simulated device may
+    start another.
+    """
     return reshard(moments, layout.parameter, layout)
 
 
 def _require_possible_size(shapes: Any, shardings: Any) -> None:
-    """Raises UserError for a state of which a device's part is more than any device holds.
+    """Raise UserError if a device's part of the state exceeds the memory of any device.
 
     What is too much for these devices alone, XLA says when it has tried.
     """

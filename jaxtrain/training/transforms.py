@@ -39,18 +39,20 @@ from jaxtrain.training.step import Step, transform
 
 
 def speed_of(model: Model) -> float | None:
-    """By how much a step moves the biases of a model's routers; None: it has none."""
+    """Return the step size of the router biases (auxiliary-loss-free balancing); None
+    without any.
+    """
     return None if model.experts is None else model.experts.bias_speed
 
 
 @functools.lru_cache(maxsize=16)
 def biases(model: Model) -> frozenset[str]:
-    """The names of the biases of a model's routers."""
+    """Return the names of the router biases of a model."""
     return frozenset() if speed_of(model) is None else biases_of(model.build)
 
 
 def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
-    """The same, of any module; no array is made."""
+    """Return the names of the router biases of any module; no array is made."""
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
     return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
 
@@ -84,7 +86,7 @@ def update_biases(
 
 
 def update_bias(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
-    """The biases after a step: each moved by `speed` against its expert's load error.
+    """Return the biases after a step, each moved by `speed` against its expert's load error.
 
     Source: arXiv 2408.15664, algorithm 1.
 
@@ -130,8 +132,9 @@ def _when_due(
 
 
 def hutchinson(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
-    """u * (H u) for the Hessian H of a batch's mean loss and random signs u: its diagonal, on
-    average."""
+    """Return u * (H u) for the Hessian H of a batch's mean loss and random signs u: H's diagonal,
+    on average.
+    """
 
     u = signs(state)
 
@@ -154,7 +157,9 @@ def hutchinson(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
 
 
 def signs(state: TrainState) -> nnx.State:
-    """1 or -1 for each number of the parameters, float32: a hash of its place and of the step."""
+    """Return 1 or -1 for each element of the parameters, float32: a hash of its index and of the
+    step.
+    """
 
     def sign(path: Any, variable: Any) -> Any:
         bits = hash_bits(path, variable, state.step, _SIGNS, None)
@@ -164,8 +169,13 @@ def signs(state: TrainState) -> nnx.State:
 
 
 def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
-    """n g^2 for the gradient g of the mean loss of n targets that the model itself draws: the
-    diagonal of the Gauss-Newton matrix, on average (arXiv 2305.14342, section 2.3)."""
+    """Return n g^2 for the gradient g of the mean loss of n targets drawn from the model's
+    distribution.
+
+    On average it is the diagonal of the Gauss-Newton matrix (arXiv 2305.14342, section 2.3).
+
+    On average it is the diagonal of the Gauss-Newton matrix (arXiv 2305.14342, section 2.3).
+    """
     drawn = dataclasses.replace(batch, targets=draw_targets(setup, state, batch))
     gradients, _, _ = setup.gradients(state, drawn)
     n = setup.objective.counts(batch)["weight"]
@@ -173,7 +183,7 @@ def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.
 
 
 def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
-    """Targets in the form of a batch's, each drawn from the softmax of the model's logits.
+    """Draw targets in the form of a batch's from the softmax of the model's logits.
 
     The largest of logits + Gumbel noise is such a draw. The noise is a hash of the place and of the
     step: the same on every mesh.
@@ -190,7 +200,7 @@ def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
 
 
 def _reshard_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x laid out as another array is."""
+    """Return x with the sharding of another array."""
     return jax.sharding.reshard(x, jax.typeof(like).sharding)
 
 
@@ -204,7 +214,7 @@ _SIGNS, _LABELS = 2**20, 2**20 + 1
 
 @transform
 def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch], Any]) -> Step:
-    """The step whose optimizer is given an estimate of the Hessian's diagonal.
+    """Return the step whose optimizer receives an estimate of the Hessian's diagonal (Sophia).
 
     Args:
       step: whose gradient is at the same parameters.
@@ -220,7 +230,7 @@ def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch]
 
 @transform
 def balance_experts(step: Step, speed: float | None) -> Step:
-    """The step that moves the biases of routers, which are frozen, by the batch's load.
+    """Return the step that updates the frozen router biases by the batch's expert load.
 
     Args:
       step: whose metrics have the load.
@@ -240,7 +250,7 @@ def balance_experts(step: Step, speed: float | None) -> Step:
 
 @transform
 def guard_update(step: Step, settings: Guard) -> Step:
-    """The step that judges the gradient before it is taken, and scales the loss dynamically.
+    """Return the step that judges the gradient before the update, and scales the loss dynamically.
 
     `TrainState.guard` has the last good steps' numbers, where spikes are looked for.
 
@@ -284,7 +294,7 @@ _LEAST_NORM = 1e-12  # of a gradient that is divided by it
 
 @transform
 def minimize_sharpness(step: Step, radius: float) -> Step:
-    """The step whose gradients are taken at w + radius g / |g|, g that at w.
+    """Return the step with gradients at w + radius g / |g|, for g the gradient at w (SAM).
 
     Metrics are those of the loss at w; `grad_norm` is of the gradient that the step is taken with,
     and `sharpness` how much more the loss is there.
@@ -318,7 +328,7 @@ _DECAY = 0.95
 
 @transform
 def measure_noise(step: Step, every: int) -> Step:
-    """The step that measures its noise scale by its first microbatch's gradient.
+    """Return the step that measures the gradient noise scale from its first microbatch's gradient.
 
     Its metrics have `noise_scale`, in rows of the batch: the quotient of the means so far, 0 before
     the first. `TrainState.exchange` has the moving means of |G|^2 and of tr(S), float32 [2], and
@@ -375,7 +385,7 @@ def measure_noise(step: Step, every: int) -> Step:
 def signal_and_noise(
     small: jax.Array, large: jax.Array, few: int, many: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Unbiased estimates of |G|^2 and of tr(S), either of which may come out below 0.
+    """Return unbiased estimates of |G|^2 and of tr(S), either of which may be negative.
 
     Args:
       small: |g|^2 of a batch of few examples.

@@ -184,7 +184,7 @@ class Reduction(Protocol):
         ...
 
     def shardings(self, kept: Any, layout: Layout) -> Any:
-        """A NamedSharding for every array of what is kept."""
+        """Return a NamedSharding for each array of the state."""
         ...
 
     def reduce(self, grads: nnx.State, params: nnx.State, kept: Any) -> tuple[nnx.State, Any]:
@@ -201,7 +201,7 @@ class Reduction(Protocol):
 
 @transform
 def compress_gradients(step: Step, reduction: Reduction) -> Step:
-    """The synchronous step with another way to add up the replicas' gradients.
+    """Return the synchronous step with a compressed reduction of the replicas' gradients.
 
     Its metrics are those of the gradient as it arrived. `TrainState.exchange` has what is kept.
 
@@ -317,7 +317,7 @@ class Coded:
 
 
 def quantize(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks of numbers as int8 and a float32 scale each, largest magnitude / 127.
+    """Quantize blocks of values to int8 with a float32 scale each, largest magnitude / 127.
 
     Args:
       x_N: float32 [..., N]; every block's numbers are off by at most half its scale.
@@ -328,29 +328,30 @@ def quantize(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def dequantize(codes_N: jax.Array, scales: jax.Array) -> jax.Array:
-    """The numbers that `quantize` stands for, float32."""
+    """Return the float32 values of quantized blocks; the inverse of `quantize`."""
     return codes_N.astype(jnp.float32) * scales[..., None]
 
 
 def largest(x: jax.Array, keep: float) -> jax.Array:
-    """The places [..., C] of the fraction `keep` (at least one) of largest magnitudes in each row
-    [..., N], int32."""
+    """Return the indices [..., C] of the fraction `keep` (at least one) of largest magnitudes in
+    each row [..., N], int32.
+    """
     return jax.lax.top_k(jnp.abs(x), max(1, math.ceil(keep * x.shape[-1])))[1]
 
 
 def to_flat(arrays: Arrays) -> jax.Array:
-    """Arrays one after the other [N]."""
+    """Concatenate flattened arrays into one, [N]."""
     return jnp.concatenate([x.reshape(-1) for x in arrays])
 
 
 def from_flat(flat: jax.Array, arrays: Arrays) -> Arrays:
-    """The arrays, in the form of these, that stand one after the other [N]."""
+    """Split a flat array [N] into arrays of the given shapes; the inverse of `to_flat`."""
     ends = _ends([x.size for x in arrays])
     return _like(jnp.split(flat, ends[:-1]), arrays)
 
 
 def _to_blocks(arrays: Arrays) -> jax.Array:
-    """Arrays one after the other as blocks [M, N]; a block never holds two arrays' numbers."""
+    """Return the arrays as blocks [M, N]; a block never holds elements of two arrays."""
     flat = [jnp.pad(x.reshape(-1), (0, -x.size % BLOCK)) for x in arrays]
     return jnp.concatenate(flat).reshape(-1, BLOCK)
 
@@ -361,7 +362,7 @@ def _from_blocks(blocks: jax.Array, arrays: Arrays) -> Arrays:
 
 
 def _without_padding(padded: Arrays, arrays: Arrays) -> Arrays:
-    """The numbers that stand first in each, in the form of these arrays."""
+    """Return the arrays without their padding, in the given shapes."""
     flat = [part.reshape(-1)[: x.size] for part, x in zip(padded, arrays, strict=True)]
     return _like(flat, arrays)
 
@@ -375,14 +376,14 @@ def _ends(sizes: list[int]) -> list[int]:
 
 
 def _pack(x: jax.Array) -> jax.Array:
-    """The signs of [4 M] numbers, four a byte, uint8 [M]."""
+    """Pack the signs of [4 M] values, four per byte, into uint8 [M]."""
     codes = (x > 0).astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
     codes = jnp.where(jnp.isfinite(x), codes, _NOT_FINITE)
     return (codes.reshape(-1, _IN_A_BYTE) << _places()).sum(-1, dtype=jnp.uint8)
 
 
 def _unpack(codes: jax.Array) -> jax.Array:
-    """The signs float32 [..., 4 M] of bytes [..., M]."""
+    """Unpack the signs, float32 [..., 4 M], from bytes [..., M]."""
     each = (codes[..., None] >> _places()) & jnp.uint8(3)
     signs = (each & 1).astype(jnp.float32) - (each >> 1).astype(jnp.float32)
     return jnp.where(each == _NOT_FINITE, jnp.nan, signs).reshape(*codes.shape[:-1], -1)

@@ -105,7 +105,9 @@ class Exchange:
 
 
 def validate(settings: Exchange, layout: Layout | None) -> Iterator[str]:
-    """A sentence for each reason why these settings cannot be used; None: there is no mesh."""
+    """Yield an error message for each reason why these settings cannot be used; None: no mesh is
+    known.
+    """
     method = settings.method
     for field in dataclasses.fields(settings):
         name, value = field.name, getattr(settings, field.name)

@@ -25,7 +25,8 @@ from jaxtrain.training.step import Step, Transform, transform
 
 @transform
 def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
-    """w(t+1) = w(t) + update of g(w(t - staleness)); before the first steps all are the first.
+    """Delay gradients: w(t+1) = w(t) + update of g(w(t - staleness)); early steps use the first
+    parameters.
 
     The loss is that of the old parameters. `TrainState.exchange` has those of the last steps, the
     oldest first.
@@ -40,7 +41,7 @@ def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
     layout = step.setup.layout
 
     def with_past(state: TrainState) -> TrainState:
-        """The state as if it had always had its parameters."""
+        """Return the state with its parameters as the whole history."""
         past = tuple(jax.tree.map(jnp.copy, state.params) for _ in range(staleness))
         return state.replace(exchange=past)
 
@@ -79,7 +80,7 @@ def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
 
 
 def exchange_with(settings: Exchange) -> Transform:
-    """The transform to replicas along `data` that agree as the settings say."""
+    """Return the transform to replicas along `data` with the settings' exchange method."""
     match settings.method:
         case "synchronous":
             return lambda build: build

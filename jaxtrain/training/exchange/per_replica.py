@@ -1,4 +1,4 @@
-"""Functions run by every replica along `data` on its own, and arrays that each has its own of.
+"""Per-replica functions and arrays: run by each replica along `data` on its own data.
 
 What each replica has its own of carries a leading "replica" dimension, sharded over `data`, so that
 checkpoints hold every replica. Letter: k replicas.
@@ -27,7 +27,7 @@ def replicas_of(setup: Setup) -> int:
 
 
 def rows_of_replicas(setup: Setup, batch: Batch) -> Batch:
-    """The batch with a leading "replica" dimension: each replica's rows, on their devices.
+    """Return the batch with a leading "replica" dimension: each replica's rows, on their devices.
 
     A dimension sharded over `data` and another axis would be gathered over that other axis on its
     way into `jax.shard_map`.
@@ -44,7 +44,7 @@ def rows_of_replicas(setup: Setup, batch: Batch) -> Batch:
 def on_each_replica(
     step: Step, function: Callable[..., Any], in_axes: Any, out_axes: Any
 ) -> Callable[..., Any]:
-    """`function(step, *arguments)` run by every replica on its own part of the arguments.
+    """Run `function(step, *arguments)` on each replica with its own part of the arguments.
 
     Args:
       step: which the function gets rebuilt to reduce over every mesh axis but `data`: its losses
@@ -76,7 +76,9 @@ def on_each_replica(
 
 
 def _where(axes, function, tree):  # noqa: ANN001, ANN202 - any pytree in, the same out
-    """`function` of the arrays that have a "replica" dimension; `axes` is a prefix of the tree."""
+    """Apply `function` to the arrays that have a "replica" dimension; `axes` is a prefix of the
+    tree.
+    """
 
     def one(axis: int | None, part: Any) -> Any:
         return part if axis is None else jax.tree.map(function, part)
@@ -107,7 +109,7 @@ def to_replicas(tree, replicas: int):  # noqa: ANN001, ANN201 - any pytree in, t
 
 
 def over_replicas(function, tree):  # noqa: ANN001, ANN201
-    """The same tree without the "replica" dimension, which `function` takes from each array."""
+    """Reduce the "replica" dimension of each array in a tree with `function`."""
     return jax.tree.map(_without_replica, jax.tree.map(function, tree), is_leaf=is_variable)
 
 
@@ -137,19 +139,21 @@ def replica_shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
 
 
 def expand_per_replica(x: jax.Array, like: jax.Array) -> jax.Array:
-    """A number for each replica [k], shaped to be multiplied with an array [k, ...]."""
+    """Return one value per replica [k], shaped to be multiplied with an array [k, ...]."""
     return x.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def shares(weight: jax.Array) -> jax.Array:
-    """Each replica's part of the whole weight, float32 [k]; equal parts where nothing counts."""
+    """Return each replica's fraction of the total weight, float32 [k]; equal where
+    nothing counts.
+    """
     total = weight.sum()
     return jnp.where(total > 0, weight / jnp.maximum(total, 1.0), 1.0 / weight.size)
 
 
 @jax.jit
 def means(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Scalars of metrics that hold one number for each replica [k], weighed with `weight` [k].
+    """Return the means over replicas of metrics [k], weighted with `weight` [k].
 
     Where replicas take steps without waiting for one another this is what makes them meet, so it
     is called for the steps that are written and for no other.

@@ -144,7 +144,7 @@ def _exchange(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.
 
 
 def _orthonormal(p: jax.Array, stack: int, parts: list[Any]) -> jax.Array:
-    """The matrices [stack, rows, r] with orthonormal columns that span the same."""
+    """Orthonormalize the columns of matrices [stack, rows, r]."""
     gathered = [*parts[:stack], *(None,) * (p.ndim - stack)]
     size = (*p.shape[:stack], _product(p.shape, range(stack, p.ndim - 1)), p.shape[-1])
     spec = P(*parts[:stack], None, None)

@@ -40,7 +40,7 @@ from jaxtrain.training.step import Step, transform
 
 @transform
 def agree(step: Step, rule: Agreement) -> Step:
-    """Replicas that take steps on their own and, every `rule.period` steps, agree by the rule.
+    """Train replicas with their own parameters, which agree by the rule every `rule.period` steps.
 
     Metrics have one number [k] for each replica: of its own loss, of its own gradient's norm, and
     `replica_spread`, its relative distance from what was agreed on at the last exchange.
@@ -66,7 +66,7 @@ def agree(step: Step, rule: Agreement) -> Step:
 
 
 def separate(step: Step, rule: Agreement) -> Step:
-    """Replicas with their own parameters and optimizer state; nothing is sent.
+    """Train replicas with their own parameters and optimizer state, without communication.
 
     Metrics have one number [k] for each replica. `weight`, its targets that count, is what their
     means are to be weighed with. `TrainState.exchange` has, beside the rule's memory, the `targets`
@@ -166,7 +166,7 @@ def _own_update(step: Step, state: TrainState, found: Gradient) -> tuple[TrainSt
 
 
 def _exchange(setup: Setup, rule: Agreement, state: TrainState) -> TrainState:
-    """The replicas' states after an exchange."""
+    """Return the replicas' states after an exchange."""
     layout, memory = setup.layout, dict(state.exchange)
     weights, _ = shares(memory.pop("targets")), memory.pop("spread")
     # Each device exchanges its shard of the update (ZeRO 1 and up).
@@ -203,7 +203,7 @@ def _mean(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
 
 
 def distance(tree: Any, agreed: Any) -> jax.Array:
-    """|replica - agreed| / |agreed| of every replica, float32 [k]."""
+    """Return |replica - agreed| / |agreed| of each replica, float32 [k]."""
 
     def squares(x: jax.Array) -> jax.Array:
         return jnp.square(x.astype(jnp.float32)).sum(range(1, x.ndim))

@@ -39,7 +39,7 @@ class Agreement(Protocol):
     def exchange(
         self, state: TrainState, memory: Memory, weights: jax.Array
     ) -> tuple[TrainState, Memory, nnx.State]:
-        """The replicas' states after an exchange, the new memory, and what they agreed on.
+        """Return the replicas' states after an exchange, the new memory, and what they agreed on.
 
         Args:
           state: every array [k, ...], parameters in the moments' layout.
@@ -144,7 +144,9 @@ class Gossip:
 
 
 def mix_with_neighbours(tree, graph: Graph = "ring"):  # noqa: ANN001, ANN201
-    """The mean of every replica's arrays [k, ...] with those of its neighbours in the graph."""
+    """Return the mean of each replica's arrays [k, ...] with those of its neighbors in
+    the graph.
+    """
     leaves, structure = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -166,12 +168,14 @@ def _mix(graph: Graph, leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def _mean(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weighted mean [...] of an array [k, ...], in float32."""
+    """Return the weighted mean [...] of an array [k, ...], in float32."""
     return (x.astype(jnp.float32) * expand_per_replica(weights, x)).sum(0)
 
 
 def _everywhere(like: jax.Array, x: jax.Array) -> jax.Array:
-    """An array [...] given to every replica: [k, ...], with the dtype and layout of `like`."""
+    """Return an array [...] copied to each replica: [k, ...], with the dtype and layout
+    of `like`.
+    """
     return jnp.broadcast_to(
         x.astype(like.dtype), like.shape, out_sharding=jax.typeof(like).sharding
     )
@@ -184,7 +188,7 @@ def _mean_everywhere(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _zip(function, tree, other):  # noqa: ANN001, ANN202
-    """`function` of the leaves of two trees that differ in the names of dimensions alone."""
+    """Apply `function` to the leaves of two trees that differ only in their dimension names."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(
         function(a, b) for a, b in zip(leaves, jax.tree.leaves(other), strict=True)

@@ -45,7 +45,7 @@ class Fragments:
     count: int
 
     def cut(self, tree: Any, place: jax.Array) -> Arrays:
-        """A fragment of each named array: [S], or [k, S] of replicas' arrays.
+        """Return a fragment of each named array: [S], or [k, S] of replicas' arrays.
 
         Args:
           tree: of named arrays.
@@ -64,7 +64,7 @@ class Fragments:
         return on_each_device(on_one, (wholes, P()), parts)(jax.tree.leaves(tree), place)
 
     def paste(self, tree: Any, fragment: Arrays, place: jax.Array) -> Any:
-        """The tree with a fragment in place of what `cut` takes from it."""
+        """Return the tree with a fragment in place of the one that `cut` returns."""
         wholes, parts = _specs(tree)
 
         def on_one(arrays: Arrays, fragment: Arrays, place: jax.Array) -> Arrays:
@@ -81,7 +81,7 @@ class Fragments:
         return structure.unflatten(run(leaves, fragment, place))
 
     def _dealt(self, x: jax.Array) -> jax.Array:
-        """A device's shard with its fragments along the second dimension: [A, count, M]."""
+        """Return a device's shard with its fragments along the second dimension: [A, count, M]."""
         for dim, size in enumerate(x.shape):
             if size % self.count == 0:
                 before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
@@ -106,7 +106,7 @@ def _specs(tree: Any) -> tuple[list[P], list[P]]:
 
 @transform
 def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixing: float) -> Step:
-    """DiLoCo of a fragment at a time: in a step one at most is sent, and one comes.
+    """Run DiLoCo on one fragment at a time: a step sends at most one, and receives at most one.
 
     The outer step is taken as soon as a fragment's mean is there, with nobody looking: until it
     comes, `delay` steps after it was sent, the outer parameters alone have it. They are part of the
@@ -155,7 +155,7 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
         )
 
     def apply_outer_step(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
-        """The outer step of a fragment; the replicas' parameters stay."""
+        """Apply the outer step to a fragment; the replicas' parameters stay."""
         memory, cut = dict(state.exchange), functools.partial(pieces.cut, place=place)
         targets, spread = memory.pop("targets"), memory.pop("spread")
         seen = jax.lax.dynamic_index_in_dim(targets, place, 1, keepdims=False)

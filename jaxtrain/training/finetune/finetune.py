@@ -114,7 +114,7 @@ def validate(
     starts_from: str | None = None,
     trains: bool = False,
 ) -> Iterator[str]:
-    """A sentence for each reason why a run cannot train so.
+    """Yield an error message for each reason why these settings cannot be used.
 
     Args:
       settings: what is trained.
@@ -191,7 +191,7 @@ def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | Non
 
 
 def _group_of(settings: Finetune) -> int:
-    """Numbers that share a scale."""
+    """Return the number of values that share a scale."""
     from jaxtrain.nn.matmul.quantized import BLOCK
 
     return settings.quantize_group if settings.quantize_bits == "int4" else BLOCK

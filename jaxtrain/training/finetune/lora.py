@@ -26,7 +26,7 @@ MAGNITUDE = "lora_magnitude"  # m, likewise
 
 @dataclasses.dataclass(frozen=True)
 class LoRA(QuantizedBase):
-    """Trains adapters, and no parameter of the model.
+    """Trained LoRA adapters; all parameters of the model are frozen.
 
     Attributes:
       targets: names of the weights that have one.
@@ -48,8 +48,11 @@ class LoRA(QuantizedBase):
         return self.dropout > 0
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
-        """A uniform within 1 / sqrt(in), as `torch.nn.Linear` draws its weights, B zero: at first
-        the model is what it was.
+        """Draw A uniformly within 1 / sqrt(in), as `torch.nn.Linear` does, and set B to zero.
+
+        The model's outputs are unchanged at first.
+
+        The model's outputs are unchanged at first.
 
         Args:
           shapes: of the model's parameters, its layers in their order.
@@ -72,7 +75,8 @@ class LoRA(QuantizedBase):
         return nnx.from_flat_state(found)
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """Adapters are trained, parameters are not; of those quantized the codes are kept.
+        """Split the weights into trained adapters and frozen parameters, the codes of quantized
+        ones.
 
         Magnitudes are the norms of their weights: the model begins as it was.
         """
@@ -92,7 +96,7 @@ class LoRA(QuantizedBase):
         return nnx.from_flat_state(found)
 
     def join(self, weights: Weights) -> nnx.State:
-        """The model's parameters, those with an adapter as `LowRank`."""
+        """Return the model's parameters, those with an adapter as `LowRank`."""
         adapters, params = weights
         pairs = by_name(adapters)
         found = self.as_declared(params)
@@ -112,8 +116,7 @@ class LoRA(QuantizedBase):
         return nnx.from_flat_state(found)
 
     def merge(self, weights: Weights) -> nnx.State:
-        """W + scale A B, computed in float32; of a weight quantized W is what its codes stand
-        for."""
+        """Merge the adapters: W + scale A B in float32, with quantized W dequantized."""
         adapters, _ = weights
         pairs = by_name(adapters)
         found: dict[Any, Any] = dict(nnx.to_flat_state(super().merge(weights)))
@@ -147,7 +150,7 @@ class LoRA(QuantizedBase):
 
 @dataclasses.dataclass(frozen=True)
 class _Adapter:
-    """The shapes and axes of A and B of a stacked weight, and how many numbers A sums over."""
+    """Shapes and axes of A and B for a stacked weight, and the number of inputs of A."""
 
     down: tuple[int, ...]
     up: tuple[int, ...]
@@ -183,7 +186,7 @@ def number_of(name: str) -> int:
 
 
 def norm_of(weight: jax.Array, inside: tuple[int, ...]) -> jax.Array:
-    """The norm over the dimensions that a product sums over; 1 for what is all zero."""
+    """Return the norm over the contracted dimensions, 1 where all elements are zero."""
     squares = jnp.square(weight).sum(inside)
     return jnp.where(squares == 0, 1.0, jnp.sqrt(jnp.where(squares == 0, 1.0, squares)))
 

@@ -41,7 +41,7 @@ SETTINGS = Ways(
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedBase(Tuning):
-    """Holds quantized weights, and trains nothing.
+    """Frozen, quantized parameters, without adapters.
 
     Attributes:
       quantized: names of the weights that are held so.
@@ -72,7 +72,7 @@ class QuantizedBase(Tuning):
         return adapters, nnx.from_flat_state(found)
 
     def as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
-        """The frozen parameters by path, those quantized as `Quantized`."""
+        """Return the frozen parameters by path, quantized ones as `Quantized`."""
         found: dict[Any, Any] = {}
         beside: dict[Any, dict[str, Any]] = {}
         for path, variable in nnx.to_flat_state(frozen):
@@ -89,12 +89,11 @@ class QuantizedBase(Tuning):
         return found
 
     def join(self, weights: Weights) -> nnx.State:
-        """The model's parameters, those quantized as `Quantized`."""
+        """Return the model's parameters, quantized ones as `Quantized`."""
         return nnx.from_flat_state(self.as_declared(weights[1]))
 
     def merge(self, weights: Weights) -> nnx.State:
-        """The model's parameters; of a weight quantized the floats that the codes stand for, in
-        the dtype of the others."""
+        """Return the model's parameters, dequantized to the dtype of the others."""
         found = self.as_declared(weights[1])
         dtype = next(
             v.get_value().dtype for v in found.values() if not isinstance(v.get_value(), Quantized)
@@ -107,15 +106,23 @@ class QuantizedBase(Tuning):
 
 
 def sides_of(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of a layer's weight that a product sums over, and the others: what reads the
-    residual stream sums over embed, what writes to it over all else."""
+    """Return the contracted dimensions of a layer's weight, and its other dimensions.
+
+    Weights that read the residual stream contract embed; those that write to it contract all
+    others.
+
+    Weights that read the residual stream contract embed; those that write to it contract all
+    others.
+    """
     embed = axes.index("embed")
     others = tuple(i for i in range(1, len(axes)) if i != embed)
     return (others, (embed,)) if embed == len(axes) - 1 else ((embed,), others)
 
 
 def can_adapt(variable: Any) -> bool:
-    """Whether a parameter is a weight of a transformer's layers that every token meets."""
+    """Whether a parameter is a weight of the transformer's layers that is applied to
+    every token.
+    """
     axes = logical_axes(variable)
     is_weight = axes[:1] == ("layers",) and "embed" in axes and is_matrix(variable)
     return is_weight and role_of(variable) is None and set(axes[1:]) <= {"embed", *_SIDES}
@@ -124,8 +131,9 @@ def can_adapt(variable: Any) -> bool:
 def validate_blocks(
     shapes: nnx.State, layout: Layout | None, kind: Kind, group: int, *, says: Ways = SETTINGS
 ) -> Iterator[str]:
-    """A sentence that names all weights whose blocks of nf4, or groups of int4, would be cut, by
-    their sizes or by the mesh."""
+    """Yield an error message with all weights whose nf4 blocks or int4 groups their sizes or the
+    mesh would split.
+    """
     cut: dict[tuple[int, str, int], list[str]] = {}
     fits = group
     for name, variable in by_name(shapes).items():

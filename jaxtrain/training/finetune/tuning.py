@@ -28,7 +28,7 @@ class Tuning:
     teacher_zero: int | None = dataclasses.field(default=None, kw_only=True)
 
     def frozen_shardings(self, frozen: nnx.State, layout: Layout) -> nnx.State:
-        """A NamedSharding for each frozen array of a state."""
+        """Return a NamedSharding for each frozen array of a state."""
         teacher, others = partition(frozen, lambda name, _: name.startswith(f"{TEACHER}/"))
         theirs = self.teacher_layout(layout)
         return nnx.merge_state(
@@ -63,7 +63,7 @@ class Tuning:
         return nnx.State({})
 
     def begin(self, params: nnx.State, adapters: nnx.State) -> Weights:
-        """A model's parameters distinguished.
+        """Partition a model's parameters into trained and frozen ones.
 
         Args:
           params: the model's.
@@ -80,7 +80,7 @@ class Tuning:
         return nnx.merge_state(trained, frozen) if self.frozen else trained
 
     def merge(self, weights: Weights) -> nnx.State:
-        """The model's parameters as a run has them that trains them all."""
+        """Return the model's parameters in the form of a run that trains them all."""
         return self.join(weights)
 
 
@@ -94,17 +94,17 @@ def partition(state: nnx.State, first: Callable[[str, Any], bool]) -> Weights:
 
 
 def part(tree, names: frozenset[str]):  # noqa: ANN001, ANN201 - of any pytree with States in it
-    """The same tree, each State in it with the variables of these names alone."""
+    """Return the tree with only the variables of these names in each State."""
     return over_states(lambda state: partition(state, lambda name, _: name in names)[0], tree)
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """The tree whose parts these are; of what stands beside its States the first part's."""
+    """Join the States of several trees; other leaves are the first tree's."""
     return over_states(lambda *states: nnx.merge_state(*states), *parts)
 
 
 def over_states(function: Callable[..., Any], *trees: Any) -> Any:
-    """`function` of the States of trees; of what stands beside them the first tree's."""
+    """Apply `function` to the States of trees; other leaves are the first tree's."""
 
     def one(first: Any, *others: Any) -> Any:
         return function(first, *others) if isinstance(first, nnx.State) else first

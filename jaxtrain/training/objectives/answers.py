@@ -21,23 +21,23 @@ from jaxtrain.training.objectives.own_batch import validate_form
 
 
 class AnswerObjective(Objective[Predictor]):
-    """An objective over what a `Predictor` makes of each image or vector."""
+    """Base of objectives over a `Predictor`'s output for each image or vector."""
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("images", "vectors")
     draws: ClassVar[bool] = True
 
     @abc.abstractmethod
     def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
-        """The sums of what the model gave; it is finite, and 0 where nothing counts."""
+        """Return the sums of the model's outputs; finite, and 0 where nothing counts."""
 
     @final
     def counts(self, batch: Batch) -> Sums:
-        """`weight`: the examples that count."""
+        """Return `weight`, the number of examples that count."""
         return {"weight": batch.loss_mask.sum()}
 
     @final
     def over(self, name: str) -> str:
-        """`weight`, for all sums."""
+        """Return `weight`, the denominator of all sums."""
         del name
         return "weight"
 
@@ -58,7 +58,7 @@ class AnswerObjective(Objective[Predictor]):
 
     @final
     def of_predicted(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
-        """The sums of what a model gave of a batch that is `countable`; as of `sums`."""
+        """Return the sums of a model's outputs for a `countable` batch, like `sums`."""
         mask_B = _examples(batch)
 
         def mask_rows(x_BC: jax.Array) -> jax.Array:
@@ -69,7 +69,9 @@ class AnswerObjective(Objective[Predictor]):
         return self.of_answers(answers_BC, batch, settings, train=train)
 
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Images [B, H, W, C] with the model's channels, or vectors [B, D] of its features."""
+        """Yield errors unless inputs are images [B, H, W, C] or vectors [B, D] of the model's
+        sizes.
+        """
         del settings, layout
         shape = (
             ("B", "H", "W", model.channels)
@@ -91,21 +93,22 @@ class AnswerObjective(Objective[Predictor]):
         yield from found
 
     def count_shape(self, batch: Batch, rows: int) -> tuple[int, ...]:
-        """The shape of the loss mask: one number an example."""
+        """Return the shape of the loss mask: one value per example."""
         del batch
         return (rows,)
 
     @abc.abstractmethod
     def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
-        """Targets of another form."""
+        """Yield errors for targets of an invalid dtype or shape."""
 
     @abc.abstractmethod
     def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
-        """Targets out of bounds, in a batch of the right form."""
+        """Yield errors for targets out of bounds, in a batch with valid shapes."""
 
 
 def countable(batch: Batch) -> jax.Array:
-    """A batch's inputs, as models are given them.
+    """Return a batch's inputs for the model, with non-finite values of zero-weight examples set to
+    0.
 
     A batch norm sees the examples that do not count too, so they stay, but for what is no number:
     0 x NaN is NaN in every gradient.
@@ -115,5 +118,7 @@ def countable(batch: Batch) -> jax.Array:
 
 
 def _examples(batch: Batch) -> jax.Array:
-    """By how much each example counts, [B]; of several labels it does where one of them does."""
+    """Return the weight of each example, [B]; with several labels, nonzero if any of them
+    counts.
+    """
     return batch.loss_mask if batch.loss_mask.ndim == 1 else batch.loss_mask.max(-1)

@@ -37,7 +37,7 @@ def over_chunks(
     mask_BT: jax.Array,
     bias_V: jax.Array | None = None,
 ) -> jax.Array:
-    """The sum of losses(logits, targets, mask) of chunks of places, one chunk's alive at a time.
+    """Return the sum of losses(logits, targets, mask) over chunks of positions, one live at a time.
 
     A chunk's gradients are computed beside its loss, with its logits at hand: three products, and
     nothing is kept or computed again. Each device keeps its own parts of the gradients, the
@@ -96,7 +96,7 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
     gradient /= _scale(like.dtype)
 
     def merge_chunks(x: jax.Array, axis: int) -> jax.Array:
-        """Chunks, the first dimension, put back behind the places at `axis`."""
+        """Merge chunks, the first dimension, back into the positions at `axis`."""
         x = jnp.moveaxis(x, 0, axis)
         shape, parts = x.shape, jax.typeof(x).sharding.spec
         places = shape[axis - 1] * shape[axis]
@@ -133,7 +133,7 @@ def _chunk(x: jax.Array, size: int) -> jax.Array:
 
 
 def _sum_first(x: jax.Array, count: int) -> jax.Array:
-    """The sum over the first dimensions, of which every device has one place."""
+    """Return the sum over the leading dimensions, which have one index per device."""
     spec = jax.typeof(x).sharding.spec
     axes = tuple(name for part in spec[:count] for name in parts_of(part))
     if not axes:
@@ -152,18 +152,18 @@ def _logits(h_BCD: jax.Array, matrix_VD: jax.Array, bias_V: jax.Array | None) ->
 
 
 def _zeros(like: Any) -> jax.Array:
-    """Float32 zeros of an array's shape, laid out like it."""
+    """Return float32 zeros of an array's shape and sharding."""
     spec = jax.typeof(like).sharding.spec
     return jnp.zeros(like.shape, jnp.float32, out_sharding=_spec_of(spec))
 
 
 def _spec_of(parts: Sequence[MeshAxes]) -> P | None:
-    """The spec of these parts; None without a mesh."""
+    """Return the PartitionSpec of these parts; None without a mesh."""
     return None if jax.sharding.get_abstract_mesh().empty else P(*parts)
 
 
 def _of_h(g_BCV: jax.Array, matrix_VD: jax.Array) -> jax.Array:
-    """The hidden states' gradient, each device's own part [t, B, C, D]: no exchange.
+    """Return the gradient of the hidden states, each device's own part [t, B, C, D]: no exchange.
 
     Args:
       g_BCV: the gradient of a chunk's logits.
@@ -177,7 +177,8 @@ def _of_h(g_BCV: jax.Array, matrix_VD: jax.Array) -> jax.Array:
 
 
 def _of_matrix(g_BCV: jax.Array, h_BCD: jax.Array) -> jax.Array:
-    """The output matrix's gradient, each device's own part float32 [n, k, V, D]: no exchange.
+    """Return the gradient of the output matrix, each device's own part float32 [n, k, V, D]: no
+    exchange.
 
     Args:
       g_BCV: the gradient of a chunk's logits.
@@ -188,12 +189,13 @@ def _of_matrix(g_BCV: jax.Array, h_BCD: jax.Array) -> jax.Array:
 
 
 def _of_bias(g_BCV: jax.Array) -> jax.Array:
-    """The bias's gradient, each device's own part float32 [n, k, V]: no exchange."""
+    """Return the gradient of the bias, each device's own part float32 [n, k, V]: no exchange."""
     return _rows(g_BCV, g_BCV).sum(2, dtype=jnp.float32)
 
 
 def _rows(x: jax.Array, g_BCV: jax.Array) -> jax.Array:
-    """[n, k, rows of a device, the last dimension] of x [B, C, ...]: every device keeps its own.
+    """Reshape x [B, C, ...] to [n, k, rows of a device, last dimension]; devices keep their own
+    rows.
 
     Args:
       x: split as the gradient of the logits is along batch and sequence.
@@ -207,6 +209,6 @@ def _rows(x: jax.Array, g_BCV: jax.Array) -> jax.Array:
 
 
 def _devices(x: jax.Array) -> tuple[list[MeshAxes], list[int]]:
-    """The mesh axes that split each dimension, and over how many devices."""
+    """Return the mesh axes that split each dimension, and the number of devices along them."""
     parts, layout = list(jax.typeof(x).sharding.spec), current_layout()
     return parts, [1 if layout is None else layout.size(part) for part in parts]

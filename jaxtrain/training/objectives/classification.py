@@ -31,7 +31,7 @@ TOP = 5
 
 
 def evaluation_sums(logits: jax.Array, targets: jax.Array, mask: jax.Array) -> Sums:
-    """`top5_accuracy`, where there are more classes than that, and `confusion`.
+    """Return `top5_accuracy`, if there are more than 5 classes, and `confusion`.
 
     Args:
       logits: [..., C].
@@ -87,7 +87,7 @@ def confusion(told: jax.Array, targets: jax.Array, mask: jax.Array, classes: int
 
 
 def metrics_of(counts: np.ndarray) -> dict[str, Any]:
-    """`macro_f1`, and of few classes the matrix itself, `confusion`.
+    """Return `macro_f1` and, with few classes, the matrix itself, `confusion`.
 
     Args:
       counts: [C, C], as of `confusion`, of all held-out examples.
@@ -99,7 +99,7 @@ def metrics_of(counts: np.ndarray) -> dict[str, Any]:
 
 
 def macro_f1(counts: np.ndarray) -> float:
-    """The mean over classes of F1, the harmonic mean of precision and recall.
+    """Return the mean over classes of F1, the harmonic mean of precision and recall.
 
     Of a class it is 2 right / (labels + predictions). A class that is no label and was never
     predicted is left out.
@@ -109,12 +109,12 @@ def macro_f1(counts: np.ndarray) -> float:
 
 
 class Classification(AnswerObjective, TellsLogits[Predictor]):
-    """Cross entropy of an example's label, and accuracy."""
+    """Classification: cross entropy of an example's label, and accuracy."""
 
     name: ClassVar[str] = "classification"
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same.
+        """Return the dataset unchanged.
 
         Raises:
           UserError: the data have more classes than the model.
@@ -128,7 +128,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         return dataset
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Nats an example, the accuracy, and a uniform guess."""
+        """Return nats per example, the accuracy, and the baseline of a uniform guess."""
         del facts
         _, classes = classes_of(model)
         return Yardstick("nats an example", ("accuracy",), uniform_guess(classes))
@@ -136,8 +136,9 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
     def of_answers(
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss` and `accuracy`, the examples whose label has the highest logit; of held-out ones
-        what `confusion` counts too."""
+        """Return `loss` and `accuracy` (top-1), and for held-out examples the sums of
+        `evaluation_sums`.
+        """
         told_B = answers_BC.argmax(-1)
         right = [(told_B == label_B) * mask_B for label_B, mask_B in labels(batch)]
         sums = {
@@ -150,7 +151,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         return sums
 
     def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
-        """Numbers, which have no class."""
+        """Yield errors for regression targets, which have no class."""
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             name = type(model).__name__
             yield (
@@ -159,7 +160,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
             )
 
     def reading(self, inputs: Any) -> Batch:
-        """Images or vectors, none of them with a label."""
+        """Return a batch of images or vectors without labels."""
         rows = inputs.shape[:1]
         return Batch(inputs, np.zeros(rows, np.int32), np.zeros(rows, np.float32))
 
@@ -171,7 +172,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         return answers_BC.astype(jnp.float32)
 
     def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
-        """Labels [B], or several of each example [B, labels]."""
+        """Yield errors unless labels are [B], or [B, labels] for several per example."""
         several = np.ndim(batch.targets) == 2
         yield from validate_form(
             batch, "targets", "int32", (rows, "labels") if several else (rows,)
@@ -182,7 +183,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         return np.shape(batch.targets)
 
     def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
-        """Labels of the model's classes."""
+        """Yield errors for labels that are not classes of the model."""
         name, classes = classes_of(model)
         why = f" ({type(model).__name__}.{name}={classes})"
         yield from validate_values(batch, "loss_mask", 0, None)
@@ -190,7 +191,7 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
 
 
 def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
-    """Each label of the examples and how much it counts, [B]; of images that are mixed several."""
+    """Return pairs of labels and weights, [B] each: one, or several for mixed images."""
     if batch.targets.ndim == 1:
         return [(batch.targets, batch.loss_mask)]
     return [
@@ -200,7 +201,7 @@ def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
 
 
 def label_loss(answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool) -> jax.Array:
-    """The sum of the cross entropies of all labels, each times how much it counts.
+    """Return the sum of the cross entropies of all labels, weighted.
 
     Of labels that count 1 together it is the cross entropy of their mixture: -sum_c q_c log p_c.
     """
@@ -228,7 +229,9 @@ class AuxiliaryClassification(Classification):
     minimized: ClassVar[tuple[str, ...]] = ("loss", "auxiliary_loss")
 
     def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
-        """`loss` and `accuracy` of the first, and of the others the weighted `auxiliary_loss`."""
+        """Return `loss` and `accuracy` of the first head, and the weighted `auxiliary_loss` of the
+        others.
+        """
         first, *others = answers_BC
         sums = super().of_answers(first, batch, settings, train=train)
         if others:
@@ -241,6 +244,6 @@ class AuxiliaryClassification(Classification):
     def logits(
         self, model: Predictor, statistics: Any, batch: Batch, execution: Execution
     ) -> jax.Array:
-        """The first head's logits, float32 [B, C]."""
+        """Return the first head's logits, float32 [B, C]."""
         (first_BC, *_), _ = model(batch.inputs, statistics, execution, train=False)
         return first_BC.astype(jnp.float32)

@@ -73,7 +73,7 @@ class Distillation(TokenObjective):
 
     @functools.cached_property
     def sizes(self) -> TokenModel:
-        """The teacher's settings, as its folder says them.
+        """Teacher's settings, as read from its folder.
 
         Raises:
           UserError: there is none, or it is no model of tokens.
@@ -94,17 +94,17 @@ class Distillation(TokenObjective):
         return model
 
     def with_teacher_of(self, sizes: TokenModel) -> "Distillation":
-        """The same with a teacher of these sizes, which is in no folder: it is drawn."""
+        """Return the objective with a randomly initialized teacher of these sizes."""
         other = dataclasses.replace(self)
         vars(other)["sizes"] = sizes
         return other
 
     def builder(self, model: Model) -> Callable[[jax.Array], nnx.Module]:
-        """The model with its teacher in it."""
+        """Return the function that builds the model with its teacher."""
         return _WithTeacher(model.build, self.sizes.build)
 
     def adapt_tuning(self, tuning: Tuning) -> Tuning:
-        """The teacher is not trained."""
+        """Return the partition with the teacher frozen."""
         shapes = nnx.state(nnx.eval_shape(lambda: self.sizes.build(jax.random.key(0))), nnx.Param)
         names = frozenset(f"{TEACHER}/{name}" for name in by_name(shapes))
         return dataclasses.replace(
@@ -116,7 +116,7 @@ class Distillation(TokenObjective):
         yield from validate_unread(settings, "Train.objective=@Distillation()")
 
     def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
-        """Another vocabulary, and what does not hold a teacher."""
+        """Yield errors for another vocabulary, and for features that do not support a teacher."""
         theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
             yield (
@@ -132,13 +132,13 @@ class Distillation(TokenObjective):
             yield f"{said} sees the tokens that it is to tell; name a model that looks back"
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """The loss is a mixture of its two parts; the cross entropy is compared with the text's."""
+        """Return the two parts of the loss; the cross entropy has the text's baseline."""
         del model
         metrics = ("cross_entropy", "divergence")
         return Yardstick(metrics=metrics, baselines=text_entropy(facts, "cross_entropy"))
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """`perplexity`, of the cross entropy."""
+        """Return `perplexity`, from the cross entropy."""
         return {"perplexity": perplexity(means["cross_entropy"])}
 
     def sums(
@@ -183,13 +183,13 @@ class Distillation(TokenObjective):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """Not to be had: the teacher reads the tokens too."""
+        """Raise an error: the loss needs the teacher's hidden states too."""
         raise AssertionError("a pipeline is rejected")
 
 
 @dataclasses.dataclass(frozen=True)
 class _WithTeacher:
-    """Builds a model that holds another one.
+    """Builder of a model that contains its teacher.
 
     Attributes:
       model: key -> the model.
@@ -200,7 +200,7 @@ class _WithTeacher:
     teacher: Callable[[jax.Array], nnx.Module]
 
     def __call__(self, key: jax.Array) -> nnx.Module:
-        """The model from `key`, as it is without a teacher."""
+        """Build the model; it draws the same parameters from `key` as without a teacher."""
         made = self.model(key)
         setattr(made, TEACHER, self.teacher(key))
         return made
@@ -211,7 +211,7 @@ def _teacher_of(model: Any) -> Transformer:
 
 
 def divergence(teacher: jax.Array, model: jax.Array, temperature: float) -> jax.Array:
-    """KL(softmax(teacher / temperature) || softmax(model / temperature)), in nats.
+    """Return KL(softmax(teacher / temperature) || softmax(model / temperature)), in nats.
 
     Args:
       teacher, model: logits, float32 [B, T, V]; V may be sharded.
@@ -223,7 +223,7 @@ def divergence(teacher: jax.Array, model: jax.Array, temperature: float) -> jax.
 
 
 def _soften(logits_BTV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
-    """Probabilities and their logarithms."""
+    """Return probabilities and their logarithms, softened by the temperature."""
     x_BTV = logits_BTV / temperature
     x_BTV = x_BTV - jax.lax.stop_gradient(x_BTV.max(-1, keepdims=True))
     log_BTV = x_BTV - jnp.log(jnp.exp(x_BTV).sum(-1, keepdims=True))

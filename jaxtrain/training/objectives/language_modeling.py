@@ -24,7 +24,9 @@ from jaxtrain.training.objectives.tokens import TokenObjective, add_sums, token_
 
 
 class NextToken(TokenObjective):
-    """Cross entropy of the next token: nats a target, and their perplexity."""
+    """Next-token prediction (causal language modeling): cross entropy in nats a target, and
+    perplexity.
+    """
 
     name: ClassVar[str] = "next_token"
     causal: ClassVar[bool] = True
@@ -32,7 +34,7 @@ class NextToken(TokenObjective):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss`."""
+        """Return the sum of `loss`."""
         return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
 
 
@@ -42,7 +44,7 @@ EVALUATION_SEED = 0  # held-out examples are masked alike in every evaluation of
 
 
 class MaskedToken(TokenObjective):
-    """Cross entropy of the chosen tokens: nats a token, and their perplexity.
+    """Masked language modeling (BERT): cross entropy of the masked tokens in nats, and perplexity.
 
     The last token of the model's vocabulary is the mask's, which the data do not have.
     """
@@ -52,7 +54,7 @@ class MaskedToken(TokenObjective):
     reserved: ClassVar[int] = 1
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """The same text, masked anew in every epoch.
+        """Return the dataset with tokens masked anew in each epoch.
 
         Raises:
           UserError: the vocabulary has no room for the mask's token.
@@ -73,13 +75,13 @@ class MaskedToken(TokenObjective):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss`."""
+        """Return the sum of `loss`."""
         return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Masked:
-    """Rows of text with some of their tokens hidden; implements Examples.
+    """Rows of text with masked tokens; implements Examples.
 
     Attributes:
       rows: the text.
@@ -93,14 +95,14 @@ class Masked:
         return len(self.rows)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`, masked by what `rng` draws: of a seed and a place in the stream of rows."""
+        """Return row `index`, masked as `rng` draws, by seed and position in the stream of rows."""
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         return mask_tokens(self.rows.example(index, None), rng, self.vocab_size)
 
 
 def mask_tokens(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
-    """A row [T] with its own tokens for targets, of which those count that were chosen.
+    """Mask tokens of a row [T]; the targets are its own tokens, and the masked positions count.
 
     Each token of a document is chosen by itself; of the chosen, 8 of 10 become the mask's token, 1
     of 10 any token but that, and 1 of 10 stays what it is.
@@ -128,8 +130,8 @@ def mask_tokens(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiToken(NextToken):
-    """Cross entropy of the next token, and in `multi_token_loss` of those after it: the mean over
-    modules, times the weight.
+    """Multi-token prediction: cross entropy of the next token and, in `multi_token_loss`, of those
+    after it: the mean over modules, times the weight.
 
     All are divided by the one count of next tokens, as in equation 24: a module's loss is summed
     over fewer, since no module looks beyond a document's end.
@@ -157,12 +159,12 @@ class MultiToken(NextToken):
         )
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """That of the next token, and what is minimized with it."""
+        """Return that of the next token, with the minimized loss."""
         whole = super().yardstick(model, facts)
         return dataclasses.replace(whole, metrics=("multi_token_loss",))
 
     def in_order(self, batch: Batch) -> Batch:
-        """With the rows further on beside it."""
+        """Return the batch with its shifted rows in `further`."""
         if batch.further is not None:
             return batch
         further = tuple(further_on(batch, k) for k in range(1, self.further_tokens + 1))
@@ -178,7 +180,7 @@ class MultiToken(NextToken):
         *,
         train: bool,
     ) -> Sums:
-        """`multi_token_loss`, and what the modules' layers sum."""
+        """Return `multi_token_loss`, and the sums of the modules' layers."""
         assert batch.further is not None, "as `in_order` gives it"
         assert batch.positions is not None, "a batch of text has positions"
         total, of_layers = jnp.zeros(()), {}

@@ -21,7 +21,7 @@ Over = Literal["vocab", "classes"]
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Cross entropy and what is added to it.
+    """Cross-entropy loss settings: label smoothing, z-loss, chunk size.
 
     Attributes:
       chunk_size: positions of the sequence whose logits exist at once; None makes all at once.
@@ -42,7 +42,8 @@ class Loss:
 
 
 def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list[str]]:
-    """The settings with a chunk size that divides the sequence, and a sentence where it is another.
+    """Return the settings with a chunk size that divides the sequence, and a note if it was
+    changed.
 
     It bounds memory and changes no number, so that the nearest one below is what was meant. Where
     there is none the settings stay as they are.
@@ -77,7 +78,8 @@ def losses(
     classes: int | None = None,
     over: Over | None = None,
 ) -> jax.Array:
-    """The cross entropy of the targets that count times their mask, float32 of the targets' shape.
+    """Return the cross entropies of the targets that count times their mask, float32 of the
+    targets' shape.
 
     What stands at the others, and what the model said there, is in no result and in no gradient.
 
@@ -104,7 +106,9 @@ def losses(
 
 
 def validate_unread(settings: Loss, objective: str) -> Iterator[str]:
-    """A sentence for each setting that is not at its default, where an objective reads none."""
+    """Yield an error message for each setting not at its default, for an objective that
+    reads none.
+    """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value != field.default:
@@ -115,7 +119,9 @@ def validate_unread(settings: Loss, objective: str) -> Iterator[str]:
 
 
 def validate(settings: Loss, *, length: int, context: int) -> Iterator[str]:
-    """A sentence where no chunk is like the one asked for; arguments as of `settle`."""
+    """Yield an error message where no chunk size near the configured one fits; arguments as in
+    `settle`.
+    """
     chunk = settings.chunk_size
     if chunk is None:
         return
@@ -142,7 +148,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     over: Over | None = None,
 ) -> jax.Array:
-    """-log softmax(logits)[target], float32 of the targets' shape.
+    """Return -log softmax(logits)[target], float32 of the targets' shape.
 
     Args:
       logits: [..., V], any float dtype; V may be sharded.
@@ -175,7 +181,7 @@ def cross_entropy(
 
 
 def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
-    """logits[..., target], float32 of the targets' shape.
+    """Return logits[..., target], float32 of the targets' shape.
 
     Args:
       targets: int32 [...].
@@ -191,7 +197,7 @@ def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
 
 
 def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.Array:
-    """x at the targets' places, 0 elsewhere."""
+    """Return x at the targets' positions, 0 elsewhere."""
     # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
     # array of the logits' size that every chunk reads.
     zero = 0.0 * targets[..., None].astype(jnp.float32)
@@ -216,6 +222,6 @@ _pick.defvjp(lambda t, logits, c: (_pick(t, logits, c), (t, c)), _pick_backward)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite for a loss above 709, whose perplexity no float64 holds."""
+    """Return exp(loss); infinite for a loss above 709, which overflows float64."""
     with np.errstate(over="ignore"):
         return float(np.exp(loss))

@@ -26,7 +26,7 @@ from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The value of a metric that a model must beat to have learned anything.
+    """Baseline of a metric that a model must beat to have learned anything.
 
     Attributes:
       metric: its name among those of training, such as `loss`.
@@ -56,8 +56,8 @@ class Yardstick:
     scale: Literal["linear", "log"] = "linear"
 
     def sentence(self, values: Mapping[str, Any]) -> str | None:
-        """`Held-out loss 2.1000 nats a token, against the text's unigram entropy 3.2500`; None
-        without a baseline.
+        """Return a summary such as `Held-out loss 2.1000 nats a token, against the text's unigram
+        entropy 3.2500`; None without a baseline.
 
         Args:
           values: of an evaluation: each metric's name after `eval_`.
@@ -72,14 +72,16 @@ class Yardstick:
 
 
 def text_entropy(facts: Mapping[str, Any], metric: str = "loss") -> tuple[Baseline, ...]:
-    """The unigram entropy of the text, in nats a token; none of data that do not have it."""
+    """Return the baseline of the text's unigram entropy, in nats a token; () if the data
+    have none.
+    """
     entropy = facts.get("unigram_entropy")
     label = "the text's unigram entropy"
     return () if entropy is None else (Baseline(metric, label, float(entropy)),)
 
 
 def uniform_guess(classes: int) -> tuple[Baseline, ...]:
-    """The cross entropy and the accuracy of a guess in which all classes are equally likely."""
+    """Return the cross entropy and the accuracy of a uniform guess over the classes."""
     label = f"a uniform guess among {classes} classes"
     return Baseline("loss", label, math.log(classes)), Baseline("accuracy", label, 1 / classes)
 
@@ -89,7 +91,8 @@ M = TypeVar("M")
 
 
 class Objective(abc.ABC, Generic[M]):
-    """The batch that a model learns from, what is summed over it, and what becomes of the sums.
+    """Training objective: validation of its batches, sums over a batch, and the metrics made of
+    them.
 
     Sums, not means: microbatches, stages and processes add theirs, and one division by the global
     batch's counts follows, so that a token weighs the same wherever it lands. A sum is called what
@@ -112,7 +115,7 @@ class Objective(abc.ABC, Generic[M]):
     evaluated: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Raises TypeError where a check has its name of 0.2.0, by which nobody calls it now."""
+        """Raise TypeError where a check has its name of 0.2.0, by which nobody calls it now."""
         super().__init_subclass__(**settings)
         for name in vars(cls):
             if name.partition("_")[0] == "refuse":
@@ -140,7 +143,7 @@ class Objective(abc.ABC, Generic[M]):
         return dataset
 
     def of(self, model: Model) -> "Objective":
-        """The same, with what it has of a model's settings."""
+        """Return the objective with the settings that it takes from the model."""
         del model
         return self
 
@@ -173,7 +176,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def over(self, name: str) -> str:
-        """The count that the mean of a sum is over."""
+        """Return the name of the count that divides a sum."""
 
     @abc.abstractmethod
     def sums(
@@ -186,7 +189,7 @@ class Objective(abc.ABC, Generic[M]):
         *,
         train: bool,
     ) -> tuple[Sums, Any]:
-        """The forward pass: float32 sums over a batch, and the new running statistics.
+        """Run the forward pass: return float32 sums over a batch, and the new running statistics.
 
         Args:
           model: the module, its parameters in the dtype to compute with.
@@ -198,7 +201,7 @@ class Objective(abc.ABC, Generic[M]):
         """
 
     def arrange(self, batch: Batch, execution: Execution) -> Batch:
-        """A batch laid out as activations are; where rows alone are split, as it is."""
+        """Return a batch sharded like activations; unchanged where only rows are split."""
         del execution
         return batch
 
@@ -220,7 +223,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def validate_reference(self, batch: Batch, named: str) -> Iterator[str]:
-        """A batch that has a reference where none is requested, or has none where one is.
+        """Yield an error for reference log-probabilities that are missing or not supported.
 
         Args:
           batch: arrays or their shapes.
@@ -259,8 +262,13 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def evaluation(self, sums: Mapping[str, Any]) -> dict[str, Any]:
-        """`eval_loss` and the task's metrics, from the sums and counts of all held-out examples:
-        numbers, but for the lists of `eval_confusion`."""
+        """Return `eval_loss` and the task's metrics, from the sums and counts of all held-out
+        examples.
+
+        They are numbers, except the lists of `eval_confusion`.
+
+        They are numbers, except the lists of `eval_confusion`.
+        """
         kept = (*self.evaluated, CONFUSION)
         found = [n for n in sums if n not in kept and self.over(n) in self.evaluated]
         means = {name: sums[name] / sums[self.over(name)] for name in found}
@@ -274,7 +282,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def validate_inputs(self, model: Model) -> Iterator[str]:
-        """A model that reads something else than this is made of."""
+        """Yield an error for a model whose kind of input the objective does not support."""
         if model.inputs not in self.inputs:
             name, wanted = type(model).__name__, " or ".join(self.inputs)
             yield (
@@ -297,7 +305,7 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def means(self, sums: Sums, counts: Sums) -> Sums:
-        """The metrics of a batch with these sums and counts; 0 where nothing counts."""
+        """Return the metrics of a batch with these sums and counts; 0 where nothing counts."""
         return {name: value / at_least_one(counts[self.over(name)]) for name, value in sums.items()}
 
 
@@ -306,7 +314,7 @@ class TellsLogits(abc.ABC, Generic[M]):
 
     @abc.abstractmethod
     def reading(self, inputs: Any) -> Batch:
-        """A batch of these inputs, an array of what its models read, each row by itself."""
+        """Return a batch of these inputs, an array as the models read it, each row on its own."""
 
     @abc.abstractmethod
     def logits(self, model: M, statistics: Any, batch: Batch, execution: Execution) -> jax.Array:
@@ -326,8 +334,8 @@ def at_least_one(count: jax.Array) -> jax.Array:
 
 
 def objective_named(name: str) -> Objective:
-    """The objective that a model's `objective` names, out of this package or of a module that was
-    imported.
+    """Return the objective that a model's `objective` names, from this package or an imported
+    module.
 
     Raises:
       UserError: none has this name, or it cannot be had without settings.
@@ -346,7 +354,7 @@ def objective_named(name: str) -> Objective:
 
 @functools.cache
 def _instance(cls: type[Objective]) -> Objective:
-    """The one of a class without settings: compiled steps are kept by it."""
+    """Return the single instance of a class without settings, so that compiled steps are reused."""
     settings: Any = cls
     if dataclasses.is_dataclass(settings) and any(map(is_required, dataclasses.fields(settings))):
         raise UserError(

@@ -17,7 +17,7 @@ DTYPES = {"int32": jnp.integer, "float32": jnp.floating}
 
 
 def validate_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str]) -> Iterator[str]:
-    """A field that is no array, or one of another dtype or shape.
+    """Yield an error for each field that is not an array, or has another dtype or shape.
 
     Args:
       batch: the batch.
@@ -48,7 +48,7 @@ def _fits(shape: tuple[int, ...], wanted: Sequence[int | str]) -> bool:
 def validate_values(
     batch: Batch, name: str, least: int, most: int | None, *, why: str = "", counted: bool = False
 ) -> Iterator[str]:
-    """The first number of a field that is out of bounds.
+    """Yield an error with the first value of a field that is out of bounds.
 
     Args:
       batch: of the right form.

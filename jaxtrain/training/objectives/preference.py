@@ -26,10 +26,10 @@ from jaxtrain.training.objectives.tokens import TokenObjective
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPO(TokenObjective):
-    """Preferences (DPO, arXiv 2305.18290): -log sigmoid(beta (r_chosen - r_rejected)), r being an
-    answer's log-probability over that by the model that the run started from, which is computed
-    once. Metrics: `accuracy`, the share of pairs whose chosen answer has gained more, and `margin`,
-    by how many nats times beta.
+    """Direct preference optimization (DPO, arXiv 2305.18290): -log sigmoid(beta (r_chosen -
+    r_rejected)). r is an answer's log-probability minus that by the reference model, from which the
+    run started; that is computed once. Metrics: `accuracy`, the share of pairs whose chosen answer
+    has gained more, and `margin`, by how many nats times beta.
 
     Attributes:
       beta: how strongly the model is held to the reference.
@@ -50,16 +50,16 @@ class DPO(TokenObjective):
         yield from validate_unread(settings, "Train.objective=@DPO()")
 
     def weight(self, batch: Batch) -> jax.Array:
-        """The pairs that count."""
+        """Return the number of pairs that count."""
         return (batch.loss_mask != 0).any(-1).sum(dtype=jnp.float32)
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Nothing: the loss is of no token."""
+        """Return no further metrics: the loss is not per token."""
         del means
         return {}
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Nats a pair; the model that the run starts from has a margin of 0."""
+        """Return nats per pair; the reference model has a margin of 0."""
         del model, facts
         label = "the reference model"
         baselines = (
@@ -72,7 +72,7 @@ class DPO(TokenObjective):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss`, `accuracy`, `margin`."""
+        """Return the sums of `loss`, `accuracy` and `margin`."""
         del settings, train
         assert batch.reference is not None, "rejected before"
         with jax.named_scope("loss"):

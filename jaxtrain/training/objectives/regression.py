@@ -16,7 +16,7 @@ from jaxtrain.training.objectives.own_batch import validate_form, validate_value
 
 
 class Regression(AnswerObjective):
-    """The mean squared error over an example's numbers, and the mean of what each is off by."""
+    """Regression: mean squared error over an example's outputs, and the mean absolute error."""
 
     name: ClassVar[str] = "regression"
     inputs: ClassVar[tuple[Inputs, ...]] = ("vectors",)
@@ -26,14 +26,14 @@ class Regression(AnswerObjective):
         return batch.targets
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Squared errors, which fall over orders of magnitude, and absolute ones."""
+        """Return squared errors, on a log axis, and absolute ones."""
         del model, facts
         return Yardstick("squared error", ("absolute_error",), scale="log")
 
     def of_answers(
         self, answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss`, the squares, and `absolute_error`; both in float32."""
+        """Return `loss`, the squared errors, and `absolute_error`; both in float32."""
         del settings, train
         counts_B1 = batch.loss_mask[:, None] != 0
         off_BK = jnp.where(counts_B1, answers_BC.astype(jnp.float32) - self.labels_of(batch), 0)
@@ -50,7 +50,7 @@ class Regression(AnswerObjective):
         yield from validate_unread(unchunked, f"the objective {self.name!r}")
 
     def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
-        """Labels, or another count of numbers."""
+        """Yield errors for labels, or for another number of regression outputs."""
         name, outputs = type(model).__name__, vector_model(model).outputs
         if jnp.issubdtype(targets.dtype, jnp.integer):
             yield (
@@ -68,7 +68,7 @@ class Regression(AnswerObjective):
         yield from validate_form(batch, "targets", "float32", (rows, vector_model(model).outputs))
 
     def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
-        """A mask below 0, or not finite."""
+        """Yield errors for masks that are negative or not finite."""
         del model
         yield from validate_values(batch, "loss_mask", 0, None)
 
@@ -79,15 +79,15 @@ class Reconstruction(Regression):
     name: ClassVar[str] = "reconstruction"
 
     def labels_of(self, batch: Batch) -> jax.Array:
-        """The inputs."""
+        """Return the inputs as targets."""
         return batch.inputs
 
     def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
-        """Nothing."""
+        """Accept any targets, as they are not read."""
         del targets, model
         yield from ()
 
     def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
-        """Nothing."""
+        """Accept any targets, as they are not read."""
         del batch, model, rows
         yield from ()

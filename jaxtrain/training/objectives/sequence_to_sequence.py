@@ -24,7 +24,7 @@ from jaxtrain.training.objectives.own_batch import validate_form, validate_value
 
 
 class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
-    """Cross entropy of the target's tokens: nats a token, and their perplexity.
+    """Sequence-to-sequence: cross entropy of the target's tokens in nats, and perplexity.
 
     Counts: `weight`, the targets that count; `rows`, those in which any does.
     """
@@ -35,21 +35,21 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     evaluated: ClassVar[tuple[str, ...]] = ("weight", "rows")
 
     def counts(self, batch: Batch) -> Sums:
-        """`weight` and `rows`."""
+        """Return `weight` and `rows`."""
         counted_B = (batch.loss_mask != 0).any(-1)
         return {"weight": batch.loss_mask.sum(), "rows": counted_B.sum(dtype=jnp.float32)}
 
     def over(self, name: str) -> str:
-        """`rows` for exact matches, `weight` for all else."""
+        """Return `rows` for exact matches, `weight` for all other sums."""
         return "rows" if name in ("rows", "exact_match") else "weight"
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Nats a token; the tokens and the whole targets that are predicted."""
+        """Return nats a token, and the accuracy of tokens and of whole targets."""
         del model, facts
         return Yardstick("nats a token", ("accuracy", "exact_match"))
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """`perplexity`."""
+        """Return `perplexity`."""
         return {"perplexity": perplexity(means["loss"])}
 
     def sums(
@@ -83,8 +83,14 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
     def of_hidden(
         self, model: PairModule, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss`; `accuracy`, the targets that have the highest logit; `exact_match`, the rows all
-        of whose targets do, which greedy decoding reproduces."""
+        """Return the sums of `loss`, `accuracy` (targets with the highest logit) and `exact_match`.
+
+        An exact match is a row whose targets all have the highest logit, which greedy decoding
+        reproduces.
+
+        An exact match is a row whose targets all have the highest logit, which greedy decoding
+        reproduces.
+        """
         mask_BT = batch.loss_mask
         with jax.named_scope("loss"):
             # A hidden state that is not finite, where nothing counts, would reach the output
@@ -102,7 +108,7 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         }
 
     def reading(self, inputs: Any) -> Batch:
-        """Raises UserError: a source alone says nothing of a target."""
+        """Raise UserError: logits need a target, not only a source."""
         raise UserError(
             f"objective {self.name!r} reads pairs: give a Batch with source, source_segment_ids, "
             "inputs and segment_ids"
@@ -116,7 +122,9 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         return logits(model, hidden_states(model, batch, execution)).astype(jnp.float32)
 
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Targets' fields [B, T] and sources' [B, S], of tokens that the model has."""
+        """Yield errors unless targets are [B, T] and sources [B, S], of tokens in the
+        vocabulary.
+        """
         found = list(validate_form(batch, "inputs", "int32", ("B", "T")))
         if not found:
             shape = batch.inputs.shape
@@ -147,7 +155,7 @@ class Seen(NamedTuple):
 
 
 def masks_of(batch: Batch) -> Seen:
-    """The masks of a batch of pairs, without what places add to scores."""
+    """Return the attention masks of a batch of pairs, without position biases."""
     own_BT, of_source_BS = batch.segment_ids, batch.source_segment_ids
     return Seen(
         Mask(causal=False, segment_ids_BT=of_source_BS, segment_ids_BS=of_source_BS),
@@ -157,7 +165,7 @@ def masks_of(batch: Batch) -> Seen:
 
 
 def hidden_states(model: PairModule, batch: Batch, execution: Execution) -> jax.Array:
-    """Finished hidden states of the targets, [B, T, D]."""
+    """Return the final hidden states of the targets, [B, T, D]."""
     return _generate(model, batch, _read(model, batch, execution), execution)
 
 
@@ -184,7 +192,7 @@ def _exact_matches(right_BT: jax.Array, batch: Batch) -> jax.Array:
 
 
 def _answers(batch: Batch) -> Iterator[Batch]:
-    """The further answers to a batch's sources, with these."""
+    """Yield the batch with each of its further answers as targets."""
     sources = {"source": batch.source, "source_segment_ids": batch.source_segment_ids}
     return (dataclasses.replace(answer, **sources) for answer in batch.answers or ())
 

@@ -19,7 +19,7 @@ from jaxtrain.training.objectives.tokens import TokenObjective
 
 
 class TokenClassification(TokenObjective):
-    """Cross entropy of labels, and accuracy.
+    """Text and token classification: cross entropy of labels, and accuracy.
 
     A text's class is the label of one token, at whose place alone the loss mask is 1; where each
     token has a class, as in tagging, all of them count.
@@ -31,15 +31,16 @@ class TokenClassification(TokenObjective):
     labels: ClassVar[bool] = True
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """Chunks: the logits are few."""
+        """Yield errors for chunking, which the few logits do not need."""
         chunks = Loss(chunk_size=settings.chunk_size)
         yield from validate_unread(chunks, f"the objective {self.name!r}")
 
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """`loss` and `accuracy`, the labels that have the highest logit; of held-out rows what
-        `confusion` counts too."""
+        """Return `loss` and `accuracy` (top-1), and for held-out rows the sums of
+        `evaluation_sums`.
+        """
         mask_BT = batch.loss_mask
         with jax.named_scope("loss"):
             # As in `tokens.token_loss`.
@@ -53,7 +54,7 @@ class TokenClassification(TokenObjective):
         return sums if train else sums | evaluation_sums(logits_BTC, batch.targets, mask_BT)
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Nats a label, the accuracy, and a uniform guess."""
+        """Return nats per label, the accuracy, and the baseline of a uniform guess."""
         del facts
         classes = token_classes_of(model)
         assert classes is not None, "rejected before"
@@ -66,6 +67,6 @@ class TokenClassification(TokenObjective):
         return "num_classes", classes
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Nothing."""
+        """Return no further metrics."""
         del means
         return {}

@@ -49,7 +49,7 @@ RESIDUAL = ("batch", "residual_length", "embed")
 
 
 class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
-    """An objective over the finished hidden states of a `Transformer`.
+    """Base of objectives over the final hidden states of a `Transformer`.
 
     Its parts are what a pipeline puts between its stages. Counts: `weight`, the targets that count,
     for what it sums itself; `tokens`, those of documents, for what the layers sum beside their
@@ -75,7 +75,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     def of_hidden(
         self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
     ) -> Sums:
-        """The sums `own` of what the last layer gave."""
+        """Return the objective's own sums, from the last layer's output."""
 
     def of_more_layers(
         self,
@@ -154,12 +154,12 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def counts(self, batch: Batch) -> Sums:
-        """`weight` and `tokens`."""
+        """Return `weight` and `tokens`."""
         return {"weight": self.weight(batch), "tokens": _tokens(batch)}
 
     @final
     def over(self, name: str) -> str:
-        """`weight` for the sums of its own, `tokens` for the layers'."""
+        """Return `weight` for the objective's own sums, `tokens` for those of the layers."""
         return "weight" if name in self.own else "tokens"
 
     def class_count(self, model: TokenModel) -> tuple[str, int]:
@@ -167,11 +167,11 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         return "vocab_size", model.vocab_size
 
     def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
-        """`perplexity`."""
+        """Return `perplexity`."""
         return {"perplexity": perplexity(means["loss"])}
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Nats a token, and the unigram entropy of the text."""
+        """Return nats a token, and the baseline of the text's unigram entropy."""
         del model
         return Yardstick("nats a token", baselines=text_entropy(facts))
 
@@ -196,7 +196,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def reading(self, inputs: Any) -> Batch:
-        """Rows of tokens, or of vectors, each one text from its beginning."""
+        """Return a batch of rows of tokens or vectors, each one text from its start."""
         shape = inputs.shape if np.issubdtype(inputs.dtype, np.integer) else inputs.shape[:-1]
         places = np.arange(shape[-1] if shape else 1, dtype=np.int32)
         targets = np.zeros(shape, np.int32) if self.labels else inputs
@@ -216,7 +216,8 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 
     @final
     def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
-        """Five fields [B, T], of which segment_ids may be None, of tokens that the model has.
+        """Yield errors unless the five fields are [B, T], segment_ids optional, with tokens in the
+        vocabulary.
 
         Inputs are looked at everywhere, in padding too; targets where they count.
         """
@@ -281,7 +282,7 @@ def _validate_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> 
 
 
 def reserved_tokens(model: Model) -> int:
-    """Last tokens of a model's vocabulary that its data do not have."""
+    """Return the number of last tokens of a model's vocabulary that its data do not have."""
     objective = objective_named(model.objective)
     return objective.reserved if isinstance(objective, TokenObjective) else 0
 
@@ -289,7 +290,7 @@ def reserved_tokens(model: Model) -> int:
 def token_loss(
     model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
 ) -> jax.Array:
-    """The sum of the cross entropies of a batch's targets: output matrix and softmax."""
+    """Return the summed cross entropy of a batch's targets: output matrix and softmax."""
     mask_BT, classes, softcap = batch.loss_mask, vocabulary(model), model.logit_softcap()
 
     def of_products(x_BTV: jax.Array, targets_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
@@ -317,7 +318,7 @@ def token_loss(
 
 
 def add_sums(total: Sums, more: Sums) -> Sums:
-    """Both, name by name; whole numbers stay such."""
+    """Add two sets of sums by name; integers stay integers."""
     return {**total, **{name: value + total.get(name, 0) for name, value in more.items()}}
 
 

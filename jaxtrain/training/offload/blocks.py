@@ -30,7 +30,7 @@ BLOCKS_ALIVE = 3 + _WRITTEN_LATE
 
 
 class Group(NamedTuple):
-    """Parameters whose blocks hold the same of each.
+    """Group of parameters whose blocks are equal parts of each.
 
     Attributes:
       names: of the parameters.
@@ -42,7 +42,7 @@ class Group(NamedTuple):
 
     @property
     def places(self) -> list[int] | list[None]:
-        """The layer of each block."""
+        """Layer of each block."""
         return [None] if self.layers is None else list(range(self.layers))
 
 
@@ -89,7 +89,7 @@ def groups(params: nnx.State, kept: Any) -> list[Group]:
 
 
 def bytes_of(kept: Any) -> int:
-    """Bytes on a device of a rule's arrays."""
+    """Return the bytes per device of a rule's arrays."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
         for x in jax.tree.leaves(kept)
@@ -98,7 +98,9 @@ def bytes_of(kept: Any) -> int:
 
 
 def largest_block(params: nnx.State, kept: Any) -> int:
-    """Bytes on a device of what a rule keeps in the largest block; arguments as of `groups`."""
+    """Return the bytes per device of the optimizer state in the largest block; arguments as in
+    `groups`.
+    """
     return max(
         bytes_of(part(kept, group.names)) // (group.layers or 1) for group in groups(params, kept)
     )
@@ -129,7 +131,9 @@ class Blocks:
         self._layers: dict[int, jax.Array] = {}
 
     def begin(self, params: nnx.State, files: Any) -> None:
-        """Writes the rule's first state of these parameters; with the layout active."""
+        """Write the rule's initial state of these parameters; to be called with the
+        layout active.
+        """
         for group in self._of(params, files):
             mine, kept = (part(tree, group.names) for tree in (params, files))
             init = self._compile_for(group, self._init, mine, kept)
@@ -139,7 +143,8 @@ class Blocks:
                     file.write(x, layer)
 
     def update(self, params: nnx.State, files: Any, pending: Pending) -> nnx.State:
-        """The parameters after an update, theirs taken away; with the layout active.
+        """Return the updated parameters; the old ones are donated. To be called with the layout
+        active.
 
         Args:
           params: as a state has them between steps.
@@ -245,12 +250,12 @@ class Blocks:
         )
 
     def _slice(self, params: nnx.State, layer: jax.Array | None) -> nnx.State:
-        """A block's parameters on the devices, laid out as the moments are."""
+        """Return a block's parameters on the devices, sharded like the moments."""
         mine = on_device(_slice_layer(params, layer))
         return reshard(mine, self._layout.moment, self._layout)
 
     def _put(self, params: nnx.State, new: nnx.State, layer: jax.Array | None) -> nnx.State:
-        """The parameters with a block's new ones in their place, wherever they lie."""
+        """Return the parameters with those of a block replaced, wherever they are stored."""
 
         def one(x: jax.Array, new: jax.Array) -> jax.Array:
             new = jax.device_put(new, jax.typeof(x).memory_space)
@@ -262,12 +267,12 @@ class Blocks:
 
 
 def _slice_layer(tree: Any, layer: jax.Array | None) -> Any:
-    """A layer [1, ...] of every array of a tree but scalars; None: all of it."""
+    """Return one layer [1, ...] of each array of a tree except scalars; None: all layers."""
     if layer is None:
         return tree
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, layer, 1) if x.ndim else x, tree)
 
 
 def _large(state: Any) -> list[Any]:
-    """The arrays of a rule's state that are no scalars."""
+    """Return the arrays of a rule's state except scalars."""
     return [x for x in jax.tree.leaves(state) if x.ndim]

@@ -23,7 +23,7 @@ FOLDER = "offload"  # in a run's folder
 
 
 class Scratch:
-    """A folder of this process's own, made when it is first asked for, whatever stood there gone.
+    """Scratch folder of this process, created at first use; older contents are deleted.
 
     It is removed with the last that refers to it, or with the process.
 
@@ -36,7 +36,7 @@ class Scratch:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """The folder, which is there and empty when it is first asked for."""
+        """Path of the folder, created empty at first use."""
         if self.workdir is None:
             made = Path(tempfile.mkdtemp(prefix="jaxtrain-offload-"))
         else:
@@ -56,7 +56,7 @@ def _remove(folder: Path, *, in_run: bool) -> None:
 
 
 class FileArray:
-    """An array in files: a leaf of a state, which programs are given a piece of at a time.
+    """Array in files: a leaf of a state that programs receive piece by piece.
 
     Attributes:
       shape: of the whole array.
@@ -106,7 +106,7 @@ class FileArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, layer: int | None = None) -> jax.Array:
-        """The array on the devices, or [1, ...], one layer of it; a copy."""
+        """Return the array on the devices, or one layer of it, [1, ...]; a copy."""
         shape, part, offset = self._place(layer)
         copies: dict[Path, np.ndarray] = {}
         for path in self._files.values():
@@ -116,7 +116,8 @@ class FileArray:
         return jax.make_array_from_single_device_arrays(shape, self.sharding, pieces)
 
     def write(self, x: jax.Array, layer: int | None = None) -> None:
-        """Puts an array of the same form in its place, or a layer of one; waits until it is made.
+        """Overwrite the array with another of its shape, or one layer; waits until the values are
+        computed.
 
         Args:
           x: laid out as `sharding` says.
@@ -131,7 +132,9 @@ class FileArray:
                 np.memmap(path, self.dtype, "r+", offset, part)[...] = np.asarray(shard.data)
 
     def _place(self, layer: int | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shape of the whole, of a device's part, and where that begins in its file, in bytes."""
+        """Return the shape of the whole array, that of a device's part, and the part's offset in
+        its file, in bytes.
+        """
         if layer is None:
             return self.shape, self._part, 0
         assert self._part[0] == self.shape[0], "a stack of layers is not split by layers"
@@ -139,7 +142,7 @@ class FileArray:
         return (1, *self.shape[1:]), part, layer * math.prod(part) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole array, where this process has it."""
+        """Return the whole array, if this process has it."""
         del copy  # it always is one
         return np.asarray(self.read(), dtype)
 

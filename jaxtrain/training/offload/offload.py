@@ -35,7 +35,7 @@ class Offload:
 
 
 def validate(settings: Offload) -> Iterator[str]:
-    """Yields an error message where parameters are to lie on disk."""
+    """Yield an error message if parameters are offloaded to disk."""
     if settings.parameters == "disk":
         yield (
             "Offload.parameters='disk': a step computes with all parameters, which would come from "

@@ -30,7 +30,7 @@ def offload_to_disk(
     first: tuple[optax.GradientTransformation, ...],
     rule: optax.GradientTransformationExtraArgs,
 ) -> Step:
-    """The step whose optimizer's arrays are in files, which the host updates block by block.
+    """Return the step with the optimizer's arrays in files, which the host updates block by block.
 
     In a `TrainState` they are `FileArray`s, which no program takes: what is compiled for a step, an
     evaluation or anything else takes `in_memory` of a state. A step's program computes gradients
@@ -151,7 +151,7 @@ class _OnDisk:
         return Blocks(self.rule, setup.layout, store, options)
 
     def _new_files(self) -> Any:
-        """The optimizer's state with new files in the place of its arrays."""
+        """Return the optimizer state with its arrays replaced by new files."""
 
         def one(path: Any, x: jax.ShapeDtypeStruct) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -26,7 +26,7 @@ from jaxtrain.training.step import Step, transform
 
 @transform
 def offload_to_host(step: Step, offload: Offload) -> Step:
-    """The step that keeps what `offload` says in pinned host memory between its uses.
+    """Return the step that keeps what `offload` selects in pinned host memory between uses.
 
     Args:
       step: whose optimizer is `streaming.stream_update` where its state is offloaded.
@@ -115,7 +115,7 @@ def _bind(layout: Layout, trained: nnx.State, of: nnx.State) -> nnx.State:
 
 
 def _add(total: nnx.State, grads: nnx.State) -> nnx.State:
-    """The sum of gradients with a microbatch's more, one layer after the other."""
+    """Return the sum of gradients with a microbatch's, layer by layer."""
 
     def add(total: nnx.State, grads: nnx.State, _: Any) -> tuple[nnx.State, tuple[()]]:
         return add_gradients(total, grads), ()
@@ -145,7 +145,7 @@ _PINNED = Storage(_host_shardings, lambda layout, params: params)
 
 
 def fetch_params(setup: Setup, state: TrainState) -> TrainState:
-    """The state with a copy of the parameters to compute with on the devices."""
+    """Return the state with a copy of the parameters on the devices, to compute with."""
     dtype, layout = setup.precision.compute, setup.layout
 
     def cast(_: tuple[()], params: nnx.State, layer: jax.Array) -> tuple[tuple[()], nnx.State]:
@@ -205,7 +205,7 @@ def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
 
 
 def _copy_to_devices(tree: Any) -> Any:
-    """Arrays of hosts in the memory of their devices, outside of a program."""
+    """Copy arrays from the hosts to their devices, outside of a compiled program."""
     return jax.tree.map(
         lambda x: (
             jax.device_put(x, x.sharding.with_memory_kind("device")) if is_pinned(x.sharding) else x

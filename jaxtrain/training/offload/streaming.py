@@ -30,7 +30,7 @@ def on_device(tree):  # noqa: ANN001, ANN201 - any pytree of arrays, the same ou
 
 
 def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
-    """`function` of one layer after the other.
+    """Apply `function` to each layer in turn.
 
     Args:
       function: takes slices [1, ...] on the devices, and int32 [1], which layer they are.
@@ -68,7 +68,7 @@ def _join_if_small(x: jax.Array) -> jax.Array:
 
 
 def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
-    """The names of parameters that are updated together: stacks of as many layers each, the rest.
+    """Return the names of parameters that are updated together: by stack of layers, and the rest.
 
     Returns:
       L and names, where each name is one of L layers; None and the names of those of no layer.
@@ -82,14 +82,14 @@ def stacks(params: nnx.State) -> list[tuple[int | None, frozenset[str]]]:
 
 
 def is_matrix_of_layers(variable: nnx.Variable) -> bool:
-    """Whether a parameter is a stack of as many matrices as there are layers."""
+    """Whether a parameter is a stack of matrices, one per layer."""
     return logical_axes(variable)[:1] == ("layers",) and variable.get_value().ndim > 2
 
 
 def stream_update(
     first: Iterable[optax.GradientTransformation], rest: Iterable[optax.GradientTransformation]
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain` of both, its state wherever it lies, streamed through the devices.
+    """Return `optax.chain` of both, with state in host memory streamed through the devices.
 
     Args:
       first: what needs all gradients at once, such as a clip by their norm; it keeps nothing.
@@ -128,7 +128,7 @@ def _update(
     good: jax.Array | None,
     extra: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """The rule's update of the parameters of these names, and its state of them."""
+    """Return the rule's update of the parameters of these names, and its new state for them."""
     updates, state, params, extra = (part(x, names) for x in (updates, state, params, extra))
     arrays, structure = jax.tree.flatten(state)
     large = [x.ndim > 0 for x in arrays]

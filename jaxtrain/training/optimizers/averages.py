@@ -18,7 +18,7 @@ from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
 
 
 class Evaluated(abc.ABC):
-    """A part of an optimizer's state that evaluation and generation take other parameters from."""
+    """Part of the optimizer state with other parameters for evaluation and generation."""
 
     @abc.abstractmethod
     def eval_params(self, params: Any) -> Any:
@@ -26,7 +26,7 @@ class Evaluated(abc.ABC):
 
     @abc.abstractmethod
     def restart(self, params: Any) -> "Evaluated":
-        """The same part where the parameters are set to others: these are what is evaluated.
+        """Return this part after the parameters were replaced: the new ones are evaluated.
 
         Args:
           params: the new parameters, laid out as the optimizer's state.
@@ -36,7 +36,7 @@ class Evaluated(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Average(Evaluated):
-    """The state of `keep_average`.
+    """Optimizer state of `keep_average`.
 
     Attributes:
       count: int32 scalar, updates averaged over.
@@ -48,17 +48,18 @@ class Average(Evaluated):
     params: Any
 
     def eval_params(self, params: Any) -> Any:
-        """The average."""
+        """Return the average."""
         del params
         return self.params
 
     def restart(self, params: Any) -> "Average":
-        """An average over no update yet."""
+        """Return an average over no updates."""
         return Average(jnp.zeros_like(self.count), copy_float32(params))
 
 
 def keep_average(decay: float) -> optax.GradientTransformation:
-    """Passes updates on, and averages the parameters that they lead to: the chain's last part.
+    """Average the parameters after each update (EMA); the last part of the chain, which keeps
+    updates.
 
     After t updates the average is sum_i decay^(t-i) p_i / sum_i decay^(t-i) over i = 1..t: Polyak
     averaging with exponential weights, debiased as Adam's moments are (arXiv 1412.6980, section 3),
@@ -86,13 +87,15 @@ def keep_average(decay: float) -> optax.GradientTransformation:
 
 
 def averaged_params(opt_state: optax.OptState, params: Any) -> Any | None:
-    """The parameters that evaluation takes from an optimizer's state, float32; None: from none."""
+    """Return the parameters for evaluation from an optimizer state, float32; None if it
+    has none.
+    """
     parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
     return next((p.eval_params(params) for p in parts if isinstance(p, Evaluated)), None)
 
 
 def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
-    """An optimizer's state where the parameters are set to others; its moments are kept.
+    """Return the optimizer state after the parameters were replaced; its moments are kept.
 
     Args:
       opt_state: the state.
@@ -110,7 +113,7 @@ def _float32(params):  # noqa: ANN001, ANN202
 
 
 def copy_float32(params):  # noqa: ANN001, ANN201
-    """Float32 copies: a step takes its state's buffers away, and may not be given one twice."""
+    """Return float32 copies: a step donates its state's buffers, each only once."""
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
 
 
@@ -121,7 +124,7 @@ def copy_float32(params):  # noqa: ANN001, ANN201
 )
 @dataclasses.dataclass(frozen=True)
 class Iterates(Evaluated):
-    """The state beside the second moment.
+    """Optimizer state of schedule-free AdamW, besides the second moment.
 
     Attributes:
       taken: the updates so far.
@@ -138,7 +141,7 @@ class Iterates(Evaluated):
     b1: float
 
     def eval_params(self, params: Any) -> Any:
-        """The average x of the iterates; the parameters are (1 - b1) z + b1 x."""
+        """Return the average x of the iterates; the parameters are (1 - b1) z + b1 x."""
 
         def one(y: jax.Array, z: jax.Array) -> jax.Array:
             return _average(_as(y.astype(jnp.float32), z), z, self.b1)
@@ -146,7 +149,7 @@ class Iterates(Evaluated):
         return jax.tree.map(one, params, self.z)
 
     def restart(self, params: Any) -> "Iterates":
-        """The first iterate of a new average, at the learning rate where the schedule stands."""
+        """Return a new average with its first iterate, at the current learning rate."""
         return dataclasses.replace(self, weight=jnp.zeros_like(self.weight), z=copy_float32(params))
 
 
@@ -188,7 +191,7 @@ class ScheduleFree(Rule):
 
 
 def _average_iterates(rate: optax.Schedule, b1: float) -> optax.GradientTransformation:
-    """From a direction, taken at the parameters y, to y's next move."""
+    """Turn a direction, taken at the parameters y, into the update of y."""
 
     def init(params: Any) -> Any:
         z = jax.tree.map(lambda y: y.astype(jnp.float32), params)
@@ -221,6 +224,6 @@ def _average(y: jax.Array, z: jax.Array, b1: float) -> jax.Array:
 
 
 def _as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x laid out as another array is."""
+    """Return x with the sharding of another array."""
     sharding = jax.typeof(like).sharding
     return x if sharding.mesh.empty else jax.sharding.reshard(x, sharding)

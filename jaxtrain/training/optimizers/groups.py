@@ -31,12 +31,12 @@ class Part(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it stands for all layers."""
+        """Whether it includes all layers."""
         return self.first == 0 and self.last == math.inf
 
 
 def part_of(written: str) -> Part:
-    """The part that a pattern such as 'layers/*' or 'layers/*[0:4]' stands for."""
+    """Return the parsed form of a pattern such as 'layers/*' or 'layers/*[0:4]'."""
     found = _OF_LAYERS.fullmatch(written)
     if found is None:
         return Part(written)
@@ -45,7 +45,7 @@ def part_of(written: str) -> Part:
 
 
 def fits(pattern: str, name: str, param: Any) -> bool:
-    """Whether a parameter has this role, or a name such as 'layers/*_norm_*' stands for."""
+    """Whether a pattern, a role or a name such as 'layers/*_norm_*', matches a parameter."""
     return role_of(param) == pattern or fnmatch.fnmatchcase(name, pattern)
 
 
@@ -55,8 +55,13 @@ def has_layers(param: Any) -> bool:
 
 
 def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple[Part, float]]:
-    """The parts that fit a parameter with their values, the first that has a layer counting; none
-    after one that stands for all layers."""
+    """Return the matching parts of a parameter with their values; the first that has a layer
+    counts.
+
+    None follow a part that includes all layers.
+
+    None follow a part that includes all layers.
+    """
     found = []
     for written, value in groups.items():
         part = part_of(written)
@@ -108,7 +113,9 @@ class Decay:
 
 
 def each_named(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """`function` of the name of each parameter, itself, and what stands there in other trees."""
+    """Apply `function` to the name of each parameter, the parameter, and its leaves in
+    other trees.
+    """
 
     def one(path: Any, param: Any, *found: Any) -> Any:
         return function(name_of(path), param, *found)
@@ -117,7 +124,7 @@ def each_named(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def add_decay(decay: Decay) -> optax.GradientTransformation:
-    """Adds its part of each parameter to the parameter's update."""
+    """Add weight decay to the updates, each parameter at its own rate."""
 
     def one(name: str, param: Any, update: Any) -> Any:
         part = decay.of(name, param)
@@ -127,8 +134,12 @@ def add_decay(decay: Decay) -> optax.GradientTransformation:
 
 
 def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformationExtraArgs:
-    """Each parameter's update times the factor of its group, 1 where it is in none; its `layers`
-    are those of `moments.keep_moments`."""
+    """Scale each parameter's update by the factor of its group, 1 outside of groups.
+
+    Its `layers` are those of `moments.keep_moments`.
+
+    Its `layers` are those of `moments.keep_moments`.
+    """
 
     def update(
         updates: Any,
@@ -156,7 +167,9 @@ def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformationEx
 
 
 def add_penalties(l1: float, l2: float) -> optax.GradientTransformation:
-    """The gradient of l1 |w| + l2 w^2 / 2, summed over matrices, which need not be in the loss."""
+    """Add the gradient of l1 |w| + l2 w^2 / 2, summed over matrices, so that the loss need not have
+    it.
+    """
 
     def one(_: str, param: Any, gradient: Any) -> Any:
         if not is_matrix(param):
@@ -168,7 +181,7 @@ def add_penalties(l1: float, l2: float) -> optax.GradientTransformation:
 
 
 def validate(setting: str, groups: Mapping[str, float], params: Any) -> Iterator[str]:
-    """A sentence for each pattern that no parameter fits.
+    """Yield an error message for each pattern that matches no parameter.
 
     Args:
       setting: what the groups are of.

@@ -17,7 +17,7 @@ _STACKED = ("layers", "qkv", "experts")
 
 
 class Sides(NamedTuple):
-    """The dimensions of stacked matrices.
+    """Dimensions of stacked matrices.
 
     Attributes:
       stack: leading ones that count matrices.
@@ -31,7 +31,7 @@ class Sides(NamedTuple):
 
 
 def sides(axes: tuple[str, ...]) -> Sides:
-    """The dimensions of a parameter whose dimensions mean `axes`."""
+    """Return the matrix dimensions of a parameter with these logical axes."""
     stack = next((i for i, axis in enumerate(axes) if axis not in _STACKED), len(axes))
     own = tuple(range(stack, len(axes)))
     width = 2 if axes[-1:] == ("head_dim",) else 1
@@ -39,7 +39,8 @@ def sides(axes: tuple[str, ...]) -> Sides:
 
 
 def scale_by_trust_ratio() -> optax.GradientTransformation:
-    """Each matrix's update times |w| / |update| (arXiv 1904.00962, algorithm 2, phi the identity).
+    """Scale each matrix's update by |w| / |update| (arXiv 1904.00962, algorithm 2, phi the
+    identity).
 
     Norm scales and biases are left alone, as in the authors' code.
     """
@@ -55,23 +56,23 @@ def scale_by_trust_ratio() -> optax.GradientTransformation:
 
 
 def norm(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The Euclidean norm of each parameter in a stack, its dimensions kept with size 1."""
+    """Return the Euclidean norm of each parameter in a stack, its dimensions kept with size 1."""
     return jnp.sqrt(jnp.square(x).sum(_own(axes), keepdims=True))
 
 
 def root_mean_square(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The same of the mean in place of the sum."""
+    """Return the root mean square of each parameter in a stack, its dimensions kept with size 1."""
     return jnp.sqrt(jnp.square(x).mean(_own(axes), keepdims=True))
 
 
 def ratio(above: jax.Array, below: jax.Array) -> jax.Array:
-    """above / below, 1 where either is 0."""
+    """Return above / below, 1 where either is 0."""
     defined = (above > 0) & (below > 0)
     return jnp.where(defined, above / jnp.where(defined, below, 1.0), 1.0)
 
 
 def each(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """`function` of each parameter and what stands in its place in other trees."""
+    """Apply `function` to each parameter and its counterparts in other trees."""
     return jax.tree.map(function, tree, *others, is_leaf=is_variable)
 
 
@@ -80,7 +81,7 @@ def _own(axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sides) -> jax.Array:
-    """`function` of matrices, laid out as `x` is.
+    """Apply `function` to whole matrices, and return the result sharded like `x`.
 
     Where the layers divide over the axes that split a matrix, all-to-alls bring each device its own
     layers and take them back. Where they do not, a loop gathers one layer after the other.
@@ -123,7 +124,8 @@ def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sid
 
 
 def _moves(shape: tuple[int, ...], spec: P, stack: int, mesh: Any) -> list[P]:
-    """Layouts that bring matrices together, one mesh axis after the other: from a side to layers.
+    """Return the shardings that gather matrices, one mesh axis after the other: from a side to
+    layers.
 
     Moving one axis between dimensions is an all-to-all; each device ends with whole layers.
     """

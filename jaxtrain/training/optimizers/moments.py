@@ -28,7 +28,7 @@ ROUNDED = (
 
 
 class Rounded(NamedTuple):
-    """The state of a rule whose moments are kept in bfloat16.
+    """Optimizer state of a rule whose moments are bfloat16.
 
     Attributes:
       count: int32 scalar, updates so far: no two round alike.
@@ -42,7 +42,8 @@ class Rounded(NamedTuple):
 def keep_moments(
     rule: optax.GradientTransformation, dtype: Moments
 ) -> optax.GradientTransformationExtraArgs:
-    """The rule with its moments kept in `dtype`, whatever the parameters'; it computes in float32.
+    """Store the moments of a rule in `dtype`, whatever the parameters'; the rule computes in
+    float32.
 
     The update is that of the moments before they are rounded. The random bits are a hash of the
     update's number and of the element's name and place in the whole array, so that they are the
@@ -84,7 +85,7 @@ def keep_moments(
 
 
 def _round_all(state: Any, count: jax.Array, layers: Sequence[int] | None) -> Any:
-    """A rule's float32 state with its moments in bfloat16."""
+    """Return a rule's float32 state with its moments rounded to bfloat16."""
 
     def rounding(moment: int) -> Callable[[Any, Any], Any]:
         def one(path: Any, variable: Any) -> Any:
@@ -110,7 +111,7 @@ def _is_moment(field: Any) -> bool:
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    """The named arrays of a tree in this dtype; scalars beside them stay as they are."""
+    """Return a tree with its named arrays in this dtype; scalars stay as they are."""
     return jax.tree.map(
         lambda x: x.replace(x.get_value().astype(dtype)) if is_variable(x) else x,
         tree,
@@ -126,7 +127,7 @@ _PARAMETER = 2**20 + 2
 
 
 def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = None) -> Any:
-    """The parameters after these updates, added in float32; bfloat16 ones rounded stochastically.
+    """Apply updates in float32 and return the parameters; bfloat16 ones are rounded stochastically.
 
     Args:
       params: named arrays, float32 or bfloat16.
@@ -165,7 +166,7 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: Layers) -> jax.Array:
-    """32 random bits for each element of a named array, uint32 like it: the same on every mesh.
+    """Return 32 random bits for each element of a named array, uint32: the same on every mesh.
 
     Args:
       path: where it stands in its tree.
@@ -186,7 +187,7 @@ def place_in_array(x: jax.Array, count: jax.Array, number: int, layers: Layers =
 
 
 def _index(x: jax.Array, layers: Layers) -> jax.Array:
-    """Each element's place in the array, row by row, modulo 2**32; laid out as the array is."""
+    """Return each element's row-major index modulo 2**32, sharded like the array."""
     sharding = jax.typeof(x).sharding
     layout = {} if sharding.mesh.empty else {"out_sharding": sharding}
     index = jnp.zeros((), jnp.uint32)
@@ -201,7 +202,7 @@ def _index(x: jax.Array, layers: Layers) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A permutation of the 32-bit numbers in which each bit depends on all others.
+    """Permute 32-bit integers so that each bit depends on all others.
 
     Three shifts and two products, out of a search for the least bias (C. Wellons, "Prospecting for
     hash functions", lowbias32 of 2022).

@@ -26,7 +26,7 @@ from jaxtrain.training.optimizers.unfreezing import Unfreezing
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The update rule, and what all rules have in common.
+    """Optimizer: the update rule, and the settings that all rules have in common.
 
     Attributes:
       rule: the update rule; its own settings are its own section, such as `AdamW.b2`.
@@ -113,7 +113,7 @@ class Optimizer:
 
     @property
     def name(self) -> str:
-        """The rule's."""
+        """Name of the update rule."""
         return self.rule.name
 
     @property
@@ -122,13 +122,13 @@ class Optimizer:
         return Decay(self.weight_decay, self.weight_decays)
 
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        """The arrays kept for a parameter: the rule's, and the average."""
+        """Return the arrays stored for a parameter: the rule's, and the average."""
         average = () if self.average_decay is None else (Kept(shape, axes, dtype="float32"),)
         return (*self.rule.keeps(shape, axes), *average)
 
 
 def validate_groups(settings: Optimizer, params: Any) -> Iterator[str]:
-    """A sentence for each group that none of these parameters is in."""
+    """Yield an error message for each group that matches none of these parameters."""
     yield from groups.validate("Optimizer.learning_rates", settings.learning_rates, params)
     yield from groups.validate("Optimizer.weight_decays", settings.weight_decays, params)
 
@@ -149,8 +149,8 @@ def make_optimizer(
     scaled: Sequence[optax.GradientTransformation] = (),
     unfreezing: Unfreezing = Unfreezing(),  # noqa: B008 - frozen
 ) -> Joined:
-    """The optax transformation: penalties, clips, update rule, learning rate, and the average
-    behind them.
+    """Return the optax transformation: penalties, clipping, update rule, learning rate, and the
+    average.
 
     Its update takes `layers` too, as `moments.keep_moments` does.
 
@@ -197,7 +197,7 @@ def clip_each(largest: float) -> optax.GradientTransformation:
 
 
 def clip_adaptively(ratio: float) -> optax.GradientTransformation:
-    """Each unit's gradient, shortened to `ratio` times the length of the unit's weights.
+    """Clip each unit's gradient to `ratio` times the norm of its weights (AGC).
 
     A unit is a column of a matrix, what one output is made of, or a whole vector; what makes logits
     is left alone (arXiv 2102.06171, section 4.1).

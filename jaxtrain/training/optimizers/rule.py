@@ -19,7 +19,7 @@ from jaxtrain.training.optimizers.moments import Moments, keep_moments
 
 
 class Kept(NamedTuple):
-    """An array that a rule keeps for a parameter.
+    """Array that a rule stores for a parameter.
 
     Attributes:
       shape: of the array.
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 
 
 class Rule(abc.ABC):
-    """An update rule: a frozen dataclass of the settings that are its own.
+    """Update rule: a frozen dataclass with the rule's own settings.
 
     Attributes:
       name: what `Optimizer.name` calls it.
@@ -56,7 +56,7 @@ class Rule(abc.ABC):
     def chain(
         self, rate: optax.Schedule, *, decay: Decay, moments: Moments
     ) -> list[optax.GradientTransformation]:
-        """From clipped gradients to what is added to the parameters.
+        """Return the transformation from clipped gradients to updates of the parameters.
 
         What a parameter's learning rate is times the others' is multiplied before the last part.
 
@@ -68,10 +68,10 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def keeps(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[Kept, ...]:
-        """The arrays kept for a parameter of this shape, whose dimensions mean `axes`."""
+        """Return the arrays stored for a parameter of this shape with the logical axes `axes`."""
 
     def validate_layout(self, params: Any, layout: Layout) -> Iterator[str]:
-        """A sentence for each reason why it cannot update parameters that lie so.
+        """Yield an error message for each reason why the rule does not support this layout.
 
         Args:
           params: the parameters, of which no array need be there.
@@ -87,7 +87,7 @@ def rules() -> Mapping[str, type[Rule]]:
 
 
 def validate_rate(rule: Rule, *fields: str) -> None:
-    """Raises UserError for those of a rule's decay rates that are none."""
+    """Raise UserError for decay rates of a rule that are out of range."""
     for name in fields:
         value = vars(rule)[name]
         if not 0 <= value < 1:
@@ -95,7 +95,7 @@ def validate_rate(rule: Rule, *fields: str) -> None:
 
 
 class DirectionRule(Rule):
-    """A rule that makes a direction of the gradients.
+    """Rule that turns gradients into a direction.
 
     Attributes:
       kept: how many arrays like itself it keeps for a parameter.
@@ -107,7 +107,12 @@ class DirectionRule(Rule):
 
     @abc.abstractmethod
     def direction(self) -> optax.GradientTransformation:
-        """From gradients to what the learning rate scales; its state as `keep_moments` wants it."""
+        """Return the transformation from gradients to what the learning rate scales.
+
+        Its state is as `keep_moments` wants it.
+
+        Its state is as `keep_moments` wants it.
+        """
 
     def chain(
         self, rate: optax.Schedule, *, decay: Decay, moments: Moments
@@ -123,7 +128,7 @@ class DirectionRule(Rule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamRule(DirectionRule):
-    """A rule of Adam's family: moving means of the gradient and of its square.
+    """Base of Adam's family: moving means of the gradient and of its square.
 
     Attributes:
       b1: decay rate of the gradient's mean m.
@@ -141,7 +146,7 @@ class AdamRule(DirectionRule):
         require_positive(self, "epsilon")
 
     def direction(self) -> optax.GradientTransformation:
-        """Adam's: m / (sqrt(v) + epsilon), both debiased (arXiv 1412.6980)."""
+        """Return Adam's direction: m / (sqrt(v) + epsilon), both debiased (arXiv 1412.6980)."""
         return optax.scale_by_adam(self.b1, self.b2, self.epsilon)
 
 

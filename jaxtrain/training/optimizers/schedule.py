@@ -24,7 +24,7 @@ _FIRST_OF_ONE_CYCLE = 1 / 25
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate over time, as a fraction of Optimizer.learning_rate, its peak.
+    """Learning rate schedule: decay and warmup, as a fraction of the peak, Optimizer.learning_rate.
 
     Steps count from 1. The warm-up's step s has s / warmup_steps of the peak, so that its first
     step is not lost and its last has the peak; without a warm-up step 1 has it. A decay starts from
@@ -120,7 +120,7 @@ class Schedule:
 
     @property
     def top(self) -> int:
-        """The first step that has the peak, in a run that is long enough."""
+        """First step at the peak, in a run that is long enough."""
         return max(self.warmup_steps, 1)
 
     def decay_of(self, steps: int) -> tuple[int, int]:
@@ -139,7 +139,8 @@ class Schedule:
 
 
 def make_schedule(settings: Schedule, peak: float, steps: int) -> optax.Schedule:
-    """The learning rate as a function of the steps already taken: of s - 1 it is that of step s.
+    """Return the learning rate as a function of the steps already taken: s - 1 gives that of step
+    s.
 
     Args:
       settings: the shape.
@@ -207,7 +208,7 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
 
 
 def _rise(progress: jax.Array) -> jax.Array:
-    """Half a wave from 0 to 1."""
+    """Return half a cosine wave from 0 to 1."""
     return (1 - jnp.cos(math.pi * progress)) / 2
 
 
@@ -235,7 +236,7 @@ def on_plateau(settings: Schedule) -> list[optax.GradientTransformation]:
 def rate_taken(
     schedule: optax.Schedule, before: optax.OptState, after: optax.OptState, steps: jax.Array
 ) -> jax.Array:
-    """The learning rate of an update, float32: the schedule's times what plateaus have left of it.
+    """Return the learning rate of an update, float32: the schedule's, reduced by plateaus.
 
     Args:
       schedule: updates already taken -> learning rate; it does not move with those left out.

@@ -23,7 +23,7 @@ _NONE = frozenset[str]()
 
 
 class Waiting(NamedTuple):
-    """The state of a rule whose parameters do not all begin with the first step.
+    """Optimizer state of a rule whose parameters do not all start with the first step.
 
     Attributes:
       rule: the rule's own, its counts those of what is trained from the start.
@@ -46,7 +46,7 @@ class Unfreezing:
     steps: tuple[tuple[str, int], ...] = ()
 
     def mask_gradients(self, grads: Any, step: jax.Array, layers: Sequence[int] | None) -> Any:
-        """Gradients, or updates, with zeros for what still waits.
+        """Return gradients, or updates, with zeros for parameters that are still frozen.
 
         Args:
           grads: named arrays.
@@ -65,7 +65,9 @@ class Unfreezing:
         return each_named(one, grads)
 
     def holding_back(self) -> optax.GradientTransformationExtraArgs:
-        """`mask_gradients` of updates; its update takes `step` and `layers`."""
+        """Return `mask_gradients` as a transformation of updates; its update takes `step` and
+        `layers`.
+        """
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
             del params
@@ -74,8 +76,12 @@ class Unfreezing:
         return optax.GradientTransformationExtraArgs(optax.identity().init, update)
 
     def waiting(self, rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-        """The rule, which updates each parameter and each of its layers on its own, with those that
-        wait left out; its update takes `step` and `layers`.
+        """Return the rule without the parameters that are still frozen; its update takes `step` and
+        `layers`.
+
+        The rule must update each parameter and each of its layers on its own.
+
+        The rule must update each parameter and each of its layers on its own.
 
         It is computed once for each of the steps, over the arrays that have a layer of that step.
         """
@@ -120,13 +126,15 @@ class Unfreezing:
         return optax.GradientTransformationExtraArgs(init, update)
 
     def starts(self, name: str, param: Any) -> set[int]:
-        """The steps that a parameter or parts of it wait for; 0 is none."""
+        """Return the steps at which parts of a parameter are unfrozen; 0 is from the start."""
         parts = self.parts(name, param)
         last = {0} if not (parts and parts[-1][0].is_whole) else set()
         return {int(start) for _, start in parts} | last
 
     def _start(self, name: str, param: Any, layers: Sequence[int] | None) -> int | jax.Array:
-        """The step that a parameter waits for, or each place of a stacked one, [places]."""
+        """Return the step at which a parameter is unfrozen, or that of each layer of a
+        stacked one.
+        """
         parts, starts = self.parts(name, param), self.starts(name, param)
         if len(starts) == 1:
             return starts.pop()
@@ -144,18 +152,20 @@ class Unfreezing:
         return (own == start) & (step >= start)
 
     def parts(self, name: str, param: Any) -> list[tuple[Part, float]]:
-        """The parts of a parameter that are named with a step, as of `factors_of`."""
+        """Return the parts of a parameter that are named with a step, as `factors_of` does."""
         return factors_of(dict(self.steps), name, param)
 
 
 def _along(mask: bool | jax.Array, x: jax.Array) -> jax.Array:
-    """A mask of places as one of an array's numbers."""
+    """Return a mask of layers, broadcast to an array's elements."""
     mask = jnp.asarray(mask)
     return mask.reshape(-1, *[1] * (x.ndim - 1)) if mask.ndim else mask
 
 
 def _take_opened(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> Any:
-    """`old` with what `opened` says of arrays by name taken from `new`, which may have fewer."""
+    """Return `old` with the elements that `opened` selects by name taken from `new`, which may lack
+    some.
+    """
 
     def of_states(old: Any, new: Any) -> Any:
         found = dict(nnx.to_flat_state(new))
@@ -173,7 +183,7 @@ def _take_opened(opened: Mapping[str, bool | jax.Array], new: Any, old: Any) -> 
 
 
 def _restart_counts(is_open: jax.Array, new: Any, old: Any) -> Any:
-    """Counts that begin with their step, but for the learning rate's, which is the run's."""
+    """Return counts from the unfreezing step on, except the learning rate's, which is the run's."""
 
     def one(new: Any, old: Any) -> Any:
         return new if _of_schedule(new) else jnp.where(is_open, new, old)
@@ -186,7 +196,7 @@ def _of_schedule(x: Any) -> bool:
 
 
 def validate(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) -> Iterator[str]:
-    """A sentence for each reason why a run cannot wait so.
+    """Yield an error message for each reason why these settings cannot be used.
 
     Args:
       steps: `Finetune.unfreeze`.

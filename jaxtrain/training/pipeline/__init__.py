@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules are tables, one engine runs them."""
+"""Pipeline parallelism: schedules as tables, run by one engine."""

@@ -66,7 +66,7 @@ class Backward:
             self.kept = self._dependent(residuals)
 
     def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
-        """The stage's outputs, and what is kept for `transpose`."""
+        """Run the stage; return its outputs, and what is kept for `transpose`."""
         if not self.keep_residuals:
             return self._stage(params, x, context), []
         outputs, transpose = self._vjp(params, x, context)
@@ -75,7 +75,7 @@ class Backward:
     def transpose(
         self, kept: Sequence[jax.Array], params: Any, x: Any, context: Any
     ) -> tuple[Any, Callable[..., Any]]:
-        """The stage's outputs (None where only residuals were kept), and its transpose.
+        """Return the stage's outputs (None if only residuals were kept), and its transpose.
 
         The transpose gives the gradients of `params` and `x` for a gradient of the outputs.
         """
@@ -87,7 +87,7 @@ class Backward:
         return None, jax.tree.unflatten(self._tree, residuals)
 
     def halves(self, params: Any, x: Any, context: Any) -> "Halves":
-        """`transpose` applied, in two: x's gradient first, and later those of params.
+        """Split `transpose` in two: x's gradient first, and later those of params.
 
         Arguments are shapes. The halves take and give leaves: of params, what is kept, context, x
         and the outputs' gradients; of the gradients of params and x.
@@ -116,7 +116,7 @@ class Backward:
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A traced function cut in two: `first` gives some results early, `second` the others later.
+    """Traced function split in two: `first` returns some results early, `second` the others later.
 
     Attributes:
       early: numbers of the results (leaves, in order) that `first` gives.
@@ -132,12 +132,12 @@ class Halves:
     _again: tuple[int, ...]
 
     def first(self, *arguments: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The early results and the stash."""
+        """Return the early results and the stash."""
         results = jaxpr_as_fun(self._first)(*arguments)
         return results[: len(self.early)], results[len(self.early) :]
 
     def second(self, stash: Sequence[jax.Array], *arguments: jax.Array) -> list[jax.Array]:
-        """The late results.
+        """Return the late results.
 
         Args:
           stash: from `first`.
@@ -154,7 +154,7 @@ def cut(
     early: Callable[[int], bool],
     available: Callable[[int], bool],
 ) -> Halves:
-    """Cuts `function(*arguments) -> sequence of arrays` in two.
+    """Split `function(*arguments) -> sequence of arrays` in two.
 
     A result that needs nothing beyond what the early ones need is given early too.
 
@@ -198,7 +198,7 @@ def cut(
 def _with_devices_cut(
     flat: ClosedJaxpr, early: Callable[[int], bool], arguments: Sequence[Any]
 ) -> ClosedJaxpr:
-    """The same function, each `shard_map` that gives early results and others as two of them."""
+    """Return the function with each `shard_map` split that has both early and other results."""
     jaxpr = flat.jaxpr
     wanted = [v for n, v in enumerate(jaxpr.outvars) if early(n)]
     first = _needed_equations(jaxpr, wanted)
@@ -227,7 +227,7 @@ def _with_devices_cut(
 
 
 def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) -> list[Any]:
-    """The results of a `shard_map`, made by two: the early ones, and from what these made the rest.
+    """Return the results of a `shard_map` run as two: the early results, and from theirs the rest.
 
     What crosses is each device's own: [devices, ...].
     """
@@ -290,7 +290,7 @@ def _lighter(
     ends: Sequence[Any],
     free: Collection[Any],
 ) -> tuple[list[Any], list[Any], list[Any]]:
-    """The second half with what costs nothing done again, where less crosses so.
+    """Return the second half with cheap operations recomputed, where the stash becomes smaller.
 
     Args:
       jaxpr: the whole.
@@ -326,7 +326,7 @@ def _bytes(var: Any) -> int:
 
 
 def _run(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """The results of one equation; those of its inputs that are literals are in it."""
+    """Return the results of one equation; its literal inputs are in it."""
     variables = [v for v in eqn.invars if not isinstance(v, Literal)]
     one = ClosedJaxpr(Jaxpr((), variables, eqn.outvars, [eqn], eqn.effects), ())
     arrays = [x for x, v in zip(inputs, eqn.invars, strict=True) if not isinstance(v, Literal)]
@@ -339,7 +339,7 @@ def _shape(var: Any) -> jax.ShapeDtypeStruct:
 
 
 def _needed_equations(jaxpr: Jaxpr, wanted: Sequence[Any]) -> list[Any]:
-    """The equations that the wanted variables depend on, in order."""
+    """Return the equations that the wanted variables depend on, in order."""
     live = {v for v in wanted if not isinstance(v, Literal)}
     kept = []
     for eqn in reversed(jaxpr.eqns):
@@ -363,7 +363,7 @@ def _part(of: Jaxpr, invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequen
 
 
 def _inline(closed: ClosedJaxpr, arguments: Sequence[Any]) -> ClosedJaxpr:
-    """The same function without calls: their equations stand in its own list."""
+    """Return the function without calls: their equations are inlined."""
 
     def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))

@@ -30,7 +30,7 @@ from jaxtrain.training.pipeline.table import Timetable, Work, stage_on
 
 @dataclasses.dataclass(frozen=True)
 class Engine:
-    """A schedule bound to a model's parts and a layout.
+    """Pipeline engine for a schedule, a model's parts and a layout.
 
     Attributes:
       parts: the model.
@@ -60,7 +60,7 @@ class Engine:
         scales: Sums,
         step: jax.Array | None = None,
     ) -> tuple[nnx.State, Sums]:
-        """Gradients of what the objective minimizes over all microbatches, and their sums.
+        """Return the gradients of the objective over all microbatches, and their sums.
 
         Args:
           weights: parameters in the compute dtype, layers in stage order.
@@ -131,14 +131,17 @@ class Engine:
 
     @property
     def _has_ring(self) -> bool:
-        """Whether a stage has permutes of its own: attention sends keys and values around
-        `context`, products parts of the sequence around `tensor`."""
+        """Whether a stage has permutes: ring attention over `context`, or collective matmuls over
+        `tensor`.
+        """
         split = self.layout.mesh.shape["context"] > 1
         by_attention = split and self.parts.execution.context_parallel == "ring"
         return by_attention or self.layout.collective_matmul
 
     def _parts(self) -> Parts:
-        """Without a loop over layers where a stage's backward pass is taken apart by operations."""
+        """Return the parts without a loop over layers where a stage's backward pass is split by
+        operation.
+        """
         kinds = {action.kind for _, _, action in self.schedule.actions()}
         if not self.keep_residuals and Work.BACKWARD_INPUT not in kinds:
             return self.parts
@@ -147,21 +150,23 @@ class Engine:
 
 
 def _of_all_ranks(actions: np.ndarray, busy: np.ndarray) -> np.ndarray:
-    """The action [ticks] that every busy rank has in a tick; [ticks, ranks] both."""
+    """Return the action [ticks] shared by the busy ranks of each tick; [ticks, ranks] both."""
     found = np.where(busy, actions, -1).max(1)
     assert (np.where(busy, actions, found[:, None]) == found[:, None]).all(), "ranks do two things"
     return np.maximum(found, 0)
 
 
 def spec_of(x: jax.Array) -> P:
-    """The spec in an array's type."""
+    """Return the PartitionSpec in an array's type."""
     return jax.typeof(x).sharding.spec
 
 
 def _columns(
     schedule: Timetable, table: Slots, parts: Parts
 ) -> tuple[Any, dict[str, np.ndarray], Any]:
-    """The table as arrays: per tick and rank, per tick, and the distinct patterns of edges."""
+    """Return the table as arrays: per tick and rank, per tick, and the distinct patterns
+    of edges.
+    """
     stage = np.array(
         [
             [stage_on(*at, schedule.ranks, folded=schedule.folded) for at in enumerate(row)]

@@ -1,4 +1,4 @@
-"""Parts that a pipeline cuts a model into: of text, image and encoder-decoder models.
+"""Parts that a pipeline splits a model into: text, image and encoder-decoder models.
 
 Letters: B batch, T length (patches of an image, and what stands beside them), S source length,
 D embed.
@@ -39,7 +39,7 @@ Stream = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Parts(abc.ABC):
-    """A model cut into what the first, every and the last stage of each pass compute.
+    """Model split into what the first, each and the last stage of a pass compute.
 
     Attributes:
       graphdef: the model's structure.
@@ -95,7 +95,7 @@ class Parts(abc.ABC):
 
     @abc.abstractmethod
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
-        """The objective's own sums of what comes out of the last layer of the last pass."""
+        """Return the objective's sums of the last pass's final outputs."""
 
     @property
     def enter_has_layers(self) -> bool:
@@ -113,17 +113,17 @@ class Parts(abc.ABC):
         return True
 
     def is_shared(self, name: str) -> bool:
-        """Whether every layer reads a parameter that stands around them."""
+        """Whether every layer reads a parameter from around the layers."""
         del name
         return False
 
     @property
     def draws(self) -> bool:
-        """Whether anything is drawn."""
+        """Whether random numbers are drawn."""
         return self.train and self.objective.draws
 
     def split(self, params: Any) -> tuple[Variables, Variables]:
-        """The parameters of the layers, and those around them.
+        """Split parameters into those of the layers and those around them.
 
         Args:
           params: a tree of named arrays, or a tuple of such.
@@ -131,7 +131,7 @@ class Parts(abc.ABC):
         return _split(params, lambda _, variable: is_layer(variable))
 
     def of_pass(self, number: int, layers: Any) -> tuple[Variables, Variables]:
-        """The layers of a pass, and those of the others."""
+        """Split the layers into those of a pass and those of the others."""
         return _split(layers, lambda name, _: self.in_pass(number, name))
 
     def split_shared(self, outer: Any) -> tuple[Variables, Variables]:
@@ -139,11 +139,11 @@ class Parts(abc.ABC):
         return _split(outer, lambda name, _: self.is_shared(name))
 
     def join(self, one: nnx.State, other: nnx.State) -> nnx.State:
-        """The inverse of all three."""
+        """Join parameters: the inverse of `split`, `of_pass` and `split_shared`."""
         return nnx.merge_state(one, other)
 
     def model(self, layers: Variables, outer: Variables) -> Any:
-        """The module of these parameters."""
+        """Return the module with these parameters."""
         return nnx.merge(self.graphdef, self.join(layers, outer))
 
     def of_micro(self, micro: Batch) -> Execution:
@@ -161,7 +161,7 @@ class Parts(abc.ABC):
         numbers: jax.Array,
         execution: Execution,
     ) -> tuple[jax.Array, Sums]:
-        """The layers at a stage's places, one after the other, and their sums.
+        """Run the layers of a stage in order; return the output and their sums.
 
         Args:
           run_layer: one layer: its parameters, what goes in, and how it is run.
@@ -427,8 +427,7 @@ def parts_of(
     padded: bool,
     seed: int,
 ) -> Parts:
-    """Return the parts of a model in a pipeline: what each stage computes. Other arguments as in
-    `Parts`.
+    """Return the parts of a model for pipeline stages. Other arguments as in `Parts`.
 
     Args:
       model: the module, of which the shapes are enough.

@@ -35,7 +35,7 @@ _KEPT = {
 
 
 class Rank:
-    """A rank's part of the parameters and of the schedule."""
+    """Parameters and schedule of one pipeline rank."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Rank:
         return found
 
     def _places(self, tree: Any, apart: Callable[[Any], tuple[Any, Any]]) -> list[int]:
-        """The numbers among a tree's leaves of those that belong to its first part."""
+        """Return the indices, among a tree's leaves, of those that belong to its first part."""
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.leaves(apart(jax.tree.unflatten(structure, range(len(leaves))))[0])
 
@@ -290,7 +290,7 @@ class Rank:
         return self._add(of, own, by_number, row), message, for_second
 
     def _weight_gradients(self, of: "_Pass", own: Carry, carry: Carry, row: Row) -> Carry:
-        """The second half of a backward pass that was cut in two."""
+        """Run the second half of a split backward pass."""
         params, context = self._arguments(row, of.number)
         saved = by_rows(take(carry["residuals"][of.number], row["residual_slot"]))
         saved = saved[: len(of.backward.kept)]
@@ -322,7 +322,9 @@ class Rank:
         return self._parts.head(self._with_gradient(self._layers), outer, y, micro)
 
     def _head_gradients(self, own: Carry, y: Stream, context: Any) -> Any:
-        """The loss's gradient with respect to what the last layer gives; totals with it added."""
+        """Return the loss's gradient with respect to the last layer's output, and updated
+        totals.
+        """
 
         def loss(of_outer: Variables, y: Stream) -> tuple[jax.Array, Sums]:
             sums = self._head(of_outer, y, context)
@@ -339,7 +341,7 @@ class Rank:
         other: Callable[..., Any],
         *own: Any,
     ) -> Any:
-        """`run(*own)` on the ranks that have something, `other(*own)` elsewhere.
+        """Run `run(*own)` on the ranks with work, `other(*own)` elsewhere.
 
         Where `run` has `layers`, and these have permutes as those of the stages do, every rank
         computes both: a permute waits for all devices.
@@ -383,7 +385,7 @@ class Rank:
     # -- its places in the buffers --------------------------------------------------------------
 
     def _arguments(self, row: Row, number: int) -> tuple[Variables, Any]:
-        """Parameters that a pass's gradient is taken by, and the rest that its stage works with."""
+        """Return the parameters to differentiate a pass by, and the others that its stage uses."""
         micro = jax.tree.map(
             lambda x: jax.lax.dynamic_index_in_dim(x, row["microbatch"], keepdims=False),
             self._micros,
@@ -412,7 +414,7 @@ class Rank:
                 for name, waiting in carry["inputs"].items()}  # fmt: skip
 
     def _move(self, message: Stream, way: str, buffers: Stream, row: Row) -> Stream:
-        """The buffers with what arrived in them: every pattern of edges is a permute of its own."""
+        """Return the buffers with received data; each pattern of edges is a permute of its own."""
         return {
             name: self._pass_on(message[name], crossing(way, name, first), buffers[name], row)
             for name, first in self._parts.travels.items()
@@ -456,7 +458,9 @@ class Rank:
     def _put_away(
         self, carry: Carry, name: str, kept: list[list[jax.Array]], row: Row
     ) -> list[list[jax.Array]]:
-        """The buffers of one name with what the tick's action left, if it is one that does."""
+        """Return the buffers of one name with the results of the tick's action, if it
+        stores any.
+        """
         kind, slot = _KEPT[name]
         found = []
         for number, (buffers, new) in enumerate(zip(carry[name], kept, strict=True)):
@@ -479,7 +483,7 @@ class Rank:
         return jax.tree.map(lambda x: jnp.where(busy, x, jnp.zeros_like(x)), found)
 
     def _rows_of(self, tree: Any, row: Row) -> Any:
-        """The places of this tick's stage among a rank's places."""
+        """Return the indices of this tick's stage among a rank's layers."""
         if self._stages.chunks == 1:
             return tree
         size = self._stages.longest
@@ -488,7 +492,9 @@ class Rank:
         )
 
     def _add(self, of: "_Pass", own: Carry, gradients: dict[int, jax.Array], row: Row) -> Carry:
-        """The totals with a stage's gradients added, by their numbers among its parameters."""
+        """Return the totals with a stage's gradients added, by their indices among its
+        parameters.
+        """
         start = row["chunk"] * self._stages.longest
         layers, outer = list(own["layers"]), list(own["outer"])
         for number, gradient in self._mask_idle(gradients, row).items():
@@ -528,17 +534,18 @@ class _Pass:
 
     @property
     def count(self) -> int:
-        """Arrays that a stage's gradient is taken by, its input aside."""
+        """Number of arrays that a stage's gradient is taken by, except its input."""
         return len(self.layers) + len(self.shared)
 
     @property
     def stash(self) -> Sequence[Any]:
-        """Shapes of what the first half of a backward pass hands to the second."""
+        """Shapes of what the first half of a backward pass passes to the second."""
         return () if self.halves is None else self.halves.stash
 
 
 def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
-    """A number for what a rank does in a tick: the kind of work times `passes`, plus the pass.
+    """Return the number of a rank's action in each tick: kind of work times `passes`, plus the
+    pass.
 
     Args:
       table: the schedule.
@@ -549,11 +556,11 @@ def action_numbers(table: Slots, passes: int, chunks: int) -> np.ndarray:
 
 
 def _add(totals: list[jax.Array], parts: Any) -> list[jax.Array]:
-    """Totals of the leaves of a tree with those of another one like it added."""
+    """Return the totals of a tree's leaves with another tree's added."""
     leaves = jax.tree.leaves(parts)
     return [t + p.astype(t.dtype) for t, p in zip(totals, leaves, strict=True)]
 
 
 def _add_sums(total: Sums, part: Sums) -> Sums:
-    """Name by name; those that `part` has not stay."""
+    """Add sums by name; those that `part` lacks stay."""
     return {name: value + part[name] if name in part else value for name, value in total.items()}

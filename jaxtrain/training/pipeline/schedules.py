@@ -1,4 +1,4 @@
-"""`Pipeline`: settings of pipeline parallelism, the names of its schedules, the cut of layers."""
+"""`Pipeline`: settings of pipeline parallelism, schedule names, and the split into stages."""
 
 import dataclasses
 import functools
@@ -82,7 +82,8 @@ def validate(
     passes: int = 1,
     scan: Scan,
 ) -> Iterator[str]:
-    """A sentence for each reason why a model's layers cannot be stages that take turns so.
+    """Yield an error message for each reason why a model's layers cannot be the stages of this
+    schedule.
 
     Args:
       settings: how they take turns.
@@ -117,7 +118,7 @@ def validate(
 
 
 def validate_schedule(schedule: str, microbatches: int, virtual_stages: int) -> None:
-    """Raises UserError where a schedule has no such microbatches or virtual stages."""
+    """Raise UserError for microbatches or virtual stages that the schedule does not support."""
     for name, value in (("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if value < 1:
             raise UserError(f"Pipeline.{name}={value}; use at least 1")

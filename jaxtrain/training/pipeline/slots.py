@@ -1,4 +1,4 @@
-"""Buffer slots and sends of a schedule, assigned statically, and what a rank holds in them."""
+"""Buffer slots and sends of a pipeline schedule, assigned statically, and the buffers of a rank."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,8 @@ _BACKWARDS = (Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
 def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...], tuple[Edges, ...]]:
-    """Per tick, the sorted (source rank, destination rank) pairs of activations, of gradients.
+    """Return per tick the sorted (source rank, destination rank) pairs of activations, of
+    gradients.
 
     Args:
       schedule: the table.
@@ -38,7 +39,7 @@ def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...],
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """A schedule as int32 arrays [ticks, ranks], with a place for everything that waits.
+    """Schedule as int32 arrays [ticks, ranks], with a slot for all pending data.
 
     Buffers have as many slots as the rank that needs most; -1 is no slot. What arrives at the END
     of a tick is written after that tick's action has read its slots, so it may take their place.
@@ -81,7 +82,9 @@ Item = tuple[int, int]  # a stage and a microbatch
 
 
 class _Buffer:
-    """Slots in one rank's buffer: always the lowest free one is taken, so that it stays small."""
+    """Slot allocation in one rank's buffer: the lowest free slot is taken, so that it
+    stays small.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[Item, int] = {}
@@ -117,7 +120,7 @@ class _Waiting:
 
     @property
     def size(self) -> int:
-        """Slots of the rank that needs most."""
+        """Number of slots on the rank that needs most."""
         return max(buffer.size for buffer in self.buffers)
 
 
@@ -145,7 +148,7 @@ def _uses(schedule: Timetable, action: Action, backward: Backward) -> Iterator[t
 
 
 def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
-    """Places for everything that waits in a schedule.
+    """Return the slots for all pending data of a schedule.
 
     A stage input is kept from its arrival to the action that sends its gradient on; with
     'residuals', or without backward, to its FORWARD. A gradient is kept from its arrival to that
@@ -193,7 +196,7 @@ def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
 
 
 def zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros of this shape, dtype and sharding."""
+    """Return zeros of this shape, dtype and sharding."""
     return _zeros(shape, ())
 
 
@@ -215,7 +218,7 @@ def take(buffers: Sequence[jax.Array], slot: jax.Array) -> list[jax.Array]:
 def put(
     buffers: Sequence[jax.Array], slot: jax.Array, values: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The buffers with these values at a place."""
+    """Return the buffers with these values at a slot."""
     return [
         jax.lax.dynamic_update_index_in_dim(b, v.astype(b.dtype), slot, 0)
         for b, v in zip(buffers, values, strict=True)
@@ -223,8 +226,13 @@ def put(
 
 
 def by_rows(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Values with rows after rows in memory, as in their buffers: else XLA's TPU compiler gives a
-    buffer the layout that one is used in, and copies all its places from one to the other.
+    """Return values in row-major layout, as in their buffers.
+
+    Otherwise XLA's TPU compiler gives a buffer the layout that a value is used in, and copies all
+    its slots from one to the other.
+
+    Otherwise XLA's TPU compiler gives a buffer the layout that a value is used in, and copies all
+    its slots from one to the other.
 
     Each device says so of its shard: of a whole array XLA would gather it first.
     """

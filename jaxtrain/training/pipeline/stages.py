@@ -17,7 +17,7 @@ from jaxtrain.training.pipeline.schedules import cut_layers
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The layers of a model dealt out to the stages of a pipeline.
+    """Assignment of a model's layers to pipeline stages.
 
     They lie on the ranks as `table.stage_on` says. The stacked parameters are kept in
     stage order: rank after rank, chunk after chunk, each chunk padded to the longest stage, so that
@@ -35,17 +35,17 @@ class Stages:
 
     @property
     def longest(self) -> int:
-        """Layers of the longest stage: what every chunk is padded to."""
+        """Number of layers in the longest stage, to which chunks are padded."""
         return max(self.cut)
 
     @property
     def chunks(self) -> int:
-        """Stages on each rank (virtual stages)."""
+        """Number of stages on each rank (virtual stages)."""
         return len(self.cut) // self.ranks
 
     @functools.cached_property
     def order(self) -> np.ndarray:
-        """The layer at each place of the stage order, -1 for padding; int32 [places]."""
+        """Layer at each index of the stage order, -1 for padding; int32 [places]."""
         # Imported here: most runs have no stages.
         from jaxtrain.training.pipeline.table import stage_on
 
@@ -64,16 +64,16 @@ class Stages:
         return self.order >= 0
 
     def to_stages(self, tree: Any) -> Any:
-        """Named arrays with their layers in stage order, zeros at places that hold none."""
+        """Return named arrays with their layers in stage order, zeros as padding."""
         return rearrange(tree, range(sum(self.cut)), self.order.tolist())
 
     def to_layers(self, tree: Any) -> Any:
-        """Named arrays with their layers in the model's order."""
+        """Return named arrays with their layers in the model's order."""
         return rearrange(tree, self.order.tolist(), range(sum(self.cut)))
 
 
 def deal(params: nnx.State, ranks: int, chunks: int, *, folded: bool = False) -> Stages:
-    """The stages of a model: contiguous runs of layers, balanced by cost.
+    """Return a model's stages: contiguous runs of layers, balanced by cost.
 
     The longest stage has ceil(layers / stages) layers, so that no rank keeps more than it must;
     within that, the stage with the output matrix gets fewer.
@@ -105,7 +105,7 @@ def is_layer(variable: Any) -> bool:
 
 
 def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:
-    """Named arrays whose layers stand in the order `present`, with them in the order `wanted`.
+    """Reorder the layers of named arrays from the order `present` to the order `wanted`.
 
     Args:
       tree: parameters, or optimizer state; what has no layers stays as it is.

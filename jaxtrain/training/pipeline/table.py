@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 def stage_on(rank: int, chunk: int, ranks: int, *, folded: bool) -> int:
-    """The stage that stands on a rank as its chunk."""
+    """Return the stage of a chunk on a rank."""
     return chunk * ranks + (ranks - 1 - rank if folded and chunk % 2 else rank)
 
 
@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """A table of actions: ticks[t][rank], None where the rank is idle.
+    """Table of actions: ticks[t][rank], None where the rank is idle.
 
     Attributes:
       name: the schedule's name; 'forward' has no backward actions (evaluation).
@@ -63,7 +63,7 @@ class Timetable:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return self.ranks * self.virtual_stages
 
     @property
@@ -72,20 +72,22 @@ class Timetable:
         return self.name != "forward"
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
-        """(tick, rank, action) of everything that is done, in the order of ticks."""
+        """Yield (tick, rank, action) for all actions, in the order of ticks."""
         for tick, row in enumerate(self.ticks):
             for rank, action in enumerate(row):
                 if action is not None:
                     yield tick, rank, action
 
     def rank_of(self, stage: int) -> int:
-        """The rank that a stage stands on."""
+        """Return the rank of a stage."""
         chunk, place = divmod(stage, self.ranks)
         # A fold is its own inverse.
         return stage_on(place, chunk, self.ranks, folded=self.folded) - chunk * self.ranks
 
     def next_rank(self, action: Action) -> int | None:
-        """The rank that what this action gives is sent to, which may be its own; None: nothing."""
+        """Return the rank that this action's result is sent to, which may be its own; None: nothing
+        is sent.
+        """
         if action.kind == Work.FORWARD and action.stage + 1 < self.num_stages:
             return self.rank_of(action.stage + 1)
         if action.kind in (Work.BACKWARD, Work.BACKWARD_INPUT) and action.stage > 0:
@@ -101,7 +103,7 @@ def result(action: Action) -> Action:
 
 
 def needs(action: Action, num_stages: int) -> list[Action]:
-    """The results that must be there before an action starts."""
+    """Return the results that an action depends on."""
     stage = action.stage
     if action.kind == Work.BACKWARD_WEIGHT:
         return [action._replace(kind=Work.BACKWARD_INPUT)]
@@ -113,7 +115,7 @@ def needs(action: Action, num_stages: int) -> list[Action]:
 
 
 def check(schedule: Timetable) -> None:
-    """Rejects a table that would compute something wrong.
+    """Reject a table that would compute a wrong result.
 
     Raises:
       ValueError: names the rank, tick and action: on another rank than its stage's, done twice,

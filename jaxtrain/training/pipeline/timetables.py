@@ -21,7 +21,7 @@ from jaxtrain.training.pipeline.table import (
 def make_schedule(
     name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1, passes: int = 1
 ) -> Timetable:
-    """The checked table of a schedule; gradients are added up in the order of microbatches.
+    """Return the checked table of a schedule; gradients are added in the order of microbatches.
 
     Args:
       name: of the schedule.
@@ -76,7 +76,7 @@ def make_schedule(
 def forward_only(
     ranks: int, microbatches: int, virtual_stages: int = 1, *, folded: bool = False
 ) -> Timetable:
-    """The checked table of evaluation: any number of microbatches, also with virtual stages.
+    """Return the checked table of evaluation: any number of microbatches, also with virtual stages.
 
     Args:
       ranks: devices along `pipe`.
@@ -111,7 +111,7 @@ def _validate_no_ranks(ranks: int) -> None:
 def _turns(
     kind: Work, rank: int, ranks: int, microbatches: int, chunks: int, *, folded: bool
 ) -> dict[int, Action]:
-    """A rank's actions of one kind, by the number of the tick of that kind in which it does them.
+    """Return a rank's actions of one kind, by the index of the tick of that kind.
 
     A forward goes on one stage a forward tick, a backward goes back one a backward tick.
 
@@ -167,7 +167,7 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
 
 
 def _kinds_of_folded_ticks(ranks: int, microbatches: int) -> list[Work]:
-    """`_kinds_of_ticks` of stages along a V, but for the weight gradients that are left at the end.
+    """Return `_kinds_of_ticks` for stages along a V, except the weight gradients left at the end.
 
     Each way takes 2 m + 2 p - 2 turns of half a stage: the last rank waits p - 1 for the first
     microbatch, and is done p - 1 before the first rank. The first rank's first backward follows its
@@ -190,7 +190,7 @@ def _kinds_of_folded_ticks(ranks: int, microbatches: int) -> list[Work]:
 def _fill(
     kinds: list[Work], visits: dict[Work, list[dict[int, Action]]], ranks: int
 ) -> tuple[tuple[Action | None, ...], ...]:
-    """The table of ticks of these kinds; a weight gradient is done where a rank has nothing else.
+    """Return the table of ticks of these kinds; a rank without other work takes a weight gradient.
 
     Args:
       kinds: of the ticks; those for the weight gradients that are left are added at the end.
@@ -220,7 +220,7 @@ def _fill(
 def _as_early_as_can_be(
     orders: list[list[Action]], num_stages: int
 ) -> tuple[tuple[Action | None, ...], ...]:
-    """Runs each rank's list as early as inputs allow."""
+    """Run each rank's list of actions as early as its inputs allow."""
     waiting = [collections.deque(order) for order in orders]
     finished: set[Action] = set()
     ticks = []

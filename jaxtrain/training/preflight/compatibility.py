@@ -24,7 +24,7 @@ from jaxtrain.training.transforms import speed_of
 
 
 def check_compatibility(context: RunContext) -> Iterator[str]:
-    """Yields an error message for each pair of features of a run that do not go together."""
+    """Yield an error message for each pair of features of a run that do not go together."""
     on = [feature for feature in FEATURES if is_on(feature, context)]
     found: dict[tuple[str | None, str | None], str] = {}
     for conflict in conflicts(on):
@@ -43,7 +43,7 @@ def _value(context: RunContext, path: str) -> Any:
 
 
 def _unless(off: Any, *paths: str) -> Callable[[RunContext], str | None]:
-    """The first of these settings that is not `off`."""
+    """Return the first of these settings that is not `off`."""
 
     def find(context: RunContext) -> str | None:
         values = {path: _value(context, path) for path in paths}
@@ -59,7 +59,7 @@ def _where(
 
 
 def _is(path: str, *values: Any) -> Callable[[RunContext], str | None]:
-    """The setting, where it is one of these."""
+    """Return the setting if its value is one of these."""
     return _where(
         lambda context: _value(context, path) in values,
         lambda context: f"{path}={_value(context, path)!r}",
@@ -82,13 +82,15 @@ def _rule(condition: Callable[[Rule], bool]) -> Callable[[RunContext], str | Non
 
 
 def _of_pipeline(path: str, *values: Any) -> Callable[[RunContext], str | None]:
-    """The setting of a pipeline, where there is one."""
+    """Return the pipeline setting, if there is one."""
     written = _is(path, *values)
     return lambda context: written(context) if context.size("pipe") > 1 else None
 
 
 def _default(*settings: tuple[str, Any]) -> Callable[[RunContext], str]:
-    """The settings that are not at their default, at their default."""
+    """Return a function that formats the settings not at their default, with their
+    default values.
+    """
     return lambda context: " and ".join(
         f"{path}={off!r}" for path, off in settings if _value(context, path) != off
     )

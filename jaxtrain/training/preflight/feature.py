@@ -1,4 +1,4 @@
-"""A feature of a run: what it needs of a step, what it takes away, and which features conflict."""
+"""`Feature`: a feature of a run, its requirements on the step, and its conflicts with others."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -11,7 +11,7 @@ Text = str | Callable[[RunContext], str]
 
 
 class Feature(NamedTuple):
-    """A feature of a run, and what it has to do with others.
+    """Feature of a run, with its requirements and conflicts.
 
     Attributes:
       name: for the documentation.
@@ -32,7 +32,7 @@ class Feature(NamedTuple):
 
 
 class Conflict(NamedTuple):
-    """Two features that do not go together.
+    """Two features that cannot be combined.
 
     Attributes:
       needing: the feature that lacks a property.
@@ -57,7 +57,7 @@ class Conflict(NamedTuple):
 
 
 def conflicts(features: list[Feature]) -> Iterator[Conflict]:
-    """Yields each pair of these features that do not go together once, with one of its reasons."""
+    """Yield each pair of incompatible features once, with one of its reasons."""
     for feature in features:
         for other in features:
             lacking = [name for name in feature.needs if name in other.takes]
@@ -74,5 +74,5 @@ def is_on(feature: Feature, context: RunContext) -> bool:
 
 
 def text_of(text: Text, context: RunContext) -> str:
-    """A text that may depend on the run."""
+    """Return a text that may depend on the run."""
     return text(context) if callable(text) else text

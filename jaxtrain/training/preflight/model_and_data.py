@@ -41,7 +41,7 @@ _KINDS = {
 
 
 def validate(config: Config, *, reads_data: bool) -> Iterator[str]:
-    """A sentence for each reason why the model cannot learn from the data.
+    """Yield an error message for each reason why the model cannot learn from the data.
 
     Args:
       config: the configuration.
@@ -85,17 +85,19 @@ def validate(config: Config, *, reads_data: bool) -> Iterator[str]:
 
 
 def _is_a(data: Any, *names: str) -> bool:
-    """Whether data are of a class of one of these names: of others no module is imported."""
+    """Whether data are of a class with one of these names; imports no module for others."""
     return any(base.__name__ in names for base in type(data).__mro__)
 
 
 def _section(data: Any) -> str:
-    """Whose settings are said of text; a mixture and text with spans have TextData's."""
+    """Return the section that messages name for text settings: TextData for mixtures and
+    spans too.
+    """
     return "TextData" if _is_a(data, "Mixture", "SpanData") else type(data).__name__
 
 
 def _lacks(data: Any, size: str) -> Iterator[str]:
-    """A sentence where data of your own do not say what is held against the model's."""
+    """Yield an error where user-provided data lack a property to compare with the model's."""
     if size not in dir(data):
         yield (
             f"Train.data=@{type(data).__name__}() has no {size}, which is held against the "
@@ -217,7 +219,7 @@ def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
 
 
 def _sequences(config: Config, model: Model, batch: Batch) -> Iterator[str]:
-    """A model that reads vectors in place of tokens, or data that give such."""
+    """Yield errors for models that read vectors in place of tokens, or data that give vectors."""
     data: Any = config.train.data
     name, features = type(model).__name__, features_of(model)
     if not _is_a(data, "SequenceData"):
@@ -254,7 +256,7 @@ def _images(model: ImageModel, data: Any, channels: int) -> Iterator[str]:
 
 
 def _without_effect(config: Config, *unread: str) -> Iterator[str]:
-    """Settings that the model does not read and that are not at their defaults."""
+    """Yield an error for settings not at their defaults that the model does not read."""
     for setting in unread:
         section, field = setting.split(".")
         settings = getattr(config, section.lower())

@@ -21,7 +21,7 @@ from jaxtrain.training.step import base_step
 
 
 def validate(config: Config) -> Iterator[str]:
-    """Yields an error message for each name that the model's layers do not give."""
+    """Yield an error message for each name that the model's layers do not use."""
     given = activation_names(config)
     for setting, names in config.remat.named.items():
         for name in names:
@@ -33,12 +33,12 @@ def validate(config: Config) -> Iterator[str]:
 
 
 def activation_names(config: Config) -> frozenset[str]:
-    """The activations, of `NAMES`, that the layers of a configuration's model give a name."""
+    """Return the activations, of `NAMES`, that the layers of a configuration's model name."""
     return _names(_plain(config))
 
 
 def _plain(config: Config) -> Config:
-    """The configuration without what its names do not depend on."""
+    """Return the configuration without the settings that its names do not depend on."""
     return dataclasses.replace(
         config,
         train=dataclasses.replace(config.train, global_batch_size=1, accumulation=1),
@@ -65,7 +65,7 @@ def _names(config: Config) -> frozenset[str]:
 
 
 def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
-    """Names that stand in a traced function, and in those that it calls."""
+    """Yield the names in a traced function and the functions that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]

@@ -39,7 +39,7 @@ def check(
     reads_data: bool = True,
     trains: bool = True,
 ) -> None:
-    """Raises UserError with every reason why this configuration cannot run on these devices.
+    """Raise UserError with all reasons why this configuration cannot run on these devices.
 
     Args:
       config: the configuration.

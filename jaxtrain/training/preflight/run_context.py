@@ -21,7 +21,7 @@ from jaxtrain.training.transforms import biases
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """A configuration and the devices that it is for.
+    """Configuration and the devices that it is for.
 
     What is not known raises NotRead where it is requested, what cannot be the UserError that says
     so.
@@ -66,7 +66,7 @@ class RunContext:
 
     @property
     def layout_if_any(self) -> Layout | None:
-        """The same; None where there is no such mesh."""
+        """Layout as in `layout`; None if there is no such mesh."""
         with contextlib.suppress(NotRead, UserError):
             return self.layout
         return None
@@ -77,13 +77,15 @@ class RunContext:
         return self.config.mesh.sizes(self.devices)
 
     def size(self, axis: str) -> int:
-        """Devices along an axis of the mesh; where there is none, as it was written."""
+        """Return the number of devices along an axis of the mesh; without a mesh, as it was
+        written.
+        """
         layout = self.layout_if_any
         return getattr(self.config.mesh, axis) if layout is None else layout.mesh.shape[axis]
 
     @functools.cached_property
     def shapes(self) -> nnx.State:
-        """The model's parameters, of which no array is made."""
+        """Shapes of the model's parameters; no array is made."""
         return shapes_of(self.model)
 
     @functools.cached_property
@@ -116,12 +118,12 @@ class RunContext:
 
     @property
     def capacity(self) -> float | None:
-        """The capacity of the model's experts; None where they are dropless or it has none."""
+        """Capacity of the model's experts; None if they are dropless or there are none."""
         return None if self.model.experts is None else self.model.experts.capacity_factor
 
     @functools.cached_property
     def length(self) -> int:
-        """Tokens of a sequence; NotRead for what is none."""
+        """Tokens of a sequence; raises NotRead if the data are not sequences."""
         batch = self.config.train.data.abstract_batch(1)
         if kind_of(batch) != "tokens":
             raise NotRead

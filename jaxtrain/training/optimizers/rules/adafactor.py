@@ -18,7 +18,7 @@ _LEAST_SQUARE = 1e-30
 
 
 class Factors(NamedTuple):
-    """The state.
+    """Optimizer state of Adafactor.
 
     Attributes:
       count: int32 scalar, updates so far.

@@ -33,7 +33,7 @@ _TENSOR_PARTS, _FSDP_PARTS = 16, 32
 
 
 class Coded(NamedTuple):
-    """An array in 8 bits.
+    """Array quantized to 8 bits in blocks.
 
     Attributes:
       codes: uint8 variable like the array.
@@ -45,9 +45,16 @@ class Coded(NamedTuple):
 
 
 def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """The sides of a block, powers of 2 that divide the array's: of dimensions that no mesh splits
-    what there is, of those that few devices split a sixteenth, of those that many split a
-    thirty-second; 256 numbers if these sides have them, else fewer."""
+    """Return the sides of a quantization block, powers of 2 that divide the array's.
+
+    The sides divide whole dimensions where no mesh splits them, a sixteenth of those that few
+    devices split, and a thirty-second of those that many split. A block has 256 elements if these
+    sides have them, else fewer.
+
+    The sides divide whole dimensions where no mesh splits them, a sixteenth of those that few
+    devices split, and a thirty-second of those that many split. A block has 256 elements if these
+    sides have them, else fewer.
+    """
     left, sides = BLOCK, [1] * len(shape)
 
     def parts(axis: str) -> int:
@@ -69,7 +76,7 @@ def blocks_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def encode(variable: Any, *, signed: bool) -> Coded:
-    """A float32 variable in 8 bits, each number the nearest of the map."""
+    """Quantize a float32 variable to 8 bits, each element to the nearest value of the map."""
     axes, x = logical_axes(variable), variable.get_value()
     boxes, dims = _boxes(x, axes)
     largest = jnp.abs(boxes).max(dims, keepdims=True)
@@ -82,7 +89,7 @@ def encode(variable: Any, *, signed: bool) -> Coded:
 
 
 def decode(coded: Coded, *, signed: bool) -> jax.Array:
-    """The numbers, float32."""
+    """Return the dequantized values, float32."""
     codes = coded.codes.get_value()
     boxes, dims = _boxes(_value(codes.astype(jnp.int32), signed), logical_axes(coded.codes))
     found = boxes * jnp.expand_dims(coded.largest.get_value(), dims)
@@ -90,7 +97,7 @@ def decode(coded: Coded, *, signed: bool) -> jax.Array:
 
 
 def first(variable: Any, *, signed: bool) -> Coded:
-    """Zeros in the form of a variable."""
+    """Return quantized zeros in the form of a variable."""
     shape = variable.get_value().shape
     zero = int(dynamic_map(signed).searchsorted(0.0))
     return Coded(
@@ -100,7 +107,7 @@ def first(variable: Any, *, signed: bool) -> Coded:
 
 
 def validate(params: Any, layout: Layout) -> Iterator[str]:
-    """A sentence for each kind of matrix whose blocks a layout cuts through.
+    """Yield an error message for each kind of matrix whose blocks a layout would split.
 
     Args:
       params: the parameters that are kept in 8 bits, or their shapes.
@@ -122,7 +129,7 @@ def validate(params: Any, layout: Layout) -> Iterator[str]:
 
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
-    """The 256 values in order, float32: of all codes the numbers that `decode` gives."""
+    """Return the 256 values of the codes in order, float32, as `decode` returns them."""
     # On no mesh: one of names and sizes alone, which checks trace on, cannot compute.
     nowhere = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
     with nowhere, jax.ensure_compile_time_eval():
@@ -175,7 +182,9 @@ def _value(code: jax.Array, signed: bool) -> jax.Array:
 
 
 def _boxes(x: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Each dimension as its blocks and their inside, and which dimensions are inside."""
+    """Return the shape with each dimension as its blocks and their inside, and the inside
+    dimensions.
+    """
     pairs = zip(blocks_of(x.shape, axes), block_of(x.shape, axes), strict=True)
     shape = [size for pair in pairs for size in pair]
     spec = [part for of in _spec(x) for part in (of, None)]
@@ -187,7 +196,7 @@ def _spec(x: jax.Array) -> tuple[MeshAxes, ...]:
 
 
 class CodedMoments(NamedTuple):
-    """The state.
+    """Optimizer state of 8-bit AdamW.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -221,7 +230,7 @@ class Adam8bit(AdamRule):
         return (Kept(shape, axes, "uint8"), Kept(blocks, axes, "float32")) * 2
 
     def validate_layout(self, params: Any, layout: Layout) -> Iterator[str]:
-        """A sentence for each kind of matrix whose blocks the layout cuts through."""
+        """Yield an error message for each kind of matrix whose blocks the layout would split."""
         variables = jax.tree.leaves(params, is_leaf=is_variable)
         return validate([v for v in variables if is_matrix(v)], layout)
 

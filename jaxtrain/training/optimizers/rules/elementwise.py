@@ -59,7 +59,7 @@ class AdamW(AdamRule):
 
 
 class NesterovMoments(NamedTuple):
-    """The state.
+    """Optimizer state of NAdamW.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -109,7 +109,7 @@ class NAdamW(AdamRule):
         return jax.tree.map(step, updates, mu, nu), NesterovMoments(count, product, mu, nu)
 
     def _momentum(self, update: jax.Array) -> jax.Array:
-        """The decay rate of the mean at an update, from 1 on."""
+        """Return the decay rate of the mean at an update, counted from 1."""
         return self.b1 * (1 - 0.5 * 0.96 ** (update * self.momentum_decay))
 
 
@@ -177,7 +177,7 @@ def _init_radam(params: Any) -> Any:
 
 
 class Differences(NamedTuple):
-    """The state.
+    """Optimizer state of Adan.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -244,7 +244,7 @@ def _init_adan(params: Any) -> Differences:
 
 
 class Sensitivities(NamedTuple):
-    """The state.
+    """Optimizer state of AdamSAGE.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -302,7 +302,7 @@ def _init_adam_sage(params: Any) -> Sensitivities:
 
 
 class SummedSquares(NamedTuple):
-    """The state.
+    """Optimizer state of Adagrad.
 
     Attributes:
       total: sum of the gradients' squares.
@@ -343,7 +343,7 @@ def _init_adagrad(params: Any) -> SummedSquares:
 
 
 class MeanSquares(NamedTuple):
-    """The state.
+    """Optimizer state of RMSprop.
 
     Attributes:
       nu: moving mean of the gradients' squares.

@@ -24,7 +24,7 @@ _TABLES = ("vocab", "place", "classes")
 
 
 class Momenta(NamedTuple):
-    """The state.
+    """Optimizer state of Muon.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -97,7 +97,7 @@ class Muon(AdamRule):
 
 
 def orthogonalize(x: jax.Array, dims: Sides) -> jax.Array:
-    """Matrices with all singular values brought near to 1, times 0.2 sqrt(their longer side).
+    """Orthogonalize matrices: bring singular values near 1, times 0.2 sqrt(their longer side).
 
     Args:
       x: float32, laid out as the optimizer's state is; so is the result.
@@ -109,7 +109,7 @@ def orthogonalize(x: jax.Array, dims: Sides) -> jax.Array:
 
 
 def newton_schulz(x: jax.Array) -> jax.Array:
-    """Matrices [..., rows, columns] with their singular values brought to between 0.7 and 1.2."""
+    """Bring the singular values of matrices [..., rows, columns] to between 0.7 and 1.2."""
     tall = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -1, -2) if tall else x
     size = jnp.sqrt(jnp.square(x).sum((-2, -1), keepdims=True))

@@ -20,8 +20,12 @@ ROWS, COLUMNS = 0, 1
 
 
 def of_sides(shape: tuple[int, ...], axes: tuple[str, ...], largest: int) -> list[Kept | None]:
-    """A square matrix for either side of a parameter; None for sides longer than `largest`, and for
-    both where it is no matrix."""
+    """Return a square matrix for either side of a parameter; None for sides longer than `largest`.
+
+    Both are None where the parameter is not a matrix.
+
+    Both are None where the parameter is not a matrix.
+    """
     stack, *both = sides(axes)
     if not both[ROWS]:
         return [None, None]
@@ -36,7 +40,7 @@ def of_sides(shape: tuple[int, ...], axes: tuple[str, ...], largest: int) -> lis
 
 
 def for_sides(param: Any, largest: int, *, diagonal: float) -> tuple[Any, Any]:
-    """Such matrices with this diagonal and zeros beside it, () for None."""
+    """Return matrices with this diagonal and zeros elsewhere, () for None."""
 
     def one(kept: Kept | None) -> Any:
         if kept is None:
@@ -49,17 +53,17 @@ def for_sides(param: Any, largest: int, *, diagonal: float) -> tuple[Any, Any]:
 
 
 def is_none(square: Any) -> bool:
-    """Whether `for_sides` left a side out."""
+    """Whether `for_sides` left out a side."""
     return isinstance(square, tuple)
 
 
 def are_none(squares: Any) -> bool:
-    """Whether it left both."""
+    """Whether `for_sides` left out both sides."""
     return all(map(is_none, squares))
 
 
 def flat(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A parameter's array as matrices [..., rows, columns]."""
+    """Return a parameter's array as matrices [..., rows, columns]."""
     stack, rows, columns = sides(axes)
     lengths = (math.prod(x.shape[i] for i in part) for part in (rows, columns))
     parts = _parts(x)
@@ -68,33 +72,35 @@ def flat(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def like(m: jax.Array, x: jax.Array) -> jax.Array:
-    """Matrices in the form of the array that they were made of."""
+    """Return matrices in the shape of the array that they were made from."""
     return reshape(m, x.shape, _parts(x))
 
 
 def gram(m: jax.Array, side: int) -> jax.Array:
-    """M M^T of the rows, M^T M of the columns."""
+    """Return M M^T for the rows, M^T M for the columns."""
     product = "...ij,...kj->...ik" if side == ROWS else "...ij,...il->...jl"
     *stack, rows, columns = _parts(m)
     return _einsum(product, m, _gather(m, side), (*stack, (rows, columns)[side], None))
 
 
 def into(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
-    """M in a basis of one side, given by columns: B^T M of the rows, M B of the columns."""
+    """Project M into a basis of one side, given by columns: B^T M for the rows, M B for the
+    columns.
+    """
     if side == ROWS:
         return _einsum("...ik,...ij->...kj", basis, m, _parts(m))
     return _einsum("...ij,...jl->...il", m, basis, _parts(m))
 
 
 def out_of(basis: jax.Array, m: jax.Array, side: int) -> jax.Array:
-    """The way back: B M of the rows, M B^T of the columns."""
+    """Invert `into`: B M for the rows, M B^T for the columns."""
     if side == ROWS:
         return _einsum("...ik,...kj->...ij", basis, _gather(m, side), _parts(m))
     return _einsum("...ij,...lj->...il", _gather(m, side), basis, _parts(m))
 
 
 def inverse_root(square: jax.Array, order: int, least: float) -> jax.Array:
-    """square^(-1 / order) of symmetric matrices, whose eigenvalues count as at least `least`."""
+    """Return square^(-1 / order) of symmetric matrices, with eigenvalues of at least `least`."""
 
     def root(x: jax.Array) -> jax.Array:
         values, vectors = jnp.linalg.eigh(x)
@@ -105,12 +111,12 @@ def inverse_root(square: jax.Array, order: int, least: float) -> jax.Array:
 
 
 def eigenbasis(square: jax.Array) -> jax.Array:
-    """The eigenvectors of symmetric matrices by columns, the largest eigenvalue's first."""
+    """Return the eigenvectors of symmetric matrices as columns, the largest eigenvalue's first."""
     return _each_whole(lambda x: jnp.linalg.eigh(x)[1][..., ::-1], square)
 
 
 def power_iterate(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A basis after one turn of the power iteration, and the order in which its columns stood.
+    """Return a basis after one power iteration, and the permutation of its columns.
 
     Returns:
       The basis and a permutation [..., n, n], whole: column l of the new one came of column k of
@@ -126,7 +132,7 @@ def power_iterate(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def permute(permutation: jax.Array, m: jax.Array, side: int) -> jax.Array:
-    """M with its rows or columns in the order that `power_iterate` gave a basis."""
+    """Permute the rows or columns of M as `power_iterate` permuted a basis."""
     if side == ROWS:
         return _einsum("...kl,...kj->...lj", permutation, _gather(m, side), _parts(m))
     return _einsum("...ij,...jl->...il", _gather(m, side), permutation, _parts(m))
@@ -155,7 +161,7 @@ def _each_whole(function: Any, square: jax.Array) -> jax.Array:
 
 
 def _gather(m: jax.Array, side: int) -> jax.Array:
-    """Matrices of which each device has this side whole."""
+    """Gather one side of matrices on every device."""
     if jax.typeof(m).sharding.mesh.empty:
         return m
     parts = list(_parts(m))

@@ -17,7 +17,7 @@ from jaxtrain.training.optimizers.rules import preconditioners as sided
 
 
 class Statistics(NamedTuple):
-    """The state.
+    """Optimizer state of Shampoo.
 
     Attributes:
       count: int32 scalar, updates so far.

@@ -18,7 +18,7 @@ from jaxtrain.training.optimizers.rules import preconditioners as sided
 
 
 class Bases(NamedTuple):
-    """The state.
+    """Optimizer state of SOAP.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -149,7 +149,7 @@ def _in_bases(variable: Any, bases: Any) -> jax.Array:
 
 
 def _rotate(move: Any, variable: Any, bases: Any) -> jax.Array:
-    """A variable's array with each side of its matrices moved by that side's basis."""
+    """Return a variable's array with each side of its matrices transformed by that side's basis."""
     x = variable.get_value()
     if sided.are_none(bases):
         return x
@@ -170,8 +170,12 @@ def _first_bases(params: Any, means: Any) -> Any:
 
 
 def _refresh_bases(nu: Any, means: Any, bases: Any) -> tuple[Any, Any]:
-    """The second moment and the bases after a turn: where columns of a basis change places, so do
-    the rows or columns of what was measured in it."""
+    """Return the second moment and the bases after a power iteration.
+
+    Where the columns of a basis are permuted, the statistics measured in it are permuted alike.
+
+    Where the columns of a basis are permuted, the statistics measured in it are permuted alike.
+    """
 
     def one(nu: Any, means: Any, bases: Any) -> Any:
         if sided.are_none(bases):
