@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_bytes [--row gpt2_124m] [--target h200:1x1] [--also BINDINGS]
 
 The rows are those of `gpu_vs_torch`, in every setting of ours. A step's operands and results are
-counted once for each run of an operation (`jaxtrain.analysis.profiling.costs`), a loop's as often
+counted once for each run of an operation (`planning.compiled.costs`), a loop's as often
 as it turns. Needs the CUDA plugin (`pip install 'jaxtrain[cuda13]'`) and no device.
 """
 
@@ -15,9 +15,9 @@ from rich.table import Table
 
 from benchmarks.gpu_rows import TRAIN
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
+from jaxtrain.analysis.planning.compiled.costs import CONTAINERS, costs
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
-from jaxtrain.analysis.profiling.costs import CONTAINERS, costs
 from jaxtrain.training.settings import load_config
 
 KINDS = ("products", "attention", "fills of loops", "the rest")

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
+from jaxtrain.analysis.planning.compiled.costs import CONTAINERS
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
 from jaxtrain.analysis.planning.compiled.schedule import ESTIMATE, PEAK
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.timing.timeline import simulate
-from jaxtrain.analysis.profiling.costs import CONTAINERS
 from jaxtrain.parallel.compilation import xla_options
 from jaxtrain.training.pipeline.schedules import SCHEDULES
 from jaxtrain.training.pipeline.table import Timetable, Work

@@ -20,11 +20,11 @@ from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.collectives import Collective, collectives
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
+from jaxtrain.analysis.planning.compiled.costs import Cost
 from jaxtrain.analysis.planning.compiled.hlo import Instruction
 from jaxtrain.analysis.planning.compiled.schedule import ESTIMATE, PEAK, Scheduled, by_launch, walk
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
-from jaxtrain.analysis.profiling.costs import Cost
 from jaxtrain.parallel.compilation import xla_options
 from jaxtrain.training.settings import load_config
 

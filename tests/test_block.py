@@ -14,8 +14,8 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import LayerNorm, RMSNorm
-from jaxtrain.nn.parameters import merge_weights, normal, param
-from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.parameters import merge_weights, normal, param, residual_stddev
+from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.nn.transformer.mlp import SwiGLU, TwoLayers

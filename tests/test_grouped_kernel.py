@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain import load_config
+from jaxtrain.analysis.planning.compiled.costs import costs
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.textbook.flops import count_flops
-from jaxtrain.analysis.profiling.costs import costs
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul import grouped_kernel, grouped_tiles

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning.compiled.costs import costs, readers
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.analysis.profiling.ceilings import Ceilings, ceilings
-from jaxtrain.analysis.profiling.costs import costs, readers
 from jaxtrain.analysis.profiling.events import (
     Run,
     divide_time,

@@ -7,7 +7,7 @@ from conftest import text_batch
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.grouped_query import GroupedQuery
-from jaxtrain.nn.transformer.rotary import Rotary, Yarn
+from jaxtrain.nn.attention.rotary import Rotary, Yarn
 
 SIZES = Llama(
     vocab_size=61, num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, mlp_dim=40,

@@ -14,6 +14,9 @@ from jaxtrain.nn.matmul.contract import copies_of_kv_heads
 from jaxtrain.nn.parameters import unstack
 from jaxtrain.parallel.sharding import shard
 
+# The arrays of one layer: its part of `Cache.layers`.
+LayerCache = tuple[jax.Array, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cached:

@@ -1,5 +1,6 @@
 """Parameters with logical axes, weight initializers (fan-in, Xavier, He), stacking of layers."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -126,3 +127,11 @@ def initializer_of(name: InitializerName | None, activation: str) -> Initializer
     if name is not None:
         return INITIALIZERS[name]
     return GLOROT if activation in ("sigmoid", "tanh") else HE
+
+
+def residual_stddev(num_layers: int) -> float:
+    """The spread of weights that make what is added to the residual stream.
+
+    Smaller the more layers there are, so that the stream's variance does not grow with them.
+    """
+    return 0.02 / math.sqrt(2 * num_layers)

@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxtrain.analysis.planning.compiled.costs import costs
 from jaxtrain.analysis.planning.compiled.hlo import Module
 from jaxtrain.analysis.profiling.ceilings import Ceilings
-from jaxtrain.analysis.profiling.costs import costs
 from jaxtrain.analysis.profiling.events import Timed
 from jaxtrain.analysis.profiling.scopes import Origin, place_of
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from jaxtrain.analysis.planning.compiled.costs import readers
 from jaxtrain.analysis.planning.compiled.hlo import parse
 from jaxtrain.analysis.profiling.ceilings import ceilings
-from jaxtrain.analysis.profiling.costs import readers
 from jaxtrain.analysis.profiling.events import newest_trace, operation_times
 from jaxtrain.analysis.profiling.operations import profile
 from jaxtrain.analysis.profiling.show import show

@@ -16,7 +16,7 @@ from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import RMSNorm, add_bias
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
@@ -28,7 +28,6 @@ from jaxtrain.nn.recurrent.state_space import (
 )
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.block import RESIDUAL
-from jaxtrain.nn.transformer.language_model import LayerCache
 from jaxtrain.parallel.gathering import gather
 
 

@@ -22,14 +22,15 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.nn.attention.latent import Latent
+from jaxtrain.nn.attention.rotary import Linear, Rotations, Yarn
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.moe.experts import Experts, validate_settings
 from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
 from jaxtrain.nn.moe.shared_experts import SharedExperts
-from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.parameters import residual_stddev
+from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder, PredictionModule, decoder
 from jaxtrain.nn.transformer.mlp import gated_mlp
-from jaxtrain.nn.transformer.rotary import Linear, Rotations, Yarn
 
 
 @configurable

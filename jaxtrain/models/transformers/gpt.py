@@ -16,8 +16,8 @@ from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.layers import LayerNorm
-from jaxtrain.nn.parameters import normal, param
-from jaxtrain.nn.transformer.block import Block, residual_stddev
+from jaxtrain.nn.parameters import normal, param, residual_stddev
+from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder
 from jaxtrain.nn.transformer.mlp import TwoLayers
 

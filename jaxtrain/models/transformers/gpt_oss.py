@@ -9,12 +9,12 @@ from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
+from jaxtrain.nn.attention.rotary import RopeType, rope
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.moe.experts import mixture, validate_mixture
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import decoder
 from jaxtrain.nn.transformer.mlp import ClampedSwiGLU
-from jaxtrain.nn.transformer.rotary import RopeType, rope
 
 
 @configurable

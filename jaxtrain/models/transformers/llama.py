@@ -9,11 +9,11 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
 from jaxtrain.nn.attention.patterns import Pattern
+from jaxtrain.nn.attention.rotary import RopeType, rope
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import decoder
 from jaxtrain.nn.transformer.mlp import gated_mlp
-from jaxtrain.nn.transformer.rotary import RopeType, rope
 
 
 @configurable

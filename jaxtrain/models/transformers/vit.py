@@ -22,9 +22,17 @@ from jaxtrain.nn.convolution.convnet import IMAGES
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import LayerNorm, add_bias
-from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
+from jaxtrain.nn.parameters import (
+    add_prefix,
+    constant,
+    normal,
+    param,
+    residual_stddev,
+    stack,
+    under,
+)
 from jaxtrain.nn.predictor import through_layers
-from jaxtrain.nn.transformer.block import RESIDUAL, Block, residual_stddev
+from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.mlp import TwoLayers, exact_gelu
 from jaxtrain.parallel.gathering import dtype_of, gather
 from jaxtrain.parallel.sharding import reshape, shard

@@ -21,15 +21,21 @@ from jaxtrain.config.errors import (
 from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import Cached, extend_cache
+from jaxtrain.nn.attention.rotary import Rotations
+from jaxtrain.nn.cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import Norm, RMSNorm, add_bias, rotate
-from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, under
+from jaxtrain.nn.parameters import (
+    Weights,
+    add_prefix,
+    constant,
+    normal,
+    param,
+    residual_stddev,
+    under,
+)
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer.block import residual_stddev
-from jaxtrain.nn.transformer.language_model import LayerCache
-from jaxtrain.nn.transformer.rotary import Rotations
 from jaxtrain.parallel.gathering import gather
 
 

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.context import QUERIES
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, extend_cache
+from jaxtrain.nn.attention.rotary import Rotations
+from jaxtrain.nn.cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.layers import RMSNorm, rotate
 from jaxtrain.nn.matmul.contract import copies_of_kv_heads
 from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer.language_model import LayerCache
-from jaxtrain.nn.transformer.rotary import Rotations
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import activation_spec, shard
 

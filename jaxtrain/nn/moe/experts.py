@@ -23,9 +23,8 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.moe.routing import Router, Routes, Softmax
-from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.parameters import Weights, constant, normal, param, residual_stddev
 from jaxtrain.nn.remat import elementwise, name_activation
-from jaxtrain.nn.transformer.block import residual_stddev
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD, Auxiliary
 from jaxtrain.nn.transformer.mlp import Gated, swiglu
 from jaxtrain.parallel.gathering import gather

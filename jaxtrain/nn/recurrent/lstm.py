@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.layers import add_bias
@@ -22,7 +23,7 @@ from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.recurrent.recurrence import goes_on
 from jaxtrain.nn.recurrent.recurrent import STATE, state_facts
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.recurrent.recurrence import Cell, goes_on, recurrence
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 

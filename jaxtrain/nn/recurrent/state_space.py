@@ -11,14 +11,14 @@ import jax
 
 from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, under
 from jaxtrain.nn.transformer.block import pre_norm
 from jaxtrain.nn.transformer.decoder import Decoder
-from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.sharding import shard
 
 

@@ -7,14 +7,13 @@ Letters: B batch, T length, D embed.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
@@ -22,7 +21,7 @@ from jaxtrain.nn.facts import AttentionFacts, LayerFacts
 from jaxtrain.nn.layers import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation
-from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary
 
 RESIDUAL = ("batch", "residual_length", "embed")
 
@@ -229,11 +228,3 @@ class Block:
         with jax.named_scope(self.mlp.scope):
             x_BTD, auxiliary = self.placement(norm_of("mlp_norm"), x_BTD, feed)
         return x_BTD, cache, auxiliary
-
-
-def residual_stddev(num_layers: int) -> float:
-    """The spread of weights that make what is added to the residual stream.
-
-    Smaller the more layers there are, so that the stream's variance does not grow with them.
-    """
-    return 0.02 / math.sqrt(2 * num_layers)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
+from jaxtrain.nn.cache import LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import Norm, RMSNorm, embed
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block
-from jaxtrain.nn.transformer.language_model import Auxiliary, LayerCache
+from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.sharding import shard
 
 

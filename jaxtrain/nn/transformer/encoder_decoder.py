@@ -12,14 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.cache import Cache, LayerCache
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.layers import Norm, embed
 from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.cross_block import CrossBlock
-from jaxtrain.nn.transformer.language_model import LayerCache
 from jaxtrain.nn.transformer.positional_embedding import Places
 from jaxtrain.parallel.sharding import shard
 

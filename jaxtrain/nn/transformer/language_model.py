@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask, apply_softcap
-from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.cache import Cache, LayerCache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
@@ -23,9 +23,6 @@ from jaxtrain.parallel.gathering import GradientSlice
 # EXPERT_LOAD is no metric but an array [L, E], by which biases of routers are moved.
 Auxiliary = dict[str, jax.Array]
 EXPERT_LOAD = "expert_load"
-
-# What one layer keeps of the tokens so far: its part of `Cache.layers`.
-LayerCache = tuple[jax.Array, ...]
 
 
 class Transformer(Protocol):

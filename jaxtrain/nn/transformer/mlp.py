@@ -15,9 +15,8 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.nn.parameters import Weights, constant, normal, param, residual_stddev
 from jaxtrain.nn.remat import elementwise, name_activation
-from jaxtrain.nn.transformer.block import residual_stddev
 from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.devices import platform_of
 

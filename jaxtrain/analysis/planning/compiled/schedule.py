@@ -14,9 +14,9 @@ from jaxtrain.analysis.planning.compiled.collectives import (
     Collective,
     branch_count_of,
 )
+from jaxtrain.analysis.planning.compiled.costs import CONTAINERS, Cost, costs
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
 from jaxtrain.analysis.planning.machines.targets import Target
-from jaxtrain.analysis.profiling.costs import CONTAINERS, Cost, costs
 
 # bfloat16 FLOPs of a device's matrix units in one cycle: 128 x 128 multiply-adds each, 256 x 256
 # from v6e on. With the published peaks that makes clocks of 1.05, 1.5, 1.75, 1.75 and 2.2 GHz.
