@@ -33,7 +33,7 @@ from jaxtrain.run.cluster.cluster import OneProcess
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.generation import BATCH_SIZE
-from jaxtrain.run.loop import Loop
+from jaxtrain.run.loop import Functions, Loop
 from jaxtrain.run.metrics.log import RunMetrics
 from jaxtrain.run.show.progress import on_first_process, quiet
 from jaxtrain.training import layouts
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Output, Skip
-    from jaxtrain.run.loop import Functions, Recorder, RecorderKind
+    from jaxtrain.run.loop import Recorder, RecorderKind
     from jaxtrain.run.metrics.tracking import Track, Tracking
     from jaxtrain.run.show.figures import Picture
 
@@ -252,10 +252,8 @@ class Trainer:
         return self._loop.dataset
 
     @functools.cached_property
-    def functions(self) -> "Functions":
+    def functions(self) -> Functions:
         """`init`, `train_step` and `eval_step`, compiled, for a training loop of your own."""
-        from jaxtrain.run.loop import Functions
-
         return Functions(self.program, self._step, self._evaluation, self._feed)
 
     @property

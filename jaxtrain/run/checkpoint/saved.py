@@ -19,7 +19,12 @@ from jaxtrain.run.checkpoint import metadata, sealing
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.metadata import Ancestor, bindings_of, of_checkpoint
-from jaxtrain.run.checkpoint.save_schedule import AutomaticInterval, FixedInterval, SaveSchedule
+from jaxtrain.run.checkpoint.save_schedule import (
+    DEFAULT_MTBF_HOURS,
+    AutomaticInterval,
+    FixedInterval,
+    SaveSchedule,
+)
 from jaxtrain.run.checkpoint.states import RunStates
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
@@ -70,9 +75,6 @@ class SavedRun(RunStates):
         train, mtbf = self._config.train, self._config.checkpoint.mtbf
         if train.save_every != "auto":
             return FixedInterval(train.save_every)
-        # Imported here: most runs name their interval.
-        from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS
-
         hours = DEFAULT_MTBF_HOURS if mtbf is None else mtbf
         return AutomaticInterval(
             mtbf=hours * 3600 / self._program.setup.layout.mesh.size,
