@@ -46,7 +46,7 @@ compdef _jaxtrain jaxtrain
 """
 
 
-def script(
+def completion_script(
     shell: str,
     whole: argparse.ArgumentParser,
     commands: Mapping[str, argparse.ArgumentParser],
@@ -66,18 +66,18 @@ def script(
     def case(pattern: str, words: Iterable[str]) -> str:
         return f'        {pattern}) {variable}="{" ".join(words)}" ;;'
 
-    cases = [case('""', [*commands, *_options(whole)])]
+    cases = [case('""', [*commands, *_options_of(whole)])]
     for name, parser in commands.items():
         if name == "supervise":  # its own options, and after them the words of train
             train = commands["train"]
-            cases.append(case(name, ["--", "train", *_options(train), *configs]))
+            cases.append(case(name, ["--", "train", *_options_of(train), *configs]))
         else:
             named = configs if re.search(r"^  CONFIG", parser.format_help(), re.M) else []
-            cases.append(case(name, [*_options(parser), *named]))
+            cases.append(case(name, [*_options_of(parser), *named]))
     return {"bash": _BASH, "zsh": _ZSH}[shell].format(cases="\n".join(cases))
 
 
-def _options(parser: argparse.ArgumentParser) -> list[str]:
+def _options_of(parser: argparse.ArgumentParser) -> list[str]:
     """The options that a parser's help lists: at the head of a line, before two blanks."""
     heads = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.M)
     return [option for head in heads for option in re.findall(r"(?<!\S)--?[\w-]+", head)]
@@ -99,7 +99,7 @@ def adder(whole: argparse.ArgumentParser) -> Add:
             from jaxtrain.config.shipped import shipped_headers
 
             names = [header.name for header in shipped_headers()]
-            sys.stdout.write(script(values, whole, commands, names))
+            sys.stdout.write(completion_script(values, whole, commands, names))
             parser.exit()
 
     whole.add_argument(

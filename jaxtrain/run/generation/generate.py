@@ -104,7 +104,7 @@ def generate(
                 )
                 answers.update(zip(numbers, found, strict=True))
                 continue
-            found = _answer(
+            found = _complete_batch(
                 setup,
                 sizes,
                 state,
@@ -175,7 +175,7 @@ def validate_seed(seed: int) -> None:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
 
 
-def _answer(
+def _complete_batch(
     setup: Setup,
     sizes: TokenModel,
     state: TrainState,

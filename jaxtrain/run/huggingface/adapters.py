@@ -115,7 +115,7 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
     pairs = _names(config, setup, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = _shapes(setup, tuning)
-    reasons = list(_unlike(said, config, tuning))
+    reasons = list(_setting_differences(said, config, tuning))
     wanted, there = their_shapes(names, shapes), _targets(stored, config)
     if there and there != tuning.targets:
         reasons.append(
@@ -123,7 +123,7 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
             f"{tuple(sorted(there))!r}"
         )
     else:
-        reasons += _misfits(wanted, stored)
+        reasons += _tensor_differences(wanted, stored)
     if reasons:
         rest = [f"and {len(reasons) - 8} more"] if len(reasons) > 8 else []
         lines = "\n".join(f"  {reason}" for reason in [*reasons[:8], *rest])
@@ -142,7 +142,7 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
     return found
 
 
-def _misfits(
+def _tensor_differences(
     wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, safetensors.Tensor]
 ) -> list[str]:
     """Return the tensors that the file lacks, has in addition, or has in another shape."""
@@ -273,7 +273,7 @@ def _is_stored_by_input(line: Name, down: Name) -> bool:
     return first == _group(down.form.split("->")[1])[1]
 
 
-def _unlike(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
+def _setting_differences(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
     """Return settings of an adapter_config.json that differ here."""
     for key in ("r", "lora_alpha"):
         value = said.get(key, 8)  # as peft has it

@@ -35,10 +35,10 @@ from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.exporting import (
     companion_files,
+    config_json_settings,
     generation_files,
     new_folder,
     require_one_process,
-    settings,
     write_weights,
 )
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
@@ -105,7 +105,7 @@ def export_awq(
     with new_folder(out) as (folder, beside):
         made = their_tensors(names, params, order)
         write_weights(beside, theirs, dtypes, ((name, _tensor(name, x)) for name, x in made))
-        whole = settings(content, family, said, config, "float16")
+        whole = config_json_settings(content, family, said, config, "float16")
         carried |= generation_files(config, workdir, carried, whole)
         for name, copied in carried.items():
             write_atomically(beside / name, copied)

@@ -122,7 +122,7 @@ def export_run(
         zeros = ((name, np.zeros((), np.int64)) for name in counts)
         every = dict.fromkeys(counts, ()) | shapes
         write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
-        whole = settings(content, family, said, config, dtype)
+        whole = config_json_settings(content, family, said, config, dtype)
         carried |= generation_files(config, workdir, carried, whole)
         for name, copied in {**carried, **family.beside(model)}.items():
             (beside / name).parent.mkdir(exist_ok=True)
@@ -172,7 +172,7 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
 _NOT_CARRIED = ("rope_parameters", "original_max_position_embeddings", "quantization_config")
 
 
-def settings(
+def config_json_settings(
     carried: Mapping[str, Any],
     family: Family,
     said: Mapping[str, Any],
@@ -224,7 +224,7 @@ def write_weights(
 ) -> None:
     """One file, or several with an index, the tensors taken one at a time."""
     sizes = {name: math.prod(s) * safetensors.itemsize(dtypes[name]) for name, s in shapes.items()}
-    parts = [{name: shapes[name] for name in part} for part in _cut(sizes, file_bytes)]
+    parts = [{name: shapes[name] for name in part} for part in _split_shards(sizes, file_bytes)]
     files = [WEIGHTS]
     if len(parts) > 1:
         files = [
@@ -241,7 +241,7 @@ def write_weights(
         write_atomically(folder / INDEX, json.dumps(content, indent=1).encode())
 
 
-def _cut(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
+def _split_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
     part: list[str] = []
     size = 0
