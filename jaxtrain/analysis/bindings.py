@@ -33,7 +33,7 @@ What has no default has to be bound. Syntax and rules: [configs](configs.md).
 
 
 def sections() -> list[type]:
-    """The sections of every configuration, in their order."""
+    """Return the sections of every configuration, in their order."""
     return list(reader.sections(Config).values())
 
 
@@ -71,7 +71,7 @@ def objectives() -> list[type]:
 
 
 def page() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     groups: dict[str, list[type]] = {
         "Sections": sections(),
         "Update rules, for `Optimizer.name`": list(rules().values()),
@@ -110,7 +110,7 @@ def meanings(cls: type) -> dict[str, str]:
 
 
 def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
-    """The settings with this member in the modules of a package, by module."""
+    """Yield the settings classes with this member in the modules of a package, by module."""
     for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         module = importlib.import_module(info.name)
         for cls in vars(module).values():
@@ -140,7 +140,7 @@ def _docstring(cls: type) -> str:
 
 
 def _takes(annotation: Any) -> str:
-    """An annotation in words, choices spelled out."""
+    """Describe an annotation in words, with choices spelled out."""
     mark = by_name(annotation)
     if mark is not None:
         return ", ".join(f"`{name!r}`" for name in mark.choices())

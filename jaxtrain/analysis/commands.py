@@ -42,7 +42,7 @@ from jaxtrain.training.setup import parameter_shapes
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """Proves a shrunk configuration on simulated devices."""
+    """Verify a shrunk configuration on simulated devices."""
     name, file = arguments.config, writable("--json", arguments.json)
     page = writable("--html", arguments.html)
     config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
@@ -60,7 +60,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plans a run for machines that need not be there, or for a budget of FLOPs."""
+    """Plan a run for machines that need not be there, or for a budget of FLOPs."""
     console = terminal()
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
     page = writable("--html", arguments.html)
@@ -128,7 +128,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _status(entries: Sequence[side_by_side.Entry]) -> int:
-    """FAILED where a search was interrupted, which is said."""
+    """Return FAILED if a search was interrupted, with a message."""
     if not any(_is_interrupted(entry.plan) for entry in entries):
         return DONE
     print("jaxtrain: interrupted by Ctrl-C; the best so far is shown", file=sys.stderr)  # noqa: T201
@@ -147,7 +147,7 @@ def _write_page(console: Console, file: Path, content: bytes) -> None:
 def _on_target(
     console: Console, budget: Budget, targets: Sequence[Target], price: float | None
 ) -> None:
-    """Prints how long a budget takes on a machine, where its speed is known."""
+    """Print how long a budget takes on a machine, where its speed is known."""
     if not targets or targets[0].chip.bf16_flops is None:
         words = "No time without a device whose peak FLOP/s is known: name a target."
         console.print(words, highlight=False)
@@ -197,7 +197,7 @@ def _side_by_side(
     targets: Sequence[Target],
     layouts: Sequence[Combination],
 ) -> list[side_by_side.Entry]:
-    """A plan of every layout on every target; what one of them cannot run leaves the others."""
+    """Plan each layout on each target; combinations that cannot run do not stop the others."""
     entries = []
     for target, chosen in itertools.product(targets, layouts):
         made, refused = None, None
@@ -212,7 +212,7 @@ def _side_by_side(
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Simulates the pipeline's schedule and draws it."""
+    """Simulate the pipeline's schedule and draw it."""
     picture = writable("--png", arguments.png)
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
@@ -243,5 +243,5 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 
 def show_doctor(_: argparse.Namespace) -> int:
-    """Prints versions, devices and missing extras."""
+    """Print versions, devices and missing extras."""
     return doctor.show(terminal())

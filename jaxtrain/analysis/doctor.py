@@ -28,7 +28,7 @@ CORE = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain
 
 
 def installed_version(distribution: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def show(console: Console) -> int:
-    """Prints the tables; returns the exit status."""
+    """Print the tables; return the exit status."""
     table = Table(title="Versions", title_justify="left")
     table.add_column("package")
     table.add_column("version")

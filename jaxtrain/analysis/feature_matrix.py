@@ -18,12 +18,12 @@ whether sizes divide, and what a model or a device cannot do, is checked besides
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join((_HEAD, *_matrix(), "", *_reasons(), ""))
 
 
 def features_with_conflicts() -> list[Feature]:
-    """The features that conflict with any other, in the order of the table."""
+    """Return the features that conflict with any other, in the order of the table."""
     names = {one.name for pair in conflicts(list(FEATURES)) for one in pair[:2]}
     return [feature for feature in FEATURES if feature.name in names]
 

@@ -4,7 +4,7 @@ from jaxtrain.run.commands.options import Add, add_config_options
 
 
 def add_analysis_commands(add: Add) -> None:
-    """Adds verify, plan, timeline and doctor."""
+    """Add the commands verify, plan, timeline and doctor."""
     command = add("verify", "Verify a config, shrunk, on 8 simulated devices.")
     command.add_argument("config", metavar="CONFIG", help="a .gin file or a shipped config")
     command.add_argument("--json", metavar="FILE", help="also write the results to this file")

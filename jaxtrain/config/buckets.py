@@ -28,11 +28,11 @@ _ADDRESS = re.compile(r"gs:/+(?P<bucket>[^/]*)/*(?P<rest>.*)", re.DOTALL)
 
 
 class BucketError(OSError):
-    """A bucket did not do what it was asked for: it cannot be reached, or said no."""
+    """Error of a bucket: it cannot be reached, or it rejects the request."""
 
 
 class BucketRefusedError(BucketError, PermissionError):
-    """A bucket does not let us: no permission, or no valid login."""
+    """Bucket access denied: no permission, or no valid login."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,27 +75,27 @@ class BucketPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Last part of the path."""
         return self.address.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The last part without its ending."""
+        """Last part without its suffix."""
         return PurePosixPath(self.name).stem
 
     @property
     def suffix(self) -> str:
-        """The ending of the last part, with its dot."""
+        """Suffix of the last part, with its dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> "BucketPath":
-        """The folder this is in; the bucket's own is the bucket."""
+        """Folder that contains this path; a bucket's root is its own parent."""
         above = self.address.rpartition("/")[0]
         return BucketPath(above) if len(above) > len(SCHEME) else self
 
     def relative_to(self, folder: "BucketPath") -> PurePosixPath:
-        """The way from a folder to this place."""
+        """Return the relative path from a folder to this path."""
         assert self.address.startswith(f"{folder}/"), (self, folder)
         return PurePosixPath(self.address[len(folder.address) + 1 :])
 
@@ -114,11 +114,13 @@ class BucketPath:
         return self._kind() == "directory"
 
     def is_symlink(self) -> bool:
-        """Buckets have no links."""
+        """Return False: buckets have no links."""
         return False
 
     def iterdir(self) -> Iterator["BucketPath"]:
-        """The objects and folders in this folder, in order; FileNotFoundError where it has none."""
+        """Yield the objects and folders in this folder, in order; FileNotFoundError if it
+        is empty.
+        """
         found = _ask(self, lambda files: files.ls(self.address, detail=False))
         for name in found:
             inside = f"{SCHEME}{name}".rstrip("/")
@@ -149,27 +151,29 @@ class BucketPath:
     # -- reading and writing -----------------------------------------------------------------------
 
     def read_bytes(self) -> bytes:
-        """The object's content."""
+        """Return the object's content."""
         return _ask(self, lambda files: files.cat_file(self.address))
 
     def read_range(self, begin: int, end: int) -> bytes:
-        """The bytes `begin` to `end` of the object's content, that one excluded."""
+        """Return the object's bytes from `begin` to before `end`."""
         return _ask(self, lambda files: files.cat_file(self.address, start=begin, end=end))
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """The object's content, decoded."""
+        """Return the object's content, decoded."""
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, content: bytes) -> None:
-        """Makes or replaces the object, whole."""
+        """Create or replace the object, atomically."""
         _ask(self, lambda files: files.pipe_file(self.address, content))
 
     def upload(self, file: Path) -> None:
-        """Makes or replaces the object with a file's content, sent in parts; whole at its end."""
+        """Create or replace the object with a file's content, sent in parts; it appears when
+        complete.
+        """
         _ask(self, lambda files: files.put_file(str(file), self.address))
 
     def create(self, content: bytes) -> None:
-        """Makes the object unless there is one: of all who try at once, one succeeds.
+        """Create the object if it does not exist: of concurrent callers, one succeeds.
 
         Raises:
           FileExistsError: there is one. Perhaps our own: a request whose answer was lost is sent
@@ -178,13 +182,13 @@ class BucketPath:
         _ask(self, lambda files: files.pipe_file(self.address, content, mode="create"))
 
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
-        """Does nothing: a folder is there while something is in it."""
+        """Do nothing: a folder exists while it has contents."""
 
     def rmdir(self) -> None:
-        """Does nothing, like `mkdir`."""
+        """Do nothing, like `mkdir`."""
 
     def unlink(self, *, missing_ok: bool = False) -> None:
-        """Deletes the object."""
+        """Delete the object."""
         try:
             _ask(self, lambda files: files.rm_file(self.address))
         except FileNotFoundError:
@@ -192,12 +196,12 @@ class BucketPath:
                 raise
 
     def remove_tree(self) -> None:
-        """Deletes all objects below this folder; also where there is none."""
+        """Delete all objects below this folder, if there are any."""
         with contextlib.suppress(FileNotFoundError):
             _ask(self, lambda files: files.rm(self.address, recursive=True))
 
     def copy_to(self, other: "BucketPath") -> None:
-        """Copies the object within the storage, without a way through this machine."""
+        """Copy the object within the storage, not through this machine."""
         _ask(self, lambda files: files.cp_file(self.address, other.address))
 
     def _kind(self) -> str | None:
@@ -211,7 +215,7 @@ Place = Path | BucketPath
 
 
 def place(name: str | Path | BucketPath) -> Place:
-    """The folder or file of a name: in a bucket where it begins with gs://, else on a disk.
+    """Return the path of a name: in a bucket if it begins with gs://, else on a disk.
 
     Raises:
       UserError: it names another storage, no bucket, or leaves the bucket; or nobody's home.
@@ -234,7 +238,7 @@ def place(name: str | Path | BucketPath) -> Place:
 
 
 def on_disk(name: str) -> Path:
-    """The path of a name, `~` expanded: shells leave it as it is behind a `=`.
+    """Return the path of a name, `~` expanded: shells do not expand it after a `=`.
 
     Raises:
       UserError: it begins with a ~ and no such user, or is no UTF-8, which config.gin is.
@@ -282,7 +286,7 @@ def in_threads(function: Callable[[Any], Any], arguments: Iterable[Any]) -> list
 
 
 def _check(address: str, folder: BucketPath) -> BucketPath:
-    """The place of a name that a listing gave."""
+    """Return the path of a name that a listing returned, if it is below the folder."""
     below = address[len(folder.address) + 1 :]
     if str(PurePosixPath(below)) != below or ".." in PurePosixPath(below).parts or "\0" in below:
         raise UserError(
@@ -301,7 +305,7 @@ def _hex(md5: str | None) -> str | None:
 
 @functools.cache
 def _files() -> Any:
-    """The file system that gcsfs opens; UserError where it is not installed."""
+    """Return the file system that gcsfs opens; UserError if it is not installed."""
     try:
         gcsfs = importlib.import_module("gcsfs")
         config = importlib.import_module("fsspec.config")
@@ -360,6 +364,6 @@ def library_errors() -> tuple[type[Exception], ...]:
 
 
 def _code(error: Exception) -> int | None:
-    """The HTTP status that gcsfs keeps in its own error."""
+    """Return the HTTP status in a gcsfs error."""
     code = str(vars(error).get("code"))
     return int(code) if code.isdigit() else None

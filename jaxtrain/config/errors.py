@@ -8,7 +8,7 @@ _LONGEST_LINE, _MOST_LINES = 2000, 100  # of a message
 
 
 class UserError(ValueError):
-    """An error of the user's: the command line prints the sentence alone and exits with status 2.
+    """User error: the command line prints only the message and exits with status 2.
 
     The sentence names the thing, the value, what is allowed and the nearest valid choice. A value
     may be somebody else's: control characters are escaped, and long lines and lists are cut.
@@ -32,7 +32,7 @@ def _format(message: str) -> str:
 
 
 def _escape(line: str) -> str:
-    """A line without what a terminal would take for a command, or cannot encode."""
+    """Return a line without terminal control characters and those that it cannot encode."""
     return "".join(
         one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode()
         for one in line
@@ -40,11 +40,11 @@ def _escape(line: str) -> str:
 
 
 class NoCompilerError(UserError):
-    """The compiler of a machine that is planned for is not on this one."""
+    """The compiler of the target machine is not installed on this one."""
 
 
 class ConfigError(UserError):
-    """Everything that was rejected while a configuration was read, a sentence a line.
+    """All errors found while a configuration was read, one message a line.
 
     Attributes:
       config: the configuration as far as it was read: see `partial.as_far_as_read`.
@@ -56,7 +56,7 @@ class ConfigError(UserError):
 
 
 def require_at_least(least: int, settings: Any, *names: str) -> None:
-    """Raises UserError for those of these settings that are under `least`; None passes."""
+    """Raise UserError for settings under `least`; None passes."""
     allowed = f"at least {least}" if least else "0 or more"
     values = {name: getattr(settings, name) for name in names}
     _raise_any(
@@ -67,7 +67,7 @@ def require_at_least(least: int, settings: Any, *names: str) -> None:
 
 
 def require_at_most(most: int, settings: Any, *names: str) -> None:
-    """Raises UserError for those of these settings that are over `most`; None passes."""
+    """Raise UserError for settings over `most`; None passes."""
     values = {name: getattr(settings, name) for name in names}
     _raise_any(
         f"{type(settings).__name__}.{name}={value}; use at most {most}"
@@ -77,7 +77,7 @@ def require_at_most(most: int, settings: Any, *names: str) -> None:
 
 
 def require_positive(settings: Any, *names: str) -> None:
-    """Raises UserError for those of these settings that are not above 0; names their defaults."""
+    """Raise UserError for settings that are not above 0; names their defaults."""
     cls = type(settings)
     values = {name: getattr(settings, name) for name in names}
     _raise_any(
@@ -94,13 +94,13 @@ def _raise_any(sentences: Iterable[str]) -> None:
 
 
 def count_of(count: int, noun: str) -> str:
-    """`1 document`, `2,000 documents`, `8 batches`."""
+    """Format a count with its noun: `1 document`, `2,000 documents`, `8 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{ending}"
 
 
 def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
-    """The known name closest to `word`, letter case ignored, or None when nothing is close.
+    """Return the known name closest to `word`, ignoring case, or None if nothing is close.
 
     Args:
       word: what was written.
@@ -113,7 +113,9 @@ def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | No
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` when something known is close to `word`, else the list of what is."""
+    """Return `; did you mean 'x'?` if a known name is close to `word`, else the list of known
+    names.
+    """
     known = sorted(known)
     close = nearest(word, known)
     if close is not None:
@@ -122,10 +124,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearest_divisor(count: int, wanted: int) -> int:
-    """The divisor of `count` closest to `wanted`."""
+    """Return the divisor of `count` closest to `wanted`."""
     return min((d for d in range(1, count + 1) if count % d == 0), key=lambda d: abs(d - wanted))
 
 
 def nearest_multiple(value: int, of: int) -> int:
-    """The multiple of `of` closest to `value`, at least one time."""
+    """Return the multiple of `of` closest to `value`, at least one time."""
     return max(round(value / of), 1) * of

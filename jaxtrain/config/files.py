@@ -26,7 +26,7 @@ _REFUSALS = {
 
 @contextlib.contextmanager
 def path_errors(named: str, *, needs: str) -> Iterator[None]:
-    """Around the first use of a path of the user's: what the system rejects is the user's error.
+    """Turn system errors at the first use of a user's path into UserError, within the context.
 
     Args:
       named: the argument or binding and its value, for the message.
@@ -48,7 +48,7 @@ def path_errors(named: str, *, needs: str) -> Iterator[None]:
 
 
 def writable(option: str, name: str | None) -> Path | None:
-    """The file that an option names, which can be written; said before the work and not after."""
+    """Check that an option's file can be written, before the work starts, and return its path."""
     if name is None:
         return None
     file, named = on_disk(name), f"{option} {name!r}"
@@ -67,7 +67,7 @@ def writable(option: str, name: str | None) -> Path | None:
 
 
 def write_atomically(file: Place, content: bytes) -> None:
-    """Writes beside the file and renames: readers see the old content or the new, never a part.
+    """Write a temporary file and rename it: readers see the old content or the new, never a part.
 
     Raises:
       FullDiskError: there is no room; the old content stays.
@@ -87,7 +87,7 @@ def write_atomically(file: Place, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file's or folder's content, written by whomever, is on the disk."""
+    """Wait until a file's or folder's content is on the disk, whichever process wrote it."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -96,7 +96,8 @@ def sync(path: Path) -> None:
 
 
 def create(file: Place, content: bytes) -> None:
-    """Makes the file with its whole content unless there is one: of all who try, one succeeds.
+    """Create the file with its whole content if it does not exist: of concurrent callers, one
+    succeeds.
 
     Returns quietly where there is one, perhaps by ourselves: networks repeat requests whose answer
     they lost. Who succeeded is seen in the file.
@@ -123,7 +124,7 @@ def create(file: Place, content: bytes) -> None:
 
 
 def remove_tree(folder: Place) -> None:
-    """Deletes a folder and all in it; others may be deleting what is theirs there."""
+    """Delete a folder and its contents; other processes may delete files there too."""
     if isinstance(folder, BucketPath):
         folder.remove_tree()
         return
@@ -145,7 +146,7 @@ def cache_folder(kind: str) -> Path:
 
 
 class FullDiskError(OSError):
-    """A file cannot be written for want of space; a sentence that says where and why."""
+    """Disk full: the file that cannot be written, and why."""
 
 
 def full_disk(error: BaseException) -> str | None:
@@ -177,7 +178,7 @@ def room(path: Path) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes a file.
+    """Turn a full disk while writing a file into FullDiskError, within the context.
 
     Raises:
       FullDiskError: the file system has no room for it.
@@ -193,7 +194,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Appended:
-    """A file that pieces are appended to, each of them whole or, for now, not at all.
+    """File to which pieces are appended atomically; pieces wait while the disk is full.
 
     A save in progress may fill a disk for a while, and is taken away where it fails: what found no
     room waits in memory for the next piece.
@@ -211,11 +212,11 @@ class Appended:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more pieces."""
+        """Whether the file accepts no more pieces."""
         return self._stream.closed
 
     def append(self, piece: bytes) -> None:
-        """Appends what waits and a piece; keeps them where the disk is full."""
+        """Append pending pieces and a new one; they stay pending while the disk is full."""
         self._waiting += piece
         try:
             self._write()
@@ -224,7 +225,7 @@ class Appended:
                 raise
 
     def close(self) -> None:
-        """Appends what waits.
+        """Append pending pieces and close.
 
         Raises:
           FullDiskError: there is still no room for it; the pieces before it are whole.
@@ -252,12 +253,12 @@ _WAIT_SECONDS = 1.0
 
 
 class BusyFolderError(UserError):
-    """Another process has this folder's lock."""
+    """Another process holds this folder's lock."""
 
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Holds the folder's lock, which the system frees when this process ends.
+    """Hold the folder's lock, which the system releases when this process ends.
 
     Raises:
       BusyFolderError: another process has it.
@@ -273,7 +274,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def make_once(folder: Path, done: Callable[[], bool], make: Callable[[], object]) -> None:
-    """Makes what a folder of the cache is to hold, or waits until another process has.
+    """Create the contents of a cache folder, or wait until another process has.
 
     Args:
       folder: of the cache.

@@ -131,6 +131,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _format(value: Any) -> str:
-    """The value for a message, cut where it is long."""
+    """Format a value for a message, truncated if it is long."""
     shown = repr(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -9,11 +9,11 @@ from jaxtrain.config.errors import UserError
 
 
 class NotRead(Exception):  # noqa: N818 - whoever asks has nothing to say, which is no error
-    """A setting is requested whose value was rejected: what depends on it is not known."""
+    """A requested setting had an invalid value, so that results that depend on it are unknown."""
 
 
 def as_far_as_read(cls: type, values: Mapping[str, Any], unread: Collection[str]) -> Any:
-    """An instance of a frozen dataclass that was not checked, with holes.
+    """Return an instance of a frozen dataclass without validation, with missing fields.
 
     Args:
       cls: the dataclass; the instance is one of it, and its methods work as far as they can.
@@ -42,7 +42,7 @@ def as_far_as_read(cls: type, values: Mapping[str, Any], unread: Collection[str]
 def own_refusals(
     cls: type, values: Mapping[str, Any], unread: Collection[str]
 ) -> tuple[list[str], set[str]]:
-    """Everything that a dataclass's `__post_init__` rejects, though it raises at the first.
+    """Return all errors of a dataclass's `__post_init__`, although it raises at the first.
 
     It is asked again without the fields that it named, until it has nothing more to say: what it
     says of a field that was not written, or was named before, is not said.

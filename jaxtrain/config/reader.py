@@ -64,7 +64,7 @@ class _Delegate(config_parser.ParserDelegate):
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """gin text that stands in no file.
+    """gin text that is not from a file.
 
     Attributes:
       text: as it would stand there.
@@ -84,7 +84,7 @@ class Binding:
 
 
 class _Bindings:
-    """Everything that files and the command line said, the later over the earlier."""
+    """Bindings of all files and the command line; later ones override earlier ones."""
 
     def __init__(self, root: type, *, allow_imports: bool, search_path: Path, folder: Path) -> None:
         self.root = root
@@ -137,7 +137,7 @@ class _Bindings:
                 self._add(statement, origin)
 
     def add_single(self, text: str) -> None:
-        """A binding of the command line; there text needs no quotes where nothing else is meant."""
+        """Add a command-line binding; its text needs no quotes where that is unambiguous."""
         origin, statements = f"-b {text!r}", []
         with self._noting_what_is_lacking():
             try:
@@ -157,7 +157,9 @@ class _Bindings:
 
     @contextlib.contextmanager
     def _noting_what_is_lacking(self) -> Iterator[None]:
-        """Within, an error is kept for the end, and what it kept from being read is lacking."""
+        """Collect errors for the end, and mark what they kept from being read, within the
+        context.
+        """
         try:
             yield
         except UserError as error:
@@ -217,8 +219,9 @@ class _Bindings:
         self.fields[name, field] = Binding(statement.value, where)
 
     def _suggest(self, section: str | None, word: str) -> str:
-        """`; did you mean 'Section.setting'?` where another section has it, under this name or
-        under another that the word stands for; else ''."""
+        """Return `; did you mean 'Section.setting'?` for a setting of another section or library,
+        else ''.
+        """
         from jaxtrain.config.synonyms import CHOSEN, suggest_section, suggest_setting
 
         chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._section_of(*place))}
@@ -236,7 +239,7 @@ class _Bindings:
         return suggest_setting(section, word, used, chosen)
 
     def _section_of(self, section: str, setting: str) -> type | None:
-        """The section that a setting names, as far as the bindings have been read."""
+        """Return the section that a setting names, as far as the bindings have been read."""
         cls = CONFIGURABLES.get(section)
         if cls is None or setting not in settings_of(cls):
             return None
@@ -274,12 +277,12 @@ class _Bindings:
     # -- building -----------------------------------------------------------------------------
 
     def build_root(self) -> Any:
-        """The root, built of the bindings."""
+        """Build the root from the bindings."""
         built = {name: self.build(cls) for name, cls in sections(self.root).items()}
         return self.root(imports=tuple(self.imports), notes=(), **built)
 
     def build(self, cls: type) -> Any:
-        """An instance of a registered dataclass, its fields from the bindings or its defaults.
+        """Build a registered dataclass, its fields from the bindings or its defaults.
 
         Where something is rejected, `mistakes` says what, and the instance has holes.
         """
@@ -313,7 +316,9 @@ class _Bindings:
         return as_far_as_read(cls, values, unread)
 
     def _value(self, name: str, binding: Binding, annotation: Any) -> Any:
-        """A field's value; NotRead where it is rejected, and `mistakes` says why."""
+        """Return a field's value; raises NotRead if it is rejected, with the reason in
+        `mistakes`.
+        """
         value = None
         try:
             value = self._resolve(binding.value, binding.origin)
@@ -327,7 +332,7 @@ class _Bindings:
         return value
 
     def _choose(self, section: str, field: dataclasses.Field[Any], mark: ByName) -> Any:
-        """An instance of the class that a binding names, or of the default's."""
+        """Build the class that a binding names, or the default's."""
         binding = self.fields.get((section, mark.binding))
         if binding is None:
             return self.build(type(field.default))
@@ -371,7 +376,7 @@ class _Bindings:
         return value
 
     def let_override(self, others: str) -> None:
-        """Let bindings that are added from here on make earlier ones unused.
+        """Let later bindings override those added so far.
 
         Args:
           others: what messages call the later ones.
@@ -386,7 +391,7 @@ class _Bindings:
         self._overridden.append((before, others))
 
     def has_used(self, key: str | tuple[str, str], binding: Binding) -> bool:
-        """Whether this binding, of a macro or a field, was read when something was built."""
+        """Whether this binding, of a macro or a field, was used to build something."""
         if isinstance(key, str):
             return self.macros.get(key) is binding and key in self.used_macros
         return self.fields.get(key) is binding and key in self.used_fields
@@ -441,7 +446,7 @@ def load(
         lambda loaded, bound: {}
     ),
 ) -> Any:
-    """An instance of the frozen dataclass `root`: its `imports`, and its sections.
+    """Build the frozen dataclass `root` from its bindings: its `imports`, and its sections.
 
     Args:
       root: the annotation of each field but two is a registered dataclass, built from the bindings
@@ -486,7 +491,7 @@ def load(
 
 
 def sections(root: type) -> dict[str, type]:
-    """The registered dataclasses that a root consists of, by field."""
+    """Return the registered dataclasses that are fields of a root, by field."""
     classes = hints(root)
     return {
         f.name: classes[f.name]

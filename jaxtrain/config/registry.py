@@ -24,7 +24,7 @@ C = typing.TypeVar("C")
 
 
 def scan_sources(package: types.ModuleType, pattern: str) -> dict[str, str]:
-    """The modules of a package by what this pattern finds in their source, none of them imported.
+    """Return the modules of a package whose source matches a pattern; imports none of them.
 
     Args:
       package: where to look, packages inside it too.
@@ -49,7 +49,7 @@ class _Configurables(dict[str, type]):
         self._packages: list[types.ModuleType] = []
 
     def add_package(self, package: types.ModuleType) -> None:
-        """Makes the settings classes of a package known without importing them."""
+        """Register the settings classes of a package without importing them."""
         if package not in self._packages:
             self._packages.append(package)
             vars(self).pop("_modules", None)
@@ -61,7 +61,7 @@ class _Configurables(dict[str, type]):
         return {name: module for names in scanned for name, module in names.items()}
 
     def register(self, cls: type) -> None:
-        """Adds a class; one that an import outside the packages has named already stays."""
+        """Register a class; a class imported by name from outside the packages stays."""
         known = super().get(cls.__name__)
         late = cls.__module__ == self._modules.get(cls.__name__) if self._packages else False
         if known is None or not late or known.__module__ == cls.__module__:
@@ -122,7 +122,7 @@ def with_present_names(bindings: Mapping[str, str]) -> dict[str, str]:
 
 
 def configurable(cls: T) -> T:
-    """Registers a frozen dataclass under its own name, so that gin bindings can set its fields."""
+    """Register a frozen dataclass under its own name, so that gin bindings can set its fields."""
     assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
     if any(re.search(r"\bdict\b", str(field.type)) for field in dataclasses.fields(cls)):
         # Figures of a plan are cached by configuration, and a dict has no hash of its own.
@@ -132,12 +132,12 @@ def configurable(cls: T) -> T:
 
 
 def _hash_settings(settings: typing.Any) -> int:
-    """The hash of a dataclass whose fields may hold dicts."""
+    """Return the hash of a dataclass whose fields may hold dicts."""
     return hash(tuple(_hashable(getattr(settings, f.name)) for f in dataclasses.fields(settings)))
 
 
 def _hashable(value: typing.Any) -> typing.Any:
-    """A value by which equal ones have the same hash, whatever the order of their dicts."""
+    """Return a hashable form of a value, independent of the order of its dicts."""
     if isinstance(value, dict):
         return frozenset((key, _hashable(one)) for key, one in value.items())
     return value
@@ -154,8 +154,8 @@ def is_known(name: str) -> bool:
 
 
 class Named(Mapping[str, type[C]]):
-    """The classes under a base by their `name`: those of a package, each imported once it is asked
-    for, and of every module that is imported so far.
+    """Implementations of a base class by `name`: a package's, each imported when it is requested,
+    and those of all modules imported so far.
 
     Abstract ones and those that only inherit a name have none. Of two that are called alike the
     later counts: a notebook's cell was run again.

@@ -12,14 +12,16 @@ HUGGING_FACE = "hf:"  # before a folder whose model a configuration is to be
 
 
 def configs_folder() -> Path:
-    """The folder of shipped configs: inside the installed package, or beside it in a checkout."""
+    """Return the folder of shipped configs: inside the installed package, or next to it in a
+    checkout.
+    """
     package = Path(__file__).resolve().parents[1]
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
 
 
 def find_config(name: str) -> Path:
-    """The .gin file that `name` means: a path, or a shipped config without its ending.
+    """Return the .gin file that `name` means: a path, or a shipped config without its suffix.
 
     Raises:
       UserError: there is no such file, or no such user's home.
@@ -65,7 +67,7 @@ class Header:
 
 
 def shipped_headers() -> list[Header]:
-    """The header of each shipped config, by name."""
+    """Return the header of each shipped config, by name."""
     files = sorted(configs_folder().glob("*.gin"))
     return [_header(file.stem, file.read_text(encoding="utf-8")) for file in files]
 

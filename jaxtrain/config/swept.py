@@ -52,7 +52,7 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
 
 
 def _validate_twice(binding: str, items: Sequence[str]) -> None:
-    """Raises UserError where two values are the same, which would be the same run twice."""
+    """Raise UserError if a value occurs twice, which would be the same run twice."""
     seen: dict[str, str] = {}
     for item in items:
         value = item
@@ -66,7 +66,7 @@ def _validate_twice(binding: str, items: Sequence[str]) -> None:
 
 
 def _items(text: str) -> Iterator[str]:
-    """The parts between the commas that stand in no brackets and no quotes."""
+    """Yield the items between commas that are outside of brackets and quotes."""
     part, closing, quote = "", [], ""
     for letter in text:
         if quote:

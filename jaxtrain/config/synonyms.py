@@ -276,7 +276,8 @@ _BY_WORD = {_plain(word): one for one in SYNONYMS for word in one.words.split()}
 def suggest_setting(
     section: str | None, word: str, used: Mapping[str, type], chosen: Mapping[str, type]
 ) -> str:
-    """`; did you mean 'Optimizer.learning_rate'?` for a name that is no setting; '' if unknown.
+    """Return `; did you mean 'Optimizer.learning_rate'?` for an unknown setting's name; '' if
+    unknown.
 
     Args:
       section: what was written before the dot; None: there was no dot.
@@ -303,7 +304,7 @@ def suggest_option(option: str) -> str:
 
 
 def suggest_section(section: str, chosen: Mapping[str, type]) -> str | None:
-    """The section that another library's name of one stands for; None: it is none."""
+    """Return our name of another library's section, or None."""
     found = SECTIONS.get(_plain(section))
     if found in CHOSEN:
         return chosen[found].__name__ if found in chosen else None
@@ -317,7 +318,7 @@ def _with_value(target: str) -> str:
 def _targets(
     entry: Synonym, section: str | None, used: Mapping[str, type], chosen: Mapping[str, type]
 ) -> list[str]:
-    """The targets of a word that this configuration can have."""
+    """Return the settings for a word that this configuration can have."""
     found = []
     for target in entry.targets:
         owner, _, setting = target.partition(".")
@@ -333,7 +334,7 @@ def _targets(
 
 
 def _same_name(section: str | None, word: str, classes: Iterable[type]) -> list[str]:
-    """The settings that are called so in whatever section; without a section, or nearly so."""
+    """Return the settings of that name in any section; without a section, similar names too."""
     known = {
         f"{cls.__name__}.{setting}": setting for cls in classes for setting in settings_of(cls)
     }

@@ -29,7 +29,7 @@ class PathOr:
     words: tuple[str, ...] = ()
 
     def absolute(self, value: str) -> str:
-        """A path on this machine from its root on; a word or a URL as it is."""
+        """Return an absolute path on this machine; words and URLs as they are."""
         is_word = any(value.startswith(w) if w[-1] == ":" else value == w for w in self.words)
         return (
             value if is_word or "://" in value else str(Path(os.path.expanduser(value)).absolute())
@@ -86,13 +86,13 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def strip_mark(annotation: Any) -> Any:
-    """An annotation without its mark."""
+    """Return an annotation without its mark."""
     marked = typing.get_origin(annotation) is typing.Annotated
     return typing.get_args(annotation)[0] if marked else annotation
 
 
 def literal(words: Iterable[str]) -> Any:
-    """The annotation of what is one of these words."""
+    """Return the Literal annotation of these words."""
     of_words: Any = typing.Literal
     return of_words[tuple(words)]
 
@@ -103,20 +103,22 @@ def _spell_out(annotation: Any) -> Any:
 
 
 def by_name(annotation: Any) -> ByName | None:
-    """The mark of an annotation that is marked `ByName`."""
+    """Return the `ByName` mark of an annotation."""
     marks = getattr(annotation, "__metadata__", ())
     return next((mark for mark in marks if isinstance(mark, ByName)), None)
 
 
 def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a settings class by what they are called in a gin file."""
+    """Return the fields of a settings class by their gin names."""
     takes = hints(cls)
     marks = {field: by_name(takes[field.name]) for field in dataclasses.fields(cls)}
     return {mark.binding if mark else field.name: field for field, mark in marks.items()}
 
 
 def resolve_paths(value: Any, annotation: Any) -> Any:
-    """`value`, or each value of a dict, absolute where its annotation is marked `PathOr`."""
+    """Return `value`, or each value of a dict, as absolute paths if its annotation is marked
+    `PathOr`.
+    """
     marks = getattr(annotation, "__metadata__", ())
     mark = next((mark for mark in marks if isinstance(mark, PathOr)), None)
     if mark is None or value is None:
@@ -127,7 +129,7 @@ def resolve_paths(value: Any, annotation: Any) -> Any:
 
 
 def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
-    """`value` if it fits the annotation (an int where a float is requested becomes one).
+    """Return `value` if it fits the annotation (an int becomes a float where one is required).
 
     Raises:
       UserError: naming the setting, its value, what it takes and the nearest valid choice.
@@ -158,7 +160,7 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
 
 
 def _check_bounds(name: str, value: Any, origin: str) -> Any:
-    """The value of a setting, when each number in it is one that programs can hold.
+    """Return the value of a setting if all numbers in it are representable.
 
     Raises:
       UserError: a number is not finite, or a whole one has more than 32 bits.
@@ -176,7 +178,9 @@ def _check_bounds(name: str, value: Any, origin: str) -> Any:
 
 
 def lacks(value: Any, annotation: Any) -> list[str]:
-    """The members of a protocol that a value has not; none where the annotation is no protocol."""
+    """Return the members of a protocol that a value lacks; none if the annotation is not a
+    protocol.
+    """
     if not _is_protocol(annotation):
         return []
     members = {*annotation.__annotations__, *vars(annotation)}
@@ -254,7 +258,7 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 
 def _convert(value: Any, annotation: Any) -> Any:
-    """The value as the annotation takes it: an int becomes the float that is requested.
+    """Return the value converted to the annotation: an int becomes a float where one is required.
 
     Raises:
       _Misfit: the annotation does not take it.
@@ -342,7 +346,7 @@ def of_a_choice(cls: type, setting: str) -> str:
 
 
 def how_to_choose(unused: str) -> str:
-    """The binding that makes a configuration use a class, where one names it."""
+    """Return the binding that makes a configuration use a class, if there is one."""
     for cls in list(CONFIGURABLES.values()):  # choices may import modules that register more
         for mark in _marks(cls):
             for name, choice in mark.choices().items():
@@ -352,7 +356,7 @@ def how_to_choose(unused: str) -> str:
 
 
 def add_quotes(text: str) -> str | None:
-    """A binding whose value is text without quotes, with them; None where that is not obvious."""
+    """Return a binding with quotes around its unquoted text, or None if that is not obvious."""
     name, _, value = (part.strip() for part in text.partition("="))
     section, _, field = name.partition(".")
     known = settings_of(CONFIGURABLES[section]) if section in CONFIGURABLES else {}

@@ -13,7 +13,7 @@ from jaxtrain.config.values import by_name, hints, resolve_paths, settings_of
 
 
 def to_gin(root: Any, *, absolute: bool = False) -> str:
-    """The resolved tree as gin text: every value, so that reading it again gives an equal tree.
+    """Return all values of the resolved tree as gin text, which reads back equal.
 
     Args:
       root: as of `load`.
@@ -26,7 +26,7 @@ def to_gin(root: Any, *, absolute: bool = False) -> str:
 
 
 def changes(root: Any) -> str:
-    """The values of the resolved tree that differ from their defaults, as gin text.
+    """Return the values of the resolved tree that differ from their defaults, as gin text.
 
     Args:
       root: as of `load`.
@@ -35,7 +35,7 @@ def changes(root: Any) -> str:
 
 
 def format_gin(instances: Sequence[Any], *, absolute: bool = False, defaults: bool = True) -> str:
-    """Registered dataclasses as gin text, with every value of them and of those they refer to.
+    """Return registered dataclasses as gin text, with all their values and those they refer to.
 
     Args:
       instances: one of each class.

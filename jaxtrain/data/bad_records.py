@@ -28,12 +28,12 @@ _COUNTS = ("files", "files_left_out", "bad_records")
 
 
 def ending_of(name: str) -> str:
-    """The ending of a file's name in lower case, or that it has none."""
+    """Return a file name's suffix in lower case, or that it has none."""
     return PurePosixPath(name).suffix.lower() or NO_ENDING
 
 
 def file_facts(read: int, left_out: Mapping[str, int]) -> dict[str, int | str]:
-    """Facts of a folder from which files are left out; none where all are read.
+    """Return facts of a folder from which files are left out; none if all are read.
 
     Args:
       read: how many files are read.
@@ -52,7 +52,7 @@ def file_facts(read: int, left_out: Mapping[str, int]) -> dict[str, int | str]:
 def heldout_facts(
     setting: str, fraction: float, count: int, unit: str, *, each: str | None = None
 ) -> dict[str, int | str]:
-    """The fact that one example is held out where the fraction alone would hold out none.
+    """Return the fact that one example is held out, where the fraction alone would select none.
 
     Args:
       setting: the binding of the fraction.
@@ -70,7 +70,7 @@ def heldout_facts(
 
 
 def merge(facts: Mapping[str, Mapping[str, object]]) -> Facts:
-    """The facts of this kind of several sources together.
+    """Merge the facts of this kind from several sources.
 
     Args:
       facts: by the name of the source.
@@ -123,12 +123,12 @@ UNREADABLE = (ValueError, OSError, EOFError, RuntimeError, LookupError, zlib.err
 
 
 class BadRecordError(UserError):
-    """More examples cannot be read than Train.bad_records allows."""
+    """More unreadable examples than Train.bad_records allows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-    """An example that could not be read.
+    """Example that could not be read.
 
     Attributes:
       split: 'training' or 'held-out'.
@@ -145,7 +145,7 @@ class BadRecord:
 
 
 class BadRecords:
-    """The examples that this process could not read in this attempt; safe to use from threads.
+    """Unreadable examples of this process in this attempt; safe to use from threads.
 
     Args:
       limit: how many there may be; an example counts once, however often it comes round.
@@ -165,7 +165,7 @@ class BadRecords:
             return list(self._found.values())
 
     def add(self, record: BadRecord, error: BaseException) -> None:
-        """Counts `record`, which raised `error`.
+        """Count `record`, which raised `error`.
 
         Raises:
           BadRecordError: they are more than the limit.
@@ -189,7 +189,7 @@ class BadRecords:
 def read_example(
     examples: Examples, index: int, rng: np.random.Generator | None, split: str, bad: BadRecords
 ) -> Batch:
-    """Example `index`, or its stand-in where it cannot be read.
+    """Return example `index`, or a zero-weight replacement if it cannot be read.
 
     The stand-in is the next example of the split that can be read, the first after the last, as
     in evaluation (without augmentation) and with a loss_mask of 0. It depends on the data and
@@ -213,5 +213,5 @@ def read_example(
 
 
 def weightless(example: Batch) -> Batch:
-    """The example with a loss_mask of 0: it fills a row and counts nowhere."""
+    """Return the example with a loss_mask of 0: it fills a row and counts nowhere."""
     return dataclasses.replace(example, loss_mask=np.zeros_like(example.loss_mask))

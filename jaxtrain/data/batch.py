@@ -58,7 +58,7 @@ class Batch:
 
 
 def on_host(batch: Batch) -> Batch:
-    """The batch with arrays of other libraries, such as tensors of PyTorch on a CPU, as NumPy's.
+    """Convert a batch with arrays of other libraries, such as PyTorch CPU tensors, to NumPy.
 
     They are copied: a tensor may be changed while a step still reads it. Arrays of NumPy and JAX,
     and what is no array, stay as they are.
@@ -101,7 +101,7 @@ def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:
 
 
 def example_shape(batch: Batch) -> tuple[int, ...]:
-    """The shape of one example's inputs, as `Model.flops` takes it: of pairs (S, T)."""
+    """Return the shape of one example's inputs, as `Model.flops` takes it: (S, T) for pairs."""
     if batch.source is not None:
         return batch.source.shape[1], batch.inputs.shape[1]
     return batch.inputs.shape[1:]

@@ -16,8 +16,8 @@ _TELL_SECONDS = 30.0
 
 
 def with_stores(data: Any, say: Callable[[str], None]) -> Any:
-    """A run's data, with a store on this machine for each large text and for each small store in a
-    bucket.
+    """Return a run's data, with a token store on this machine for each large text and for each
+    small store in a bucket.
 
     Batches and digest are those of the text. A store is made where there is none yet of this text,
     this tokenizer and these settings; of several processes of a machine one makes it.
@@ -61,7 +61,8 @@ def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
 
 
 def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
-    """The store of a large text; its splits, if the source has such, and bad records are decided.
+    """Return the store of a large text; its splits, if the source has such, and bad records are
+    decided.
 
     Args:
       data: the text.

@@ -25,7 +25,7 @@ S = TypeVar("S", bound="ClassedRows")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassedRows(abc.ABC):
-    """Examples with classes, one of them in a row.
+    """Base of sources of labelled examples, one example per row.
 
     Attributes:
       source: the file; or `'synthetic'`, random examples and labels.
@@ -70,13 +70,15 @@ class ClassedRows(abc.ABC):
         )
 
     def label_sequence(self, row: np.ndarray, label: int) -> Batch:
-        """A row with one label."""
+        """Return a row with one label."""
         place = 0 if self.place == "first" else len(row) - 1
         is_labeled_T = np.arange(self.sequence_length) == place
         return self.pad_row(row, np.full(self.sequence_length, label), is_labeled_T)
 
     def label_tokens(self, row: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
-        """A row with labels of its places from `first` on; one stands for all."""
+        """Return a row with labels at the positions from `first` on; a scalar label is used for
+        all.
+        """
         label_T = np.full(self.sequence_length, -1, np.int32)
         count = len(row) - first
         own = np.full(count, labels) if np.ndim(labels) == 0 else np.asarray(labels)[:count]
@@ -92,7 +94,7 @@ class ClassedRows(abc.ABC):
         return held
 
     def reject_empty_split(self, held: np.ndarray, of: str) -> None:
-        """Raises UserError where all examples, or none of them, would be held out."""
+        """Raise UserError if all examples, or none of them, would be held out."""
         if held.all() or not held.any():
             raise UserError(
                 f"{self.section}.source = {self.source!r}: of its {len(held)} {of} {held.sum()} "
@@ -103,7 +105,7 @@ class ClassedRows(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Generic[S]):
-    """Examples and their labels, in memory; implements Examples.
+    """Labelled examples in memory; implements Examples.
 
     Attributes:
       each: the places and the labels of every example.
@@ -117,7 +119,7 @@ class Rows(Generic[S]):
         return len(self.each)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Example `index`, a row [T]; the same for any `rng`."""
+        """Return example `index`, a row [T]; the same for any `rng`."""
         del rng
         places, label = self.each[index]
         return self.data.row(places, label)

@@ -24,7 +24,7 @@ _NEAR = 1e-6  # what shares may differ from 1 in all
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """Several text sources in one run, each row from one of them.
+    """Mixture of several text sources in one run, each row from one of them.
 
     What batch k holds is a function of the seed, k and the shares; each source has epochs of its
     own, and its own held-out loss.
@@ -123,7 +123,7 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this in all sources."""
+        """Vocabulary size of the shared tokenizer: all ids are below it."""
         return max(self._of(name).vocab_size for name in self.sources)
 
     @property
@@ -141,7 +141,7 @@ class Mixture:
         return self.data.abstract_batch(global_batch_size)
 
     def open(self, *, seed: int) -> Dataset:
-        """Opens every source.
+        """Open all sources.
 
         Raises:
           UserError: as of `TextData`.
@@ -206,7 +206,7 @@ def _is_whole(examples: object) -> WholeBatches:
 
 @dataclasses.dataclass(frozen=True)
 class Concatenated:
-    """The examples of several sources, one source after the other; implements WholeBatches."""
+    """Concatenated examples of several sources; implements WholeBatches."""
 
     parts: tuple[WholeBatches, ...]
 
@@ -214,12 +214,12 @@ class Concatenated:
         return sum(map(len, self.parts))
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document of all sources that have such."""
+        """Return the length in tokens of each document, over all sources that have documents."""
         found = [part.document_lengths() for part in self.parts if isinstance(part, HasDocuments)]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Example `index`, counted over all sources."""
+        """Return example `index`, counted over all sources."""
         for part in self.parts:
             if index < len(part):
                 return part.example(index, rng)
@@ -227,7 +227,7 @@ class Concatenated:
         raise IndexError(index)
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The examples `indices`, one under the other, each source asked once."""
+        """Return the examples `indices`, stacked; each source is read once."""
         ends = np.cumsum([len(part) for part in self.parts])
         of = np.searchsorted(ends, indices, side="right")
         order, found = list[np.ndarray](), list[Batch]()

@@ -32,7 +32,7 @@ def batches(
     order: Order | None = None,
     workers: int = 0,
 ) -> Iterator[Batch]:
-    """Endless batches in a new order each epoch; batch k depends on `seed` and k alone.
+    """Yield batches indefinitely, in a new order each epoch; batch k depends only on `seed` and k.
 
     Place p of the stream, p = k * global_batch_size + row, is element p of the epochs laid end to
     end, so a batch may hold the end of one epoch and the beginning of the next.
@@ -109,7 +109,7 @@ def _threads(examples: Examples, threads: int | None) -> int:
 def _read(
     numbers: range, make: Callable[[int], Batch], threads: int, prefetch: int
 ) -> Iterator[Batch]:
-    """The batches of these numbers, in their order."""
+    """Yield the batches of these numbers, in order."""
     if not threads:
         yield from map(make, numbers)
         return
@@ -127,7 +127,7 @@ def _read(
 
 @functools.lru_cache(maxsize=64)  # asked for every array of every batch
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
-    """The rows of the global batch that this process's devices hold: sorted, each once; read only.
+    """Return the sorted, distinct rows of the global batch on this process's devices; read-only.
 
     `sharding` is that of a batch's leaf; its first dimension is the batch.
     """
@@ -141,7 +141,7 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
 
 
 def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
-    """Global arrays from the rows this process made.
+    """Return global arrays from the rows of this process.
 
     Args:
       batch: numpy leaves [len(process_rows), ...], rows in the order of `process_rows`.
@@ -170,7 +170,7 @@ def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
 
 
 class Prefetcher(Generic[T]):
-    """Runs an iterator on a worker thread, at most `depth` items ahead.
+    """Prefetcher: runs an iterator on a worker thread, at most `depth` items ahead.
 
     What the source or `transform` raises is raised by the consumer's `next`, after the items made
     before it. Use it as a context manager, or call `close`: it stops the worker and closes the
@@ -220,7 +220,7 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Stops the worker and waits for it; calling it again does nothing."""
+        """Stop the worker and wait for it; calling it again does nothing."""
         if self._closed:
             return
         self._closed = True

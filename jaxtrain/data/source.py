@@ -32,7 +32,7 @@ _DIGEST_SLICE = 1 << 24  # rows of an array, hashed together
 
 
 class Examples(Protocol):
-    """Random access to one split."""
+    """Interface of examples: random access to one split."""
 
     def __len__(self) -> int: ...
 
@@ -45,20 +45,22 @@ class Examples(Protocol):
 
 @runtime_checkable
 class WholeBatches(Examples, Protocol):
-    """Examples that nothing augments, and that are quicker made many at a time."""
+    """Examples without augmentation that are faster to make many at a time."""
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Return a single example, the same for any `rng`."""
         return jax.tree.map(lambda leaf: leaf[0], self.examples(np.array([index])))
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The examples `indices` with a leading batch dimension, each as `example` gives it."""
+        """Return the examples `indices` with a leading batch dimension, each as `example` returns
+        it.
+        """
         ...
 
 
 @runtime_checkable
 class MixedRows(Examples, Protocol):
-    """Examples that are learned from in pairs: each row of a batch with some of its neighbour's."""
+    """Examples that are mixed in training (mixup, CutMix): each row with its neighbor."""
 
     def mix(self, own: Batch, other: Batch, rng: np.random.Generator) -> Batch:
         """Mix a row of a training batch with its neighbor, each as `example` returns it."""
@@ -67,16 +69,16 @@ class MixedRows(Examples, Protocol):
 
 @runtime_checkable
 class HasDocuments(Examples, Protocol):
-    """Examples that are cut of documents."""
+    """Examples cut from documents."""
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+        """Return the length in tokens of each document, int64 [documents]."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some examples of a split, which follow each other; implements Examples."""
+    """Consecutive examples of a split; implements Examples."""
 
     of: Examples
     places: range
@@ -85,13 +87,13 @@ class Part:
         return len(self.places)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Example `index` of the part."""
+        """Return example `index` of the part."""
         return self.of.example(self.places[index], rng)
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """An opened source.
+    """Opened data source: its training and held-out examples, digest and facts.
 
     Attributes:
       train: the examples to train on.
@@ -118,7 +120,7 @@ class Dataset:
 
 
 def is_heldout(count: int, fraction: float) -> np.ndarray:
-    """bool [count]: floor(count * fraction) places, evenly spaced, so the order alone decides.
+    """Return the held-out mask, bool [count]: floor(count * fraction) evenly spaced positions.
 
     With 1/20 it is the 20th, the 40th, ...: every part of a sorted source is represented.
     """
@@ -126,7 +128,7 @@ def is_heldout(count: int, fraction: float) -> np.ndarray:
 
 
 def hold_out(count: int, fraction: float) -> np.ndarray:
-    """bool [count]: as `is_heldout`; the last of two or more where the fraction holds out none."""
+    """Return a mask as `is_heldout` does; the last of two or more if the fraction selects none."""
     held = is_heldout(count, fraction)
     if count > 1 and not held.any():
         held[-1] = True
@@ -134,7 +136,7 @@ def hold_out(count: int, fraction: float) -> np.ndarray:
 
 
 def is_held_out(place: int, fraction: float) -> bool:
-    """Whether `is_heldout` holds out this place, however many follow."""
+    """Whether `is_heldout` holds out this position, independent of the count."""
     return bool(np.diff(_count_held_out(np.arange(place, place + 2), fraction))[0] > 0)
 
 
@@ -144,7 +146,7 @@ def _count_held_out(places: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def check_heldout_fraction(name: str, fraction: float) -> None:
-    """Raises UserError unless 0 < fraction < 1."""
+    """Raise UserError unless 0 < fraction < 1."""
     if not 0.0 < fraction < 1.0:
         raise UserError(
             f"{name} = {fraction}: the held-out share is over 0 and under 1, such as 0.05"
@@ -152,7 +154,7 @@ def check_heldout_fraction(name: str, fraction: float) -> None:
 
 
 def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bool) -> None:
-    """Raises UserError for a held-out split where no splits are named, or that is the other one."""
+    """Raise UserError for a held-out split without named splits, or equal to the training split."""
     if heldout is None:
         return
     if not named:
@@ -169,12 +171,12 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
 
 
 def digest(header: dict[str, Any], parts: Iterable[bytes | Tokens]) -> str:
-    """sha256 hex of a JSON header and of the digests of `parts`."""
+    """Return the sha256 hex of a JSON header and of the digests of `parts`."""
     return digest_of(header, map(part_digest, parts))
 
 
 def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
-    """`digest` of parts whose own digests are known."""
+    """Return the `digest` of parts whose own digests are known."""
     sha = hashlib.sha256(json.dumps(header, sort_keys=True).encode("utf-8"))
     for part in parts:
         sha.update(bytes.fromhex(part))
@@ -182,7 +184,7 @@ def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
 
 
 def part_digest(part: bytes | Tokens) -> str:
-    """sha256 hex of the bytes of one part."""
+    """Return the sha256 hex of the bytes of one part."""
     sha = hashlib.sha256()
     if isinstance(part, bytes):
         sha.update(part)
@@ -193,7 +195,7 @@ def part_digest(part: bytes | Tokens) -> str:
 
 
 def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Place:
-    """The path a setting names, on this machine or in a bucket.
+    """Return the path that a setting names, on this machine or in a bucket.
 
     Args:
       setting: the binding, for the message.
@@ -250,7 +252,7 @@ def _in_bucket(setting: str, path: BucketPath, allowed: str) -> BucketPath:
 
 
 def is_store(path: Place) -> bool:
-    """Whether a folder, on a disk or in a bucket, is a finished token store."""
+    """Whether a folder, on a disk or in a bucket, is a complete token store."""
     return (path / STORE_FILE).is_file()
 
 
@@ -287,12 +289,12 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
 
 
 def is_glob(source: str) -> bool:
-    """Whether a source is a pattern of paths and not the path of something."""
+    """Whether a source is a glob pattern and not an existing path."""
     return bool(re.search(r"[*?\[]", source)) and ("://" in source or not Path(source).exists())
 
 
 def glob_files(source: str, setting: str) -> list[Place]:
-    """The files that a pattern names, in order of their paths' parts.
+    """Return the files that match a pattern, sorted by path.
 
     Args:
       source: the pattern, from this folder, from a root or in a bucket.
@@ -316,7 +318,7 @@ def glob_files(source: str, setting: str) -> list[Place]:
 
 
 def _root(source: str) -> str:
-    """The folder under which everything is that a pattern can match."""
+    """Return the deepest folder that contains all possible matches of a pattern."""
     parts = source.split("/")
     first = next(place for place, part in enumerate(parts) if re.search(r"[*?\[]", part))
     return "/".join(parts[:first]) or ("/" if source.startswith("/") else ".")

@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)?(:\d+\.\d+\.\d
 
 
 def tfds_name(setting: str, source: str) -> str | None:
-    """NAME of `'tfds:NAME'`, None for another source.
+    """Return NAME of `'tfds:NAME'`, None for another source.
 
     Raises:
       UserError: what follows `tfds:` is no name.
@@ -31,7 +31,7 @@ def tfds_name(setting: str, source: str) -> str | None:
 
 
 def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
-    """The TFDS builder of a data set that lies prepared, as array_record, in `data_dir`.
+    """Return the TFDS builder of a dataset prepared, as array_record, in `data_dir`.
 
     Raises:
       UserError: unknown, not prepared, or prepared in another format; says how to prepare it.
@@ -77,7 +77,8 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
 
 
 def open_split(builder: Any, split: str, setting: str, *, skip: Sequence[str] = ()) -> Any:
-    """Random access to the records of a split, each a dict; features in `skip` stay encoded.
+    """Return the records of a split for random access, each a dict; features in `skip` stay
+    encoded.
 
     Raises:
       UserError: the data set has no such split.
@@ -94,7 +95,7 @@ def open_split(builder: Any, split: str, setting: str, *, skip: Sequence[str] = 
 
 
 def check_feature(builder: Any, feature: str, kind: str, setting: str) -> Any:
-    """The feature of that name.
+    """Return the feature of that name.
 
     Raises:
       UserError: the data set has none of that name whose class in tfds.features is `kind`.
@@ -112,7 +113,7 @@ def check_feature(builder: Any, feature: str, kind: str, setting: str) -> Any:
 
 
 def read_text(builder: Any, split: str, setting: str, *, feature: str) -> Iterator[str]:
-    """The text of each record of a split, in the order the records are stored.
+    """Yield the text of each record of a split, in order.
 
     Raises:
       UserError: no such split, no such text feature, or a record that cannot be read.

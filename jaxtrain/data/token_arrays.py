@@ -16,7 +16,7 @@ BLOCK_BYTES = 1 << 16
 
 
 class Joined:
-    """Arrays of one dtype concatenated; nothing is copied but what is requested.
+    """Concatenated arrays of one dtype; copies only what is requested.
 
     Args:
       parts: at least one.
@@ -31,7 +31,7 @@ class Joined:
         return int(self._ends[-1])
 
     def __getitem__(self, wanted: slice | np.ndarray) -> np.ndarray:
-        """A slice without a step, or the tokens at some places."""
+        """Return a slice without a step, or the tokens at some positions."""
         if isinstance(wanted, slice):
             begin, end, step = wanted.indices(len(self))
             assert step == 1, "slices without a step"
@@ -51,7 +51,7 @@ class Joined:
 
 
 class Ranged:
-    """Tokens that are read by slices, from several threads if need be.
+    """Token array that is read by slices, from several threads if needed.
 
     Args:
       file: whole, tokens from its first byte on.
@@ -70,7 +70,7 @@ class Ranged:
         return self._count
 
     def __getitem__(self, wanted: slice | np.ndarray) -> np.ndarray:
-        """A slice without a step, or the tokens at some places.
+        """Return a slice without a step, or the tokens at some positions.
 
         Raises:
           UserError: the file is shorter than it was.
@@ -112,7 +112,7 @@ class Ranged:
 
 
 class Verified:
-    """Tokens that are read by slices; a block that was read before is not compared again.
+    """Token array whose blocks are verified at their first read.
 
     Args:
       file: mapped, tokens from its first byte on.
@@ -132,7 +132,7 @@ class Verified:
         return len(self._mapped)
 
     def __getitem__(self, wanted: slice | np.ndarray) -> np.ndarray:
-        """A slice without a step, or the tokens at some positions.
+        """Return a slice without a step, or the tokens at some positions.
 
         Raises:
           UserError: the file is damaged there.

@@ -34,7 +34,7 @@ Rows = TrainingRows | HeldoutRows
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Room for some batches, which every process maps: a file that lies in memory alone.
+    """Shared memory for some batches, mapped by every process: an anonymous file in memory.
 
     Attributes:
       process, file: the process that opened it, and its number there.
@@ -50,7 +50,7 @@ class _Memory:
     leaves: Batch
 
     def map_memory(self) -> mmap.mmap:
-        """Maps it; in another process by the opener's entry for it."""
+        """Map the memory; in another process through the creator's /proc entry."""
         own = os.getpid() == self.process
         file = self.file if own else os.open(f"/proc/{self.process}/fd/{self.file}", os.O_RDWR)
         try:
@@ -65,7 +65,7 @@ class _Memory:
         return sum(self._sizes())
 
     def slot(self, mapped: mmap.mmap, number: int) -> Batch:
-        """A batch that lies there."""
+        """Return the batch in a slot."""
         leaves, structure = jax.tree.flatten(self.leaves)
         found, begin = [], number * self.slot_bytes
         for leaf, size in zip(leaves, self._sizes(), strict=True):
@@ -82,7 +82,7 @@ class _Memory:
 def batches_of_processes(
     of: Rows, numbers: range, rows: np.ndarray, bad: BadRecords, *, workers: int, ahead: int
 ) -> Iterator[Batch]:
-    """The batches of these numbers in their order, as `of.read` makes them.
+    """Yield the batches of these numbers in order, made by worker processes with `of.read`.
 
     Args:
       of: makes rows; is sent to each process once.
@@ -166,7 +166,7 @@ def _end_with_parent() -> None:
 
 
 def _make(number: int, part: range, slot: int) -> list[BadRecord]:
-    """Makes some rows of a batch in their place; those that could not be read."""
+    """Make some rows of a batch in their slot; return the bad records."""
     bad = _no_limit()
     made = _of.read(number, rows=_rows[part.start : part.stop], bad=bad)
     room = _memory.slot(_mapped, slot)

@@ -399,7 +399,7 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip whose `jax.Device.device_kind` this is; None where it is not in the table."""
+    """Return the chip with this `jax.Device.device_kind`, or None if it is not in the table."""
     for chip in _ALL:
         if device_kind in chip.device_kinds:
             return chip
@@ -407,7 +407,8 @@ def chip_of(device_kind: str) -> Chip | None:
 
 
 def peak_flops(device_kind: str, matmul: str = "compute") -> float | None:
-    """Peak dense FLOP/s of one JAX device of this kind, which an MFU is a part of: of bfloat16, or
-    of what `Precision.matmul` makes of its fastest products; None where it is not known."""
+    """Return the peak dense FLOP/s of one JAX device of this kind, the denominator of MFU: for
+    bfloat16, or for the fastest matmuls of `Precision.matmul`; None if unknown.
+    """
     chip = chip_of(device_kind)
     return None if chip is None else chip.narrow_flops(matmul) or chip.bf16_flops

@@ -35,7 +35,7 @@ _WARNING, _ERROR = "1", 2  # of XLA's log
 
 
 def keep_memory(platform: str) -> bool:
-    """Has this process keep what its programs free, where they run on CPUs.
+    """Make the allocator keep memory that programs on CPUs free.
 
     Whoever set glibc's `MALLOC_*` or `GLIBC_TUNABLES` has chosen, and the memory is left alone. Two
     complaints about programs of several blocks are dropped: XLA's log of every array above
@@ -172,7 +172,7 @@ def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]
 def options_of_run(
     platform: str, kind: str, steps: int, say: Callable[[str], object]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """`xla_options` of the train step and of evaluation that this version's compiler has."""
+    """Return the `xla_options` of train step and evaluation that this version's compiler has."""
 
     def compile_with(options: dict[str, str]) -> dict[str, str]:
         if options:
@@ -213,7 +213,7 @@ def with_known_options(
 
 
 def keep_compiled_programs() -> Path | None:
-    """Has JAX load each program that an earlier process of this machine compiled.
+    """Enable JAX's persistent compilation cache, shared by the processes of this machine.
 
     JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` names another folder, and
     `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing. To be called before anything is compiled.
@@ -239,7 +239,7 @@ def keep_compiled_programs() -> Path | None:
 
 
 def _processor() -> str:
-    """This machine's instruction set, as a folder's name.
+    """Return this machine's instruction set, as a folder name.
 
     JAX's key says "cpu" for every processor, and homes are shared: a program for one may hold
     instructions that another lacks (https://github.com/jax-ml/jax/issues/38445).

@@ -27,19 +27,21 @@ SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
 
 
 def device_word(count: int) -> str:
-    """ "device" or "devices", as the number asks."""
+    """Return "device" or "devices", as the number requires."""
     return "devices" if count != 1 else "device"
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Splits the CPU into `count` devices; where JAX has opened its backend already, nothing."""
+    """Split the CPU into `count` devices; does nothing once JAX has opened its backend."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
         extend_collective_timeouts()
 
 
 def outwait_given_cpu_devices() -> None:
-    """Extends XLA's timeouts where the environment has split the CPU; call before the backend."""
+    """Extend XLA's timeouts if the environment has split the CPU; call before the backend is
+    opened.
+    """
     settings: Any = jax.config  # whose attributes are made at run time
     flags = os.environ.get("XLA_FLAGS", "")
     if settings.jax_num_cpu_devices > 1 or "xla_force_host_platform_device_count" in flags:
@@ -47,12 +49,12 @@ def outwait_given_cpu_devices() -> None:
 
 
 def has_tpu_chips(root: Path = Path("/")) -> bool:
-    """Device files of TPUs: /dev/accel0 (v2 to v4) or /dev/vfio/0 (later ones)."""
+    """Whether there are TPU device files: /dev/accel0 (v2 to v4) or /dev/vfio/0 (later ones)."""
     return any(root.glob("dev/accel[0-9]*")) or any(root.glob("dev/vfio/[0-9]*"))
 
 
 def pass_over_libtpu(root: Path = Path("/")) -> None:
-    """Has libtpu say nothing on a machine without TPUs; call it before the backend.
+    """Silence libtpu on a machine without TPUs; call before the backend is opened.
 
     libtpu compiles for TPUs that are not there (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it at
     the start of every process, and it then writes errors to the terminal, past Python, about TPUs
@@ -96,7 +98,7 @@ def platforms_without_libtpu(
 
 
 def take_gpu_memory(fraction: float | None) -> None:
-    """Has JAX take this part of each GPU's memory; call before anything opens the backend.
+    """Set the fraction of each GPU's memory that JAX takes; call before the backend is opened.
 
     None leaves it as the environment has it.
     """
@@ -124,7 +126,7 @@ def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes JAX run on `count` simulated CPU devices; call before anything opens the backend.
+    """Make JAX run on `count` simulated CPU devices; call before anything opens the backend.
 
     Each device's decompositions keep to its own thread, unless the environment says otherwise: the
     LAPACK that JAX takes from SciPy would begin as many for each device as there are cores, which
@@ -147,7 +149,8 @@ def simulate_devices(count: int) -> None:
 
 
 def use_devices(count: int | None = None) -> list[jax.Device]:
-    """The devices that a notebook runs on: accelerators where there are any, else simulated ones.
+    """Return the devices that a notebook runs on: accelerators if there are any, else simulated
+    ones.
 
     To be called before anything else, so that the CPU can still be split; compiled programs are
     kept on disk from here on, as the command line keeps them.
@@ -173,7 +176,7 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
 
 
 def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    """The devices of a run: all of them, or those that were asked for.
+    """Return the devices of a run: all of them, or as many as requested.
 
     Raises:
       UserError: there is none, one stands there twice, or a process of the run has none of them.
@@ -201,7 +204,7 @@ RUN_AHEAD_PROGRAMS = 8
 
 
 class RunAhead:
-    """Keeps the host a few programs ahead of the devices, and no further.
+    """Limiter that keeps the host a few programs ahead of the devices, and no further.
 
     XLA's CPU client begins and runs programs on one pool of threads, as many as there are devices.
     While 32 programs of a device are unfinished, the next is started by a thread that waits: on
@@ -213,7 +216,7 @@ class RunAhead:
         self._results: collections.deque[Any] = collections.deque()
 
     def add(self, result: Any) -> None:
-        """Takes what a program returns, which nothing may donate, and waits for an earlier one."""
+        """Take a program's result, which must not be donated, and wait for an earlier one."""
         self._results.append(result)
         if len(self._results) > RUN_AHEAD_PROGRAMS:
             jax.block_until_ready(self._results.popleft())
@@ -237,7 +240,7 @@ def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str:
 
 
 def platform_of_device(device: Any) -> str:
-    """The platform of a device, which may be one to compile for alone."""
+    """Return the platform of a device, which may be only a compilation target."""
     if device.platform not in ("gpu", "cuda"):
         return device.platform
     # Other vendors' GPUs have words there.

@@ -38,7 +38,7 @@ _BESIDE = {"heads", "kv_heads", "qkv"}
 
 
 class Sized(Protocol):
-    """Sizes that say which is which.
+    """Named sizes.
 
     Attributes:
       settings: logical axis -> the field that gives it its size.
@@ -49,7 +49,7 @@ class Sized(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Uneven:
-    """A size that does not divide over the devices that share it.
+    """Size that does not divide over the devices that share it.
 
     Attributes:
       path: of the parameter.
@@ -65,7 +65,7 @@ class Uneven:
 
 
 def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
-    """Each dimension of parameters and moments that does not divide where the layout has them.
+    """Yield each dimension of parameters and moments that does not divide over its devices.
 
     Args:
       layout: where they lie.
@@ -80,7 +80,7 @@ def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
 
 
 def largest_fsdp(layout: Layout, shapes: nnx.State) -> int:
-    """By how many of its devices `fsdp` can share every parameter: the most that divide it.
+    """Return the largest number of `fsdp` devices that divides every parameter.
 
     Tables that pipe splits too need not divide by both: see `replicate_uneven`.
 
@@ -98,8 +98,8 @@ def largest_fsdp(layout: Layout, shapes: nnx.State) -> int:
 
 
 def replicate_uneven(layout: Layout, shapes: nnx.State) -> Layout:
-    """The layout with tables whole on every stage that do not divide over fsdp and pipe together,
-    and whole along tensor where it does not divide a vocabulary (see `gathering`).
+    """Return the layout with replicated embedding tables where they do not divide: over fsdp and
+    pipe on every stage, over tensor a vocabulary (see `gathering`).
 
     Args:
       layout: as the mesh has it.
@@ -115,7 +115,8 @@ def replicate_uneven(layout: Layout, shapes: nnx.State) -> Layout:
 
 
 def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
-    """The layout of TPUs: fsdp splits rows where its shards of embed are a part of a tile.
+    """Return the layout for TPUs: fsdp splits rows where its shards of embed are smaller than a
+    tile.
 
     A TPU lays arrays out in tiles of 128 columns, and of shards of one or less its compiler may sum
     the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
@@ -162,7 +163,7 @@ def _padding(size: int, tile: int) -> float:
 
 
 def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[str]:
-    """A sentence for everything that lies on more devices than was written.
+    """Yield a note for each array on more devices than the configuration says.
 
     Args:
       layout: where everything lies.
@@ -202,7 +203,7 @@ def _abstract(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
 def validate(
     model: Sized, layout: Layout, *, shapes: nnx.State, free: str | None = None
 ) -> Iterator[str]:
-    """A sentence for each size of a model that does not divide over the devices that share it.
+    """Yield an error message for each size of a model that does not divide over its devices.
 
     Args:
       model: its settings.

@@ -41,12 +41,12 @@ class GradientSlice:
 
 
 def with_slices(weights: nnx.State, slices: nnx.State) -> nnx.State:
-    """Each weight of a tree with its slice."""
+    """Pair each weight of a tree with its slice."""
     return jax.tree.map(with_slice, weights, slices, is_leaf=is_variable)
 
 
 def with_slice(weight: nnx.Variable, slice_: nnx.Variable) -> nnx.Variable:
-    """A weight with its slice."""
+    """Return a weight with its slice."""
     return weight.replace(GradientSlice(weight.get_value(), slice_.get_value()))
 
 
@@ -57,7 +57,7 @@ def gathers_weights() -> bool:
 
 
 def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
-    """The value of a parameter in the layout it is computed with: whole along fsdp.
+    """Return a parameter's value in the layout of the computation: gathered over fsdp.
 
     Called inside the loop over layers, so that one layer is gathered at a time; its transpose
     reduces the gradient over fsdp. A vocabulary that does not divide has rows of zeros at its end.
@@ -93,7 +93,7 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
 
 
 def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
-    """A weight with rows of zeros until every device has as many; others as they are."""
+    """Return a weight with rows of zeros until it divides over the devices; others as they are."""
     if not {"vocab"} & set(axes) & layout.whole:
         return weight
     dim, split = axes.index("vocab"), dataclasses.replace(layout, whole=frozenset())
@@ -104,18 +104,19 @@ def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: La
 
 
 def dtype_of(parameter: nnx.Param) -> jax.numpy.dtype:
-    """The dtype that a parameter is computed with: activations take it."""
+    """Return the dtype that a parameter is computed with, which activations take."""
     value = parameter.get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).dtype
 
 
 def _join(spec: P, groups: Groups | None) -> P:
-    """The spec of an array whose dimensions were joined."""
+    """Return the PartitionSpec of an array whose dimensions were merged."""
     return spec if groups is None else P(*(spec[group[0]] for group in groups))
 
 
 def _rows_first(weight: jax.Array, spec: P, groups: Groups | None) -> jax.Array:
-    """The weight, whose gradient has the split dimension as its rows, where that is a group's last.
+    """Return the weight, whose gradient has the split dimension as its rows, where that is a
+    group's last.
 
     A TPU's compiler scatters rows of heads' parts. Of a square product it may put the other
     dimension first, and then sums the whole (tests/test_tiles.py).
@@ -147,7 +148,7 @@ def _join_groups(x: jax.Array, groups: Groups | None) -> jax.Array:
 def _attach(
     weight: jax.Array, slice_: jax.Array, moved: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """The weight, whose gradient is the slice's: `moved` to where that lies."""
+    """Return the weight, whose gradient is the slice's: `moved` to where that lies."""
 
     @jax.custom_vjp
     def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:
@@ -164,10 +165,10 @@ def _attach(
 
 
 def pin_to_host(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """The same parts on the same devices, each in the memory of its device's host."""
+    """Return the same parts on the same devices, each in the memory of its device's host."""
     return sharding.with_memory_kind("pinned_host")
 
 
 def is_pinned(sharding: jax.sharding.Sharding) -> bool:
-    """Whether arrays that lie so are in the memory of hosts."""
+    """Whether arrays with this sharding are in host memory."""
     return sharding.memory_kind == "pinned_host"

@@ -83,11 +83,11 @@ class Mesh:
 
     @property
     def free_axis(self) -> str | None:
-        """The axis that is -1 and takes what is left; None: there is none."""
+        """Axis of size -1, which takes the remaining devices; None if there is none."""
         return next((axis for axis in MESH_AXES if getattr(self, axis) == -1), None)
 
     def sizes(self, device_count: int) -> dict[str, int]:
-        """The size of every axis on this many devices.
+        """Return the size of each axis on this many devices.
 
         Raises:
           UserError: the product is not the device count; devices would be idle or missing.
@@ -146,7 +146,7 @@ def validate(
     model: str,
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[str]:
-    """A sentence for each reason why these devices cannot be laid out so for a model.
+    """Yield an error message for each reason why these devices cannot form the mesh of a model.
 
     Args:
       settings: the sizes.
@@ -170,7 +170,7 @@ def validate(
 
 
 def usable_axes(logical: Collection[str], *, attends: bool) -> list[str]:
-    """The mesh axes that the table gives to the batch or to a parameter of a model.
+    """Return the mesh axes that the axis rules give to the batch or to a parameter of a model.
 
     A vocabulary alone is no reason to split: every device would compute all layers.
 
@@ -195,7 +195,7 @@ def make_mesh(
     tensor_layout: TensorLayout = "1d",
     tensor_depth: int = 1,
 ) -> jax.sharding.Mesh:
-    """The mesh of all devices (or of `devices`), every axis explicit.
+    """Return the mesh of all devices (or of `devices`), with all axes explicit.
 
     Explicit axes make a sharding part of an array's type, so a layout that does not hold together
     is an error while tracing; in automatic mode gradients came back without their fsdp sharding.
@@ -232,7 +232,7 @@ def abstract_mesh(
     tensor_layout: TensorLayout = "1d",
     tensor_depth: int = 1,
 ) -> jax.sharding.AbstractMesh:
-    """The names and sizes of `make_mesh` without devices.
+    """Return the names and sizes of `make_mesh` without devices.
 
     Raises:
       UserError: the sizes do not fit this many devices.
@@ -247,7 +247,9 @@ def abstract_mesh(
 
 
 def _order(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
-    """Devices in the shape of a mesh, neighbours by their links: the last axes get the closest."""
+    """Arrange devices in the shape of a mesh by their links: the last axes get the closest
+    neighbors.
+    """
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
@@ -260,7 +262,8 @@ def _explicit(*axes: Mapping[str, int]) -> tuple[AxisType, ...]:
 
 
 def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[list[jax.Device]]:
-    """The devices by slice: as they say themselves, else (CPUs, GPU hosts) runs of equal length.
+    """Return the devices by slice: as they report it, else (CPUs, GPU hosts) in runs of equal
+    length.
 
     Raises:
       UserError: `dcn` has another number of slices than there are.
@@ -300,7 +303,7 @@ def _dcn_way_out(slices: int) -> str:
 def order_over_slices(
     sizes: Mapping[str, int], dcn: Mapping[str, int], slices: list[list[jax.Device]]
 ) -> np.ndarray:
-    """Devices in the shape of the mesh: steps along an axis leave a slice as seldom as they can.
+    """Arrange devices in the shape of the mesh so that steps along an axis rarely leave a slice.
 
     Args:
       sizes: every axis of the mesh, over all slices.

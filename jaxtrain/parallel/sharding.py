@@ -76,7 +76,9 @@ class Sharding:
 
 
 def validate(settings: Sharding, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields an error message for each reason why a mesh of these sizes cannot shard so."""
+    """Yield an error message for each reason why this sharding is invalid on a mesh of
+    these sizes.
+    """
     yield from validate_tensor_layout(
         settings.tensor_layout, depth=settings.tensor_depth, tensor=sizes["tensor"]
     )
@@ -85,7 +87,7 @@ def validate(settings: Sharding, sizes: Mapping[str, int]) -> Iterator[str]:
 def validate_length(
     settings: Sharding, sizes: Mapping[str, int], *, length: int, written: str
 ) -> Iterator[str]:
-    """A sentence where sequences do not divide over the devices of the residual stream.
+    """Yield an error message if sequences do not divide over the devices of the residual stream.
 
     Args:
       settings: what is sharded.
@@ -111,7 +113,7 @@ def validate_length(
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The table resolved for one mesh: from the meaning of dimensions to PartitionSpecs.
+    """Axis rules resolved for one mesh: from logical axes to PartitionSpecs.
 
     Attributes:
       mesh: the device mesh, or an abstract one.
@@ -155,7 +157,7 @@ class Layout:
         settings: Sharding,
         num_kv_heads: int | None = None,
     ) -> "Layout":
-        """The layout of a run.
+        """Return the layout of a run.
 
         Args:
           mesh: the device mesh, or an abstract one.
@@ -178,8 +180,10 @@ class Layout:
 
     @property
     def of_microbatches(self) -> "Layout":
-        """The layout between a step's first gather and its last sum: of `accumulate='local'` and
-        `masters='sharded'` that of stage 1, whose weights and gradients are whole along fsdp."""
+        """Return the layout between a step's first gather and its last reduction: of
+        `accumulate='local'` and `masters='sharded'` that of ZeRO 1, with weights and gradients
+        whole along fsdp.
+        """
         if self.accumulate == "shard" and self.masters == "whole":
             return self
         return dataclasses.replace(
@@ -192,43 +196,45 @@ class Layout:
         return self.zero == 3 or self.masters == "sharded"
 
     def activation(self, axes: tuple[str, ...]) -> P:
-        """The spec of an activation."""
+        """Return the PartitionSpec of an activation."""
         return self._spec(axes, [self._activation_axis(axis) for axis in axes])
 
     def weight(self, axes: tuple[str, ...]) -> P:
-        """The spec of a parameter while it is computed with: gathered over fsdp.
+        """Return the PartitionSpec of a parameter during the computation: gathered over fsdp.
 
         Layers stay on their stage; what stands around them is gathered over pipe too.
         """
         return _of_stage(self, None, axes)
 
     def parameter(self, axes: tuple[str, ...]) -> P:
-        """The spec of a parameter at rest."""
+        """Return the PartitionSpec of a parameter at rest."""
         return _of_stage(self, 1 if self.masters == "sharded" else 3, axes)
 
     def gradient(self, axes: tuple[str, ...]) -> P:
-        """The spec of an accumulated gradient."""
+        """Return the PartitionSpec of an accumulated gradient."""
         return _of_stage(self, 2, axes)
 
     def moment(self, axes: tuple[str, ...]) -> P:
-        """The spec of optimizer state, and of parameters and gradients while they are updated."""
+        """Return the PartitionSpec of optimizer state, and of parameters and gradients during the
+        update.
+        """
         return _of_stage(self, 1, axes)
 
     def batch_devices(self) -> int:
-        """Over how many devices the batch is split."""
+        """Return the number of devices that the batch is split over."""
         return self.size(self.activation(("batch",))[0])
 
     def size(self, part: MeshAxes) -> int:
-        """Over how many devices a dimension with this part of a spec is split."""
+        """Return the number of devices that split a dimension with this part of a spec."""
         return math.prod(self.mesh.shape[name] for name in parts_of(part))
 
     def sharding_of(self, spec: P) -> NamedSharding:
-        """The sharding of this mesh with this spec."""
+        """Return the sharding of this mesh with this spec."""
         return NamedSharding(self.mesh, spec)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Makes this the layout (and the mesh) that `shard` and `gather` use while tracing."""
+        """Activate this layout (and its mesh) for `shard` and `gather` while tracing."""
         assert isinstance(self.mesh, jax.sharding.Mesh), "an abstract mesh has no devices"
         with jax.set_mesh(self.mesh), self.current():
             yield
@@ -248,18 +254,18 @@ class Layout:
 
     @contextlib.contextmanager
     def enter_manual(self, *axes: str) -> Iterator["Layout"]:
-        """The layout for code inside a `jax.shard_map` over these axes."""
+        """Activate the layout for code inside a `jax.shard_map` over these axes."""
         layout = self.with_manual(*axes)
         with layout.current():
             yield layout
 
     def with_manual(self, *axes: str) -> "Layout":
-        """The layout whose specs leave out these mesh axes too, beside those that are manual."""
+        """Return the layout with these mesh axes manual too: its specs leave them out."""
         return dataclasses.replace(self, manual=self.manual | set(axes))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Makes this the layout where the mesh is set already."""
+        """Activate this layout where the mesh is set already."""
         token = _LAYOUT.set(self)
         try:
             yield
@@ -296,8 +302,9 @@ class Layout:
 
 @functools.lru_cache(maxsize=65536)  # a search asks thousands of layouts for a few specs each
 def _of_stage(layout: Layout, stage: int | None, axes: tuple[str, ...]) -> P:
-    """The spec of a parameter while it is computed with (None), or of what ZeRO splits from this
-    stage on."""
+    """Return the PartitionSpec of a parameter during the computation (None), or of what ZeRO splits
+    from this stage on.
+    """
     rules = [layout._of_parameter(axis) for axis in axes]
     if stage is None:
         return layout._spec(axes, [rule.weight for rule in rules])
@@ -316,18 +323,18 @@ _LAYOUT: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("layout"
 
 
 def parts_of(part: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes that one dimension of a spec names."""
+    """Return the mesh axes in one dimension's part of a PartitionSpec."""
     return () if part is None else (part,) if isinstance(part, str) else part
 
 
 def without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
-    """A dimension's part of a spec without these mesh axes."""
+    """Return a dimension's part of a spec without these mesh axes."""
     kept = tuple(name for name in parts_of(part) if name not in dropped)
     return None if not kept else kept[0] if len(kept) == 1 else kept
 
 
 def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """The activation `x`, laid out as its dimensions' meaning says; without a mesh, as it is."""
+    """Return activation `x` sharded by its logical axes; unchanged without a mesh."""
     layout = _LAYOUT.get()
     if layout is None:
         return x
@@ -337,19 +344,19 @@ def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def reshape(x: jax.Array, shape: Sequence[int], parts: Sequence[MeshAxes]) -> jax.Array:
-    """x with this shape, each dimension split over the mesh as its part of a spec says."""
+    """Return x with this shape, each dimension sharded as its part of a spec says."""
     if jax.sharding.get_abstract_mesh().empty:
         return x.reshape(shape)
     return jax.lax.reshape(x, shape, out_sharding=P(*parts))
 
 
 def current_layout() -> Layout | None:
-    """The layout of the code being traced; None without a mesh."""
+    """Return the layout of the code being traced; None without a mesh."""
     return _LAYOUT.get()
 
 
 def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-    """`function` run by every device on its own shards, under the current layout.
+    """Run `function` on each device with its own shards, under the current layout.
 
     Replication cannot be followed through a kernel or a hand-written collective, so every result
     is taken for what `out_specs` declares; tests compare it with one device.
@@ -372,7 +379,9 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
 
 
 def scatter_places(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """On each device: of the sum of [B, T, D] over the devices along mesh axes its own places."""
+    """Sum [B, T, D] over the devices along mesh axes; each device keeps its own positions
+    (reduce-scatter).
+    """
     B, T, D = x_BTD.shape
     if B > 1:
         return jax.lax.psum_scatter(x_BTD, axes, scatter_dimension=1, tiled=True)
@@ -383,7 +392,7 @@ def scatter_places(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def along(
     over: tuple[str, ...], function: Callable[..., Any], *arguments: Any, out_specs: Any
 ) -> Any:
-    """`function(*arguments)` run for every index of some mesh axes; the others stay explicit.
+    """Run `function(*arguments)` for each index of some mesh axes; the others stay explicit.
 
     Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 takes what no
     spec mentions for replicated over EXPLICIT axes, and gathers it at its boundary.
@@ -418,7 +427,7 @@ def along(
 
 
 def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
-    """The tree of specs without these mesh axes."""
+    """Return the tree of specs without these mesh axes."""
     return jax.tree.map(
         lambda spec: P(*(without(part, dropped) for part in spec)),
         specs,
@@ -427,7 +436,7 @@ def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
 
 
 def mean_over_batch(means):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
-    """Means over the rows at hand, as means over all rows of their batch.
+    """Turn means over this device's rows into means over all rows of the batch.
 
     Explicit axes need no such word: there an array's own mean is over all of it. Devices along an
     axis of `Layout.one_batch` each hold as many rows of the batch, and see their own alone.
@@ -445,7 +454,7 @@ def size_of_batch(size: int) -> int:
 
 
 def activation_spec(axes: tuple[str, ...]) -> P | None:
-    """The spec that `shard` would use, for `out_sharding=`; None without a mesh."""
+    """Return the PartitionSpec that `shard` would use, for `out_sharding=`; None without a mesh."""
     layout = _LAYOUT.get()
     return None if layout is None else layout.activation(axes)
 
@@ -456,7 +465,7 @@ def is_variable(x: object) -> bool:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """The name of a leaf of a tree, the keys on the way joined: 'layers/up'."""
+    """Return the name of a leaf of a tree, its keys joined: 'layers/up'."""
     # A variable is a node whose one child is called "value"; the array is called as the variable.
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
@@ -464,7 +473,7 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def by_name(tree: Any) -> dict[str, nnx.Variable]:
-    """The variables of a tree."""
+    """Return the variables of a tree by name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
     return {name_of(path): variable for path, variable in leaves}
 
@@ -480,7 +489,7 @@ def own_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree in, the same out
-    """The same tree with a NamedSharding in place of every array; unnamed leaves are replicated.
+    """Return the tree with a NamedSharding in place of each array; unnamed leaves are replicated.
 
     Args:
       tree: a pytree whose NNX variables name their axes.
@@ -497,7 +506,7 @@ def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree 
 
 
 def reshard(tree, spec, layout: Layout):  # noqa: ANN001, ANN201
-    """The same tree with every named array moved to the layout that `spec` gives."""
+    """Return the tree with each named array moved to the sharding that `spec` gives."""
     return jax.tree.map(
         lambda v: v.replace(jax.sharding.reshard(v.get_value(), spec(logical_axes(v)))),
         tree,

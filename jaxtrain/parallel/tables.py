@@ -11,7 +11,7 @@ TensorLayout = Literal["1d", "2d", "2.5d", "3d"]
 
 
 class AxisRule(NamedTuple):
-    """Over which mesh axes a dimension is split.
+    """Axis rule: the mesh axes that a dimension is split over.
 
     Attributes:
       parameter: of a parameter at rest; fsdp takes part from its ZeRO stage on.
@@ -108,7 +108,7 @@ TABLES: dict[str, dict[str, AxisRule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D,
 
 
 def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, int]:
-    """The mesh axes that stand in place of `tensor`, outermost first.
+    """Return the mesh axes that replace `tensor`, outermost first.
 
     Args:
       layout: a name in TABLES.
@@ -147,7 +147,7 @@ _FORMS: dict[str, tuple[str, int | None, int]] = {
 
 
 def validate(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
-    """Yields an error message for each reason why `Mesh.tensor` cannot be laid out so.
+    """Yield an error message for each reason why this layout of `Mesh.tensor` is invalid.
 
     Args:
       layout: a name in TABLES.

@@ -82,7 +82,7 @@ def ceilings(device: jax.Device, dtype: str) -> Ceilings:
 
 
 def _measure(device: jax.Device, dtype: str) -> Ceilings:
-    """The best of a few products and copies on this machine, as busy as it is."""
+    """Measure the best of a few matmuls and copies on this machine under its current load."""
     ones = jnp.ones((_PRODUCT, _PRODUCT), dtype, device=device)
     product = jax.jit(lambda x: x @ x).lower(ones).compile()
     flops = 2 * _PRODUCT**3 / _least(lambda _: product(ones), ones)

@@ -16,7 +16,7 @@ _END = "end: "
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """The runs of one operation in a trace, all local devices together.
+    """Runs of one operation in a trace, over all local devices.
 
     Attributes:
       count: runs.
@@ -46,7 +46,7 @@ class Run:
 
 
 def newest_trace(folder: Path) -> Path:
-    """The file that the profiler wrote last under a folder."""
+    """Return the newest file that the profiler wrote under a folder."""
     files = list(folder.glob("plugins/profile/*/*.xplane.pb"))
     assert files, f"the profiler wrote nothing into {folder}"
     return max(files, key=lambda file: file.stat().st_mtime)
@@ -55,7 +55,7 @@ def newest_trace(folder: Path) -> Path:
 def operation_times(
     trace: Path, module: str, readers: Mapping[str, Collection[str]]
 ) -> dict[str, Timed]:
-    """The time of each operation of one program.
+    """Return the time of each operation of one program.
 
     Args:
       trace: an .xplane.pb file.
@@ -87,7 +87,7 @@ def operation_times(
 
 
 def _operation(event: str, stats: dict, module: str) -> str:
-    """The instruction that an event is a run of; "" where it is none of this program's."""
+    """Return the instruction that an event is a run of; "" for events of other programs."""
     if "hlo_op" in stats:  # CPUs and GPUs
         owner = str(stats.get("hlo_module", module)).split("(")[0]
         return str(stats["hlo_op"]) if owner == module else ""
@@ -100,7 +100,7 @@ def until_done(
     ends: Mapping[str, Collection[float]],
     readers: Mapping[str, Collection[str]],
 ) -> list[Run]:
-    """The runs up to where each was done.
+    """Extend runs to when each operation was done.
 
     Args:
       runs: of one device.
@@ -129,7 +129,7 @@ def until_done(
 
 
 def divide_time(runs: Sequence[Run]) -> list[float]:
-    """Seconds of each run, every moment shared out among those that go on in it."""
+    """Divide the time of overlapping runs evenly; return the seconds of each run."""
     changes = [(run.start, True, i) for i, run in enumerate(runs)]
     changes += [(run.end, False, i) for i, run in enumerate(runs)]
     # At equal times starts come first, so that a run of no length begins before it ends.

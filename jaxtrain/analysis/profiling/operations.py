@@ -80,11 +80,11 @@ class Profile:
 
     @property
     def elsewhere(self) -> float:
-        """The share of the step in which no operation ran: waiting for the host or for others."""
+        """Fraction of the step in which no operation ran: waiting for the host or other devices."""
         return max(0.0, 1.0 - sum(one.figures.share for one in self.operations))
 
     def to_json(self) -> dict[str, Any]:
-        """For operations.json; what is not known is null."""
+        """Return the object of operations.json; unknown values are null."""
         return {
             "steps": [self.first, self.last],
             "step_seconds": self.step_seconds,
@@ -121,7 +121,7 @@ def profile(
     device_kind: str,
     ceilings: Ceilings,
 ) -> Profile:
-    """Puts times and costs together.
+    """Combine times and costs into a profile.
 
     Args:
       module: the compiled step.
@@ -164,7 +164,7 @@ def profile(
 
 
 def operation_names(module: Module) -> dict[str, tuple[str, str]]:
-    """Opcode and path of scopes of every operation that runs by itself.
+    """Return opcode and scope path of each operation that runs by itself.
 
     What lost its path, as copies that the compiler adds do, has that of the loop or call around it.
     """
@@ -209,5 +209,5 @@ def _layers(
 
 
 def _sum(parts: list[Any]) -> Any:
-    """None where one is not known."""
+    """Return the sum, or None if a value is unknown."""
     return None if None in parts else sum(parts)

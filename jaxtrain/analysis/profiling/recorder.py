@@ -25,7 +25,7 @@ FIRST, LAST = 3, 6
 
 
 class Recorder:
-    """Traces steps 3 to 6 of a start; the loop calls `turn` where `turns_at` says so.
+    """Recorder of steps 3 to 6 of an attempt; the loop calls `turn` where `turns_at` is true.
 
     Process 0 records; every process compiles the same program.
     """
@@ -64,7 +64,7 @@ class Recorder:
 
     @staticmethod
     def validate(done: int, last: int) -> None:
-        """For a start that is to be profiled, before anything is written.
+        """Validate an attempt to be profiled, before anything is written.
 
         Args:
           done: steps taken before it.
@@ -85,7 +85,7 @@ class Recorder:
         return jax.process_index() == 0
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """The step that the loop calls from now on, its operations named in traces."""
+        """Return the step that the loop calls from now on, with its operations named in traces."""
         # Kernels that run as one CUDA graph are not distinguished.
         options: dict[str, str | bool] = {}
         if self._device.platform == "gpu":
@@ -101,7 +101,7 @@ class Recorder:
         return self._records and not self._over and step == at
 
     def turn(self, seconds: float) -> None:
-        """Begins or ends recording; the devices are done with every step so far.
+        """Start or stop recording; the devices have finished all steps so far.
 
         Args:
           seconds: on a clock that stands still outside training steps.
@@ -136,7 +136,7 @@ class Recorder:
         self._say(f"Profile: {file}; the trace for TensorBoard and Perfetto: {trace.parent}")
 
     def close(self) -> None:
-        """Leaves out a profile that is not finished: the run stops, or goes back."""
+        """Discard an unfinished profile: the run stops, or goes back."""
         if self._started is not None and not self._over:
             jax.profiler.stop_trace()
             self._say("Profile: left out, since the run stopped among the steps it looks at")
@@ -149,7 +149,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def _names_in_cache_key() -> Iterator[None]:
-    """Programs kept on disk are distinguished by the names of their scopes too.
+    """Include scope names in the keys of cached programs, within the context.
 
     By default they are not: a program kept by an earlier version would bring its old names.
     """

@@ -45,12 +45,12 @@ class Origin:
 
     @property
     def layer(self) -> str:
-        """The outermost scope."""
+        """Outermost scope."""
         return self.scope.split("/")[0]
 
 
 def place_of(op_name: str) -> Origin:
-    """The place that the path of a compiled operation names."""
+    """Return the origin that the path of a compiled operation names."""
     # Operations that the compiler made one have several paths, joined by ";".
     path = op_name.partition(";")[0]
     parts = list(_unwrap(path))
@@ -71,7 +71,7 @@ def place_of(op_name: str) -> Origin:
 
 
 def _unwrap(path: str) -> Iterator[str]:
-    """The names of a path, without the transformations around them and without functions."""
+    """Yield the names of a path, without the transformations around them and without functions."""
     for part in _split(path):
         wrapped = _WRAPPED.fullmatch(part)
         if wrapped is None:
@@ -81,7 +81,7 @@ def _unwrap(path: str) -> Iterator[str]:
 
 
 def _split(path: str) -> Iterator[str]:
-    """At the slashes outside parentheses."""
+    """Split a path at the slashes outside parentheses."""
     depth, start = 0, 0
     for i, letter in enumerate(path):
         depth += (letter == "(") - (letter == ")")

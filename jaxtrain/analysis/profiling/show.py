@@ -10,7 +10,7 @@ ROWS = 15
 
 
 def show(console: Console, found: Profile) -> None:
-    """Prints the layers, and the operations that take longest."""
+    """Print the layers, and the operations that take longest."""
     top = found.ceilings
     if top.flops is None or top.bandwidth is None:
         limits = f"{top.source}: no share of the roofline"

@@ -26,20 +26,22 @@ RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink g
 
 
 def kernel_of(bench: Bench) -> str:
-    """The user's kernel; of 'auto' the one that it means on these simulated devices."""
+    """Return the user's kernel, with 'auto' resolved for these simulated devices."""
     if bench.small.own.attention.kernel != "auto":
         return bench.small.own.attention.kernel
     return resolve_config(bench.within_stages.config, "cpu").attention.kernel
 
 
 def kernel_name(bench: Bench) -> str:
-    """The kernel for people."""
+    """Return the kernel's display name."""
     own, kernel = bench.small.own.attention.kernel, kernel_of(bench)
     return repr(own) if own == kernel else f"{own!r} (here {kernel!r})"
 
 
 def compare(bench: Bench) -> Finding | NotChecked:
-    """The user's kernel on the mesh, within a pipeline's stage, and the reference on one device."""
+    """Compare the user's kernel on the mesh, within a pipeline's stage, with the reference on one
+    device.
+    """
     own = kernel_of(bench)
     kernel = KERNELS[own]
     chip, interpreted = (kernel.only_on or "").upper(), kernel.interpreted
@@ -104,7 +106,7 @@ def _run(
     plain: Mask,
     method: str,
 ) -> Arrays:
-    """The output, and the gradients of its weighted sum, in the order of the text."""
+    """Return the output, and the gradients of its weighted sum, in the order of the text."""
 
     def both(arrays: _Inputs) -> Any:
         segments: Any = arrays.segment_ids_BT

@@ -81,7 +81,7 @@ class Step:
 
 
 def equal(found: Step, expected: Step) -> Finding:
-    """Loss, gradients and statistics to the rounding of float32 sums; measured is the worst."""
+    """Compare loss, gradients and statistics up to float32 rounding; the worst is measured."""
     loss = relative(found.loss, expected.loss)
     gradients, name = worst(found.gradients, expected.gradients)
     statistics, _ = worst(found.statistics, expected.statistics)
@@ -92,7 +92,7 @@ def equal(found: Step, expected: Step) -> Finding:
 
 
 def relative(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite where that is no number."""
+    """Return |found - expected| / |expected|; infinite where that is not a number."""
     error = abs(found - expected) / abs(expected)
     return error if np.isfinite(error) else np.inf
 
@@ -116,7 +116,7 @@ def bits(different: list[str], count: int, of: str) -> Finding:
 
 
 def worst(found: Arrays, expected: Arrays) -> tuple[float, str]:
-    """The largest difference of any array, relative to its largest entry, and its name.
+    """Return the largest difference of any array, relative to its largest entry, and its name.
 
     An array whose entries are all under 1/1000 of the largest of all counts relative to that.
     """
@@ -133,7 +133,7 @@ def worst(found: Arrays, expected: Arrays) -> tuple[float, str]:
 
 
 def relative_norm(found: Arrays, expected: Arrays) -> float:
-    """|found - expected| / |expected| over all arrays taken together."""
+    """Return |found - expected| / |expected| over all arrays together."""
     difference = sum(np.square(found[n].astype(np.float64) - x).sum() for n, x in expected.items())
     size = sum(np.square(x.astype(np.float64)).sum() for x in expected.values())
     return float(np.nan_to_num(np.sqrt(difference / size), nan=np.inf))

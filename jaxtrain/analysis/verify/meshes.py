@@ -20,7 +20,7 @@ MeshSizes = dict[str, int]
 def choose_meshes(
     own: dict[str, float], *, tensor: int = 2, pipe: int = 2
 ) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
-    """Meshes of at most 8 devices that have the axes that are above 1, and the pairs left out.
+    """Choose meshes of at most 8 devices with the axes above 1; also return the pairs left out.
 
     One mesh where all axes fit; otherwise up to three (four where `pipe` is odd), so that every
     axis is on one and as many pairs of axes as possible are together. An axis is never larger than
@@ -57,7 +57,7 @@ def choose_meshes(
 
 
 def _grow(mesh: MeshSizes, own: dict[str, float], tensor: int) -> MeshSizes:
-    """The rest of the devices go to the axis that is largest in the user's configuration."""
+    """Give the remaining devices to the axis that is largest in the user's configuration."""
     order = sorted(mesh, key=lambda axis: (-own[axis], GROW.index(axis)))
     for axis in order:
         if axis == "tensor" and tensor > 2:

@@ -34,7 +34,7 @@ _ONE_TEXT = NotChecked("TextData.separate_documents=False: a row is one text, as
 
 @dataclasses.dataclass(frozen=True)
 class Shifted:
-    """A language model with something added to its embeddings; a Transformer.
+    """Transformer with an offset added to its embeddings.
 
     Attributes:
       model: the model.
@@ -46,53 +46,53 @@ class Shifted:
 
     @property
     def layers(self) -> Any:
-        """The model's blocks."""
+        """Blocks of the model."""
         return self.model.layers
 
     @property
     def teacher(self) -> Any:
-        """The model that this one learns from, where it has one; nothing is added to it."""
+        """Teacher of the model, if it has one; nothing is added to it."""
         return getattr(self.model, TEACHER)
 
     @property
     def leading(self) -> Any:
-        """The model's."""
+        """Leading layers of the model."""
         return self.model.leading
 
     @property
     def predicting(self) -> Any:
-        """The model's modules for multi-token prediction."""
+        """Multi-token prediction modules of the model."""
         model: Any = self.model
         return model.predicting
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """The shifted residual stream that goes into the first layer."""
+        """Return the shifted residual stream, the input of the first layer."""
         shift_BTD = shard(self.shift_BTD, ("batch", "residual_length", "embed"))
         return self.model.embed(tokens_BT, positions_BT) + shift_BTD
 
     def run_layer(self, *arguments: Any) -> Any:
-        """The model's."""
+        """Run a layer of the model."""
         return self.model.run_layer(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The model's."""
+        """Apply the model's final norm."""
         return self.model.finish(x_BTD)
 
     def output_matrix(self) -> nnx.Param:
-        """The model's."""
+        """Output matrix of the model."""
         return self.model.output_matrix()
 
     def output_bias(self) -> nnx.Param | None:
-        """The model's."""
+        """Output bias of the model."""
         return self.model.output_bias()
 
     def logit_softcap(self) -> float | None:
-        """The model's."""
+        """Logit soft cap of the model."""
         return self.model.logit_softcap()
 
 
 class Documents:
-    """The packed first batch, and the compiled program that both proofs of packing share."""
+    """Packed first batch, and the compiled program that both proofs of packing share."""
 
     def __init__(self, bench: Bench) -> None:
         self.batch = bench.batch
@@ -119,7 +119,7 @@ class Documents:
         return Finding(max(loss, gradient), EQUAL, detail)
 
     def check_isolation(self) -> Finding | NotChecked:
-        """The other documents of a row in which one is changed."""
+        """Compare the other documents of a row before and after one document is changed."""
         if self.batch.segment_ids is None:
             return _ONE_TEXT
         other, chosen_BT = sample.with_one_document_changed(self.batch, self._vocab_size)
@@ -139,7 +139,7 @@ class Documents:
         return count_of(int(segment_ids.max(1).sum()), "document")
 
     def _difference(self, which: int, other: np.ndarray, where_BT: np.ndarray) -> float:
-        """The largest difference where it counts, relative to the largest value."""
+        """Return the largest difference where it counts, relative to the largest value."""
         expected = self._packed[which].astype(np.float64)
         where = where_BT.reshape(*where_BT.shape, *(1,) * (expected.ndim - 2))
         difference = np.abs(np.where(where, other - expected, 0.0)).max()
@@ -147,7 +147,7 @@ class Documents:
 
 
 def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
-    """The per-token losses and gradients of any batch, through the objective that trains."""
+    """Return the per-token losses and gradients of a batch, through the training objective."""
     config = bench.within_stages.config
     model = token_model(config.train.model)
     if model.experts is not None and model.experts.capacity_factor is not None:

@@ -34,7 +34,7 @@ from jaxtrain.training.pipeline.stages import is_layer
 
 
 def claims(bench: Bench) -> Iterator[Claim]:
-    """Everything to prove of a configuration; programs are compiled when one needs them."""
+    """Yield all claims to prove of a configuration; programs are compiled on demand."""
     own, small = bench.small.own, bench.small.config
     text = small.train.model.inputs == "tokens"
     for mesh in bench.meshes:
@@ -74,7 +74,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
 
 
 def mesh_name(mesh: MeshRun) -> str:
-    """The axes above 1, such as 'fsdp=4 x tensor=2'."""
+    """Return the axes above 1, such as 'fsdp=4 x tensor=2'."""
     sizes = {axis: getattr(mesh.config.mesh, axis) for axis in MESH_AXES}
     return " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
 
@@ -83,7 +83,7 @@ def mesh_name(mesh: MeshRun) -> str:
 
 
 def initial(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
-    """Bit-equal parameters, whatever the mesh."""
+    """Compare the initial parameters on all meshes, bit for bit."""
     if mesh.devices == 1:
         return NotChecked("every mesh axis is 1: there is nothing to compare")
     found, expected = mesh.initial, bench.one_device.initial
@@ -92,7 +92,7 @@ def initial(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
 
 
 def on_mesh(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
-    """Loss, gradients and statistics of the first step on a mesh and on one device."""
+    """Compare loss, gradients and statistics of the first step on a mesh and on one device."""
     if mesh.devices == 1:
         return NotChecked("every mesh axis is 1: there is nothing to compare")
     run = mesh.first_step if mesh.training is mesh.program else mesh.gradients
@@ -100,7 +100,7 @@ def on_mesh(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
 
 
 def accumulation(bench: Bench) -> Finding:
-    """Two microbatches and one batch, on one device."""
+    """Compare two microbatches with one batch, on one device."""
     if kind_of(bench.batch) == "images":
         batch = sample.twins(bench.batch)
         whole, parts = (bench.with_accumulation(count, batch) for count in (1, 2))
@@ -114,7 +114,7 @@ def accumulation(bench: Bench) -> Finding:
 
 
 def execution(bench: Bench) -> Finding:
-    """The chosen ways to run the model, and the plain mathematics."""
+    """Compare the chosen execution settings with the plain mathematics."""
     small, model = bench.small.config, bench.small.config.train.model
     plain = dataclasses.replace(
         small,
@@ -129,7 +129,7 @@ def execution(bench: Bench) -> Finding:
 
 
 def own_precision(bench: Bench) -> Finding:
-    """The same step in the configuration's own precision, within a band of float32."""
+    """Compare the step in the configuration's own precision with float32, within a band."""
     own, config = bench.small.own, bench.meshes[0].config
     kernel = config.attention.kernel
     if own.precision.compute == "float16" and kernel == "xla":

@@ -59,7 +59,7 @@ class Report:
         return all(proof.verdict != "FAILED" for proof in self.proofs)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` writes; its keys are documented in docs/verify.md."""
+        """Return the object that `--json` writes; its keys are documented in docs/verify.md."""
         return {
             "passed": self.passed,
             "seconds": self.seconds,
@@ -73,7 +73,7 @@ class Report:
 
 
 def _finite(proof: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: a difference that is not a number becomes the largest double."""
+    """Return the largest double for a value that is not finite, as JSON has no infinity."""
     measured = proof["measured"]
     if measured is not None and not math.isfinite(measured):
         proof["measured"] = 1.7976931348623157e308
@@ -81,7 +81,7 @@ def _finite(proof: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_small(console: Console, small: Small) -> None:
-    """Prints what was shrunk, and the meshes."""
+    """Print what was shrunk, and the meshes."""
     for change in small.changes():
         line = f"shrunk: {change.setting} = {change.own!r} -> {change.small!r}"
         console.print(escape(line), highlight=False)
@@ -94,7 +94,7 @@ def show_small(console: Console, small: Small) -> None:
 
 
 class _Shown:
-    """Shows what is proved while it is: a table that grows in a terminal, elsewhere plain lines."""
+    """Live report: a table that grows in a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -102,7 +102,7 @@ class _Shown:
         self._table = proof_table(())
 
     def small(self, small: Small) -> None:
-        """Prints what was shrunk, and the head of the table."""
+        """Print what was shrunk, and the head of the table."""
         show_small(self._console, small)
         if self._console.is_terminal:
             self._live = Live(self._table, console=self._console)
@@ -112,7 +112,7 @@ class _Shown:
             self._console.print(_plain(*head))
 
     def proof(self, proof: Proof) -> None:
-        """Adds a line."""
+        """Add a line."""
         if self._live is None:
             line = _plain(*_cells(proof))
             self._console.print(line, soft_wrap=True, highlight=False)
@@ -121,7 +121,7 @@ class _Shown:
         self._live.refresh()
 
     def close(self) -> None:
-        """Leaves the table as it is."""
+        """Leave the table as it is."""
         if self._live is not None:
             self._live.stop()
 
@@ -142,7 +142,7 @@ def _add(table: Table, proof: Proof) -> None:
 
 @contextlib.contextmanager
 def showing(console: Console) -> Iterator[_Shown]:
-    """Gives what shows the shrunk configuration and each proof as it ends."""
+    """Open the report that shows the shrunk configuration and each proof as it ends."""
     shown = _Shown(console)
     try:
         yield shown
@@ -166,7 +166,7 @@ def _figure(value: float | None) -> str:
 
 
 def show_end(console: Console, report: Report) -> None:
-    """Prints the verdict over all."""
+    """Print the overall verdict."""
     counts = {word: 0 for word in ("proved", "FAILED", "not checked")}
     for proof in report.proofs:
         counts[proof.verdict] += 1

@@ -32,7 +32,7 @@ from jaxtrain.training.step import base_step
 
 
 class MeshRun:
-    """A shrunk configuration's program on one mesh.
+    """Compiled program of a shrunk configuration on one mesh.
 
     Attributes:
       config: the configuration, with this mesh.
@@ -96,15 +96,15 @@ class MeshRun:
         return self.name_arrays(self._synchronous_state().params)
 
     def fresh(self) -> TrainState:
-        """A copy of the created state on the devices, for a step to take."""
+        """Return a copy of the created state on the devices, for a step to take."""
         return jax.device_put(self.created, self.training.shardings(self.created))
 
     def place(self, batch: Batch) -> Batch:
-        """A batch of numpy arrays on the mesh's devices."""
+        """Return a batch of numpy arrays on the mesh's devices."""
         return jax.device_put(batch, self.setup.batch_shardings(batch))
 
     def first_step(self, batch: Batch) -> Step:
-        """The first step of the compiled train step; of a synchronous program."""
+        """Run the first step of the compiled train step; for a synchronous program."""
         assert self.training is self.program, "another exchange keeps a gradient for each replica"
         placed = self.place(batch)
         state, metrics = jax.block_until_ready(self.train_step(self.fresh(), placed))
@@ -115,7 +115,7 @@ class MeshRun:
         )
 
     def gradients(self, batch: Batch, state: TrainState | None = None) -> Step:
-        """The same without the update, for programs that take no step besides.
+        """Run the first step without the update, for programs that take no other step.
 
         Args:
           batch: the batch, numpy.
@@ -140,7 +140,7 @@ class MeshRun:
         return jax.device_get(self.program.create(self.config.train.seed))
 
     def compile(self, function: Any, *arguments: Any) -> Callable[..., Any]:
-        """A jitted function compiled for these arguments, or for their shapes."""
+        """Compile a jitted function for these arguments, or for their shapes."""
         with self.layout.active():
             return function.lower(*arguments).compile()
 
@@ -157,7 +157,7 @@ class MeshRun:
 
 
 class Bench:
-    """Everything that more than one proof needs, made when it is first asked for.
+    """Programs and results that several proofs share, each made on first use.
 
     Attributes:
       small: the shrunk configuration.
@@ -211,7 +211,7 @@ class Bench:
 
 
 def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with the gradients it was given as the first part of its state."""
+    """Return the optimizer with its input gradients as the first part of its state."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params),
         lambda updates, state, params=None: (updates, updates),

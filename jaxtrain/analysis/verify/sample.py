@@ -33,7 +33,7 @@ class UnevenText:
         return len(self.rows)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`, tokens [T]; the same for any `rng`."""
+        """Return row `index`, tokens [T]; the same for any `rng`."""
         row = self.rows.example(index, rng)
         mask = row.loss_mask * _keep(index, row.loss_mask.shape)
         inputs = row.inputs if self.vectors is None else self.vectors[row.inputs]
@@ -54,7 +54,7 @@ class UnevenPairs:
         return len(self.pairs)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Pair `index`; the same for any `rng`."""
+        """Return pair `index`; the same for any `rng`."""
         row = self.pairs.example(index, rng)
         mask = row.loss_mask * _keep(index, row.loss_mask.shape)
         return dataclasses.replace(row, loss_mask=mask)
@@ -76,7 +76,9 @@ class Noise:
         return len(self.targets)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Image or vector `index`; with an `rng`, brighter or darker, as an augmentation is."""
+        """Return image or vector `index`; an `rng` changes its brightness, as an
+        augmentation does.
+        """
         inputs = self.inputs[index]
         if rng is not None:
             inputs = inputs + np.float32(rng.normal())
@@ -84,7 +86,9 @@ class Noise:
 
 
 def _keep(index: int, shape: tuple[int, ...]) -> Any:
-    """1 where a target counts: a third of a row's, all of the next one's, and between."""
+    """Return 1 where a target counts: alternately a third of a row's targets, all, and in
+    between.
+    """
     share = 0.3 + 0.7 * (index % 4) / 3
     return (np.random.default_rng((SEED, index)).random(shape) < share).astype(np.float32)
 
@@ -128,7 +132,7 @@ def dataset(config: Config) -> Dataset:
 
 
 def first_batch(config: Config, data: Dataset) -> Batch:
-    """The batch of the first step; the last row of all, which has padding, is in it."""
+    """Return the batch of the first step, which includes the last row, with padding."""
     rows = np.arange(config.train.global_batch_size) - 1
     return stack([data.train.example(int(row) % len(data.train), None) for row in rows])
 
@@ -147,7 +151,7 @@ def twins(batch: Batch) -> Batch:
 
 
 def documents_alone(batch: Batch) -> list[Batch]:
-    """For k = 1, 2, ...: every row's k-th document, alone at the beginning of its row."""
+    """Return for k = 1, 2, ... the k-th document of each row, alone at the start of its row."""
     segment_ids: Any = batch.segment_ids
     length, alone = batch.inputs.shape[1], []
     for document in range(1, int(segment_ids.max()) + 1):
@@ -174,7 +178,7 @@ def documents_alone(batch: Batch) -> list[Batch]:
 
 
 def repack(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
-    """Per-token numbers of `documents_alone`, put where the packed rows have those tokens."""
+    """Move per-token values of `documents_alone` to where the packed rows have those tokens."""
     segment_ids: Any = batch.segment_ids
     found = np.zeros_like(alone[0])
     for document, values in enumerate(alone, start=1):
@@ -186,8 +190,7 @@ def repack(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
 
 
 def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.ndarray]:
-    """The batch with other tokens or vectors in one document of each row, and where they are: bool
-    [B, T]."""
+    """Return the batch with one document of each row replaced, and its mask: bool [B, T]."""
     rows = np.arange(len(batch.inputs))
     segment_ids: Any = batch.segment_ids
     counts = segment_ids.max(1)

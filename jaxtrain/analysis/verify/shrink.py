@@ -82,7 +82,7 @@ class Small:
     pipeline: Pipeline
 
     def on(self, sizes: MeshSizes) -> Config:
-        """The shrunk configuration on one of the meshes; what that mesh lacks is left out."""
+        """Return the shrunk configuration on one of the meshes, without what that mesh lacks."""
         config, own = self.config, self.own
         return dataclasses.replace(
             config,
@@ -105,7 +105,7 @@ class Small:
 
 
 def shrink(own: Config) -> Small:
-    """The configuration made small: see docs/verify.md for the rules."""
+    """Shrink a configuration; see docs/verify.md for the rules."""
     sizes = {axis: _size(own.mesh, axis) for axis in MESH_AXES}
     layout = _layout(own, sizes)
     meshes, left_out = choose_meshes(
@@ -166,7 +166,7 @@ def shrink(own: Config) -> Small:
 
 
 def _optimizer(own: Optimizer) -> Optimizer:
-    """Without rates of single layers, of which the small model has others: no gradient has any."""
+    """Return the optimizer without learning rates of single layers, which the small model lacks."""
     whole = {name: x for name, x in own.learning_rates.items() if part_of(name).is_whole}
     return dataclasses.replace(own, learning_rates=whole)
 
@@ -177,7 +177,7 @@ def _size(mesh: Mesh, axis: str) -> float:
 
 
 def _layout(own: Config, sizes: dict[str, float]) -> Layout:
-    """The user's own layout; axes whose size depends on the number of devices have one."""
+    """Return the user's own layout; axes whose size depends on the number of devices have one."""
     known = {axis: 1 if math.isinf(size) else int(size) for axis, size in sizes.items()}
     mesh = Mesh(**known, dcn=own.mesh.dcn if known == sizes else {})
     config = dataclasses.replace(own, mesh=mesh)
@@ -185,12 +185,12 @@ def _layout(own: Config, sizes: dict[str, float]) -> Layout:
 
 
 def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
-    """Two slices wherever the user has more than one and the small mesh has the axis."""
+    """Return two slices wherever the user has more than one and the small mesh has the axis."""
     return {axis: 2 for axis, n in own.dcn.items() if n > 1 and sizes.get(axis, 2) > 1}
 
 
 def _smallest_tensor(own: Sharding) -> int:
-    """The smallest size above 1 of the tensor axis in the user's layout of it."""
+    """Return the smallest size above 1 of the tensor axis in the user's layout of it."""
     return {"1d": 2, "2d": 4, "2.5d": 4 * min(own.tensor_depth, 2), "3d": 8}[own.tensor_layout]
 
 
@@ -207,7 +207,7 @@ def _sharding(own: Sharding, tensor: int) -> Sharding:
 
 
 def _batch_devices(own: Config, mesh: MeshSizes) -> int:
-    """Over how many of the mesh's devices the batch is split."""
+    """Return the number of the mesh's devices that the batch is split over."""
     config = dataclasses.replace(
         own, mesh=Mesh(**mesh, dcn={}), sharding=_sharding(own.sharding, mesh["tensor"])
     )
@@ -215,7 +215,7 @@ def _batch_devices(own: Config, mesh: MeshSizes) -> int:
 
 
 def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
-    """Microbatches stay below, at, or above the number of ranks, and odd where they were."""
+    """Return microbatches below, at, or above the number of ranks, and odd, as the user's are."""
     if ranks == 1:
         return own
     count, of = own.microbatches, ranks if math.isinf(own_ranks) else int(own_ranks)
@@ -302,7 +302,7 @@ def _of_tokens(
     most: MeshSizes,
     virtual_stages: int,
 ) -> TokenModel:
-    """The model, or a teacher, of few layers and narrow, for rows of `length` made short."""
+    """Return the model, or a teacher, narrow and of few layers, for short rows of `length`."""
     data, fields = own.train.data, vars(model)
     shorter = SEQUENCE / length
     layers = _layers(own, model.layers, sizes, most, virtual_stages)
@@ -344,7 +344,7 @@ def _pairs(
     most: MeshSizes,
     virtual_stages: int,
 ) -> Config:
-    """Both stacks of as many layers, and random pairs that do not fill their rows."""
+    """Return both stacks with as many layers, and random pairs that do not fill their rows."""
     fields, layers = vars(model), _layers(own, model.layers, sizes, most, virtual_stages)
     vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
     small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
@@ -374,14 +374,16 @@ def _pairs(
 
 
 def _block(own: Config) -> int:
-    """Layers of one iteration of the loop over them."""
+    """Return the number of layers in one iteration of the loop over them."""
     return min(own.scan.layers_per_iteration, 2)
 
 
 def _layers(
     own: Config, layers: int, sizes: dict[str, float], most: MeshSizes, virtual_stages: int
 ) -> int:
-    """At least two for every stage where that is cheap; uneven over the stages if they were."""
+    """Return at least two layers per stage where that is cheap; uneven over the stages if the
+    user's are.
+    """
     block, own_ranks = _block(own), sizes["pipe"]
     if most["pipe"] == 1:
         return layers if layers == 1 else max(2 * block, 2)
@@ -418,7 +420,7 @@ def _heads(
 
 
 def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict[str, Any]:
-    """A pattern in proportion, and for every device as many heads as it has kinds of them."""
+    """Return a proportionate pattern, with as many heads per device as it has kinds of them."""
     short = pattern.rescale(shorter)
     times = short.kinds_of_heads
     widened = {name: small[name] * times for name in ("num_heads", "num_kv_heads", "embed_dim")}
@@ -441,7 +443,7 @@ def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:
 
 
 def _routes(fields: Mapping[str, Any], small: Mapping[str, int]) -> dict[str, int]:
-    """Groups of at least two experts, some of which are a token's, where there were such."""
+    """Return groups of at least two experts, some of them routed to, if the user has groups."""
     if fields.get("expert_groups", 1) == 1:
         return {}
     count = small["num_experts"]
@@ -508,7 +510,7 @@ def _images(
 
 
 def _vectors(config: Config, own: Config, model: VectorModel) -> Config:
-    """Widths that are shared stay so, those that are not stay what they are: 3, or 10."""
+    """Return widths: those that are shared stay shared, the others stay as they are: 3, or 10."""
     fields: dict[str, Any] = vars(model)
     small: Any = model
     if "widths" in fields:

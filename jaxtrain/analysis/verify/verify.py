@@ -29,7 +29,7 @@ _XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_pa
 
 
 def simulate() -> None:
-    """Makes JAX run on eight simulated CPU devices; call before anything opens the backend.
+    """Make JAX run on eight simulated CPU devices; call before anything opens the backend.
 
     Raises:
       UserError: JAX already runs on other devices in this process.
@@ -44,7 +44,7 @@ def verify(
     on_small: Callable[[Small], None] = lambda _: None,
     on_proof: Callable[[Proof], None] = lambda _: None,
 ) -> Report:
-    """Proves a configuration, shrunk to sizes that run in seconds; reads none of its data.
+    """Verify a configuration, shrunk to sizes that run in seconds; reads none of its data.
 
     Args:
       config: the user's, of any size.
@@ -76,7 +76,7 @@ def verify(
 
 
 def validate(config: Config) -> None:
-    """Raises UserError where the configuration cannot run on the devices that it is for.
+    """Raise UserError if the configuration cannot run on its devices.
 
     How many those are is not known where an axis is -1: it then has two devices, or one if two
     cannot be; what neither allows, no number allows.

@@ -23,22 +23,22 @@ Operation = Callable[[Image.Image, float], Image.Image]
 
 
 def brightness(image: Image.Image, factor: float) -> Image.Image:
-    """Between black (0) and twice as bright (2)."""
+    """Scale the brightness: from black (0) to twice as bright (2)."""
     return ImageEnhance.Brightness(image).enhance(factor)
 
 
 def contrast(image: Image.Image, factor: float) -> Image.Image:
-    """Between its mean grey (0) and twice as far from it (2)."""
+    """Scale the contrast: from the mean gray (0) to twice as far from it (2)."""
     return ImageEnhance.Contrast(image).enhance(factor)
 
 
 def saturation(image: Image.Image, factor: float) -> Image.Image:
-    """Between grey (0) and twice as colorful (2)."""
+    """Scale the saturation: from gray (0) to twice as colorful (2)."""
     return ImageEnhance.Color(image).enhance(factor)
 
 
 def sharpness(image: Image.Image, factor: float) -> Image.Image:
-    """Between smoothed (0) and twice as sharp (2)."""
+    """Scale the sharpness: from smoothed (0) to twice as sharp (2)."""
     return ImageEnhance.Sharpness(image).enhance(factor)
 
 
@@ -57,7 +57,7 @@ def _affine(image: Image.Image, *matrix: float) -> Image.Image:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """An operation of RandAugment.
+    """Operation of RandAugment.
 
     Attributes:
       run: the operation.
@@ -97,7 +97,7 @@ RAND_AUGMENT: dict[str, _Row] = {
 def rand_augment(
     image: Image.Image, count: int, magnitude: int, rng: np.random.Generator
 ) -> Image.Image:
-    """`count` operations of the table, each drawn from all of it, of one strength."""
+    """Apply `count` operations of RandAugment, drawn from the table, at one strength."""
     rows = list(RAND_AUGMENT.values())
     for number in rng.integers(len(rows), size=count).tolist():
         row = rows[number]
@@ -111,13 +111,17 @@ def rand_augment(
 def mixup(
     own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, float]:
-    """share * own + (1 - share) * other, the share from Beta(alpha, alpha); and the share."""
+    """Return share * own + (1 - share) * other, with the share from Beta(alpha, alpha), and the
+    share.
+    """
     share = float(rng.beta(alpha, alpha))
     return (own * np.float32(share) + other * np.float32(1 - share)), share
 
 
 def cut_box(height: int, width: int, share: float, rng: np.random.Generator) -> tuple[slice, slice]:
-    """Rows and columns of a box anywhere, 1 - share of the image but for what lies outside it."""
+    """Draw the rows and columns of a box with 1 - share of the image's area, clipped to
+    the image.
+    """
     middle_x, middle_y = int(rng.integers(width)), int(rng.integers(height))
     half = 0.5 * math.sqrt(1 - share)
     wide, high = int(half * width), int(half * height)
@@ -128,7 +132,9 @@ def cut_box(height: int, width: int, share: float, rng: np.random.Generator) -> 
 def cutmix(
     own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, float]:
-    """Own [H, W, C] but for a box of the other; and the share of the pixels that are its own."""
+    """Paste a box of the other image into its own [H, W, C]; also return the share that
+    is its own.
+    """
     height, width, _ = own.shape
     rows, columns = cut_box(height, width, float(rng.beta(alpha, alpha)), rng)
     mixed = own.copy()
@@ -140,7 +146,7 @@ def cutmix(
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Augment:
-    """Augmentation of training images, drawn for each place of the stream from the run's seed.
+    """Augmentation of training images, drawn from the run's seed and the position in the stream.
 
     Each is as torchvision's of that name. Colors and RandAugment come after cropping and flipping;
     mixup and cutmix then mix each row of a batch with its neighbour.
@@ -181,11 +187,11 @@ class Augment:
 
     @property
     def mixes(self) -> bool:
-        """Whether rows are mixed with their neighbours."""
+        """Whether rows are mixed with their neighbors."""
         return self.mixup > 0 or self.cutmix > 0
 
     def pixels(self, pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """An image uint8 [H, W, C], with other colors and operations of RandAugment."""
+        """Apply color operations and RandAugment to an image, uint8 [H, W, C]."""
         if self.flip_vertical and rng.random() < 0.5:
             pixels = pixels[::-1]
         changes = self._colors(rng)
@@ -216,7 +222,7 @@ class Augment:
     def mix(
         self, own: np.ndarray, other: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, float]:
-        """Two images float32 [H, W, C] as one, and the share of it that is the first."""
+        """Mix two images, float32 [H, W, C]; also return the share of the first."""
         ways: list[tuple[Callable[..., tuple[np.ndarray, float]], float]] = [
             (way, alpha) for way, alpha in ((mixup, self.mixup), (cutmix, self.cutmix)) if alpha
         ]

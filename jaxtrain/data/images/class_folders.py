@@ -40,7 +40,8 @@ class Found:
 
 
 def look_into(root: Path) -> Found | None:
-    """The classes of a folder and whether its images have colors; None if it has no such folders.
+    """Return the classes of a folder and whether its images have colors; None without class
+    folders.
 
     Lists the folder and its class folders, and reads at most one image of each of 8 classes.
 
@@ -59,7 +60,7 @@ def look_into(root: Path) -> Found | None:
 
 
 def has_colors(image: Image.Image) -> bool:
-    """Whether an image differs from itself in grey."""
+    """Whether an image is not grayscale."""
     if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I"):
         return False
     pixels = np.asarray(convert(image, 3))
@@ -67,14 +68,14 @@ def has_colors(image: Image.Image) -> bool:
 
 
 def sample_images(images: FileImages) -> Iterable[Image.Image]:
-    """Some images, evenly spaced; none that is damaged, which training reports."""
+    """Yield some images, evenly spaced, without damaged ones, which training reports."""
     for place in _sample_evenly(range(len(images))):
         with contextlib.suppress(UserError):
             yield images.read(place)[0]
 
 
 def open_folder(root: Place) -> tuple[FileImages, list[str]]:
-    """The PNG and JPEG files of a folder of class folders, and the class names.
+    """Return the PNG and JPEG files of a folder of class folders, and the class names.
 
     Classes are numbered in the order of their sorted names; other files are counted by ending.
 
@@ -127,7 +128,7 @@ def _sample_evenly(items: Sequence[T]) -> list[T]:
 
 
 def _validate_one_level_too_high(root: Path, names: list[str]) -> None:
-    """Raises UserError where the folders in a folder are not classes but hold class folders."""
+    """Raise UserError if a folder's subfolders hold class folders instead of being classes."""
     inner = {name: _class_names(root / name) for name in names}
     held = [name for name in names if any(_first_image(root / name / one) for one in inner[name])]
     if not held:

@@ -25,7 +25,7 @@ _SETTING = "ImageData.source"
 
 @dataclasses.dataclass(frozen=True)
 class ArrowFile:
-    """A file of Arrow's stream format.
+    """File in Arrow's stream format.
 
     Attributes:
       path: where it is.
@@ -38,7 +38,7 @@ class ArrowFile:
 
 @dataclasses.dataclass(frozen=True)
 class SavedImages:
-    """The rows of a split; implements LabelledImages. Each process maps the files for itself.
+    """Rows of a split; implements LabelledImages. Each process maps the files for itself.
 
     Attributes:
       files: its files.
@@ -87,7 +87,7 @@ class SavedImages:
 def open_saved(
     folder: Place, split: str, setting: str, *, image_field: str, label_field: str
 ) -> tuple[SavedImages, list[str] | None]:
-    """The images of a split, and the names of their classes where the dataset has such.
+    """Return the images of a split, and the class names if the dataset has them.
 
     Args:
       folder: of `saved_datasets.is_saved`.
@@ -123,7 +123,7 @@ def open_saved(
 def open_arrow(
     files: list[ArrowFile], *, image_field: str, label_field: str
 ) -> tuple[SavedImages, list[str] | None]:
-    """The images of files that follow each other, and the names of their classes, if there are.
+    """Return the images of consecutive files, and the class names if they have them.
 
     Raises:
       UserError: a file is not whole or lacks a column, a column is of something else, or a row has
@@ -147,7 +147,7 @@ def open_arrow(
 
 
 def check_columns(schema: Any, path: Path, *, image_field: str, label_field: str) -> None:
-    """Raises UserError where a file has not both columns, of encoded images and of labels."""
+    """Raise UserError unless a file has columns of encoded images and of labels."""
     for name, of in (("image_feature", image_field), ("label_feature", label_field)):
         if of not in schema.names:
             raise UserError(
@@ -203,7 +203,7 @@ def _class_names(schema: Any, field: str) -> list[str] | None:
 
 @functools.lru_cache(maxsize=4096)
 def _map(path: Path) -> Any:
-    """The table of a file of Arrow's stream format, none of it read yet."""
+    """Memory-map the table of a file in Arrow's stream format, without reading it."""
     pyarrow = arrow("pyarrow", path, _SETTING)
     ipc = arrow("pyarrow.ipc", path, _SETTING)
     with _load(path):
@@ -232,7 +232,7 @@ def is_parquet(name: str) -> bool:
 def open_parquet(
     paths: list[Place], *, image_field: str, label_field: str
 ) -> tuple[SavedImages, list[str] | None]:
-    """The images of files, and the names of their classes where `datasets` wrote such.
+    """Return the images of Parquet files, and the class names if `datasets` wrote them.
 
     Args:
       paths: at least one.
@@ -256,7 +256,9 @@ def _on_disk(path: Place) -> Path:
 
 
 def _unpack_once(path: Path, *, image_field: str, label_field: str) -> ArrowFile:
-    """The Arrow file of a Parquet file, made where there is none yet of it as it is now."""
+    """Return the Arrow file of a Parquet file, converted if the cache has none of its current
+    content.
+    """
     state = path.stat()
     key = f"{path.absolute()} {state.st_size} {state.st_mtime_ns} {image_field} {label_field}"
     folder = cache_folder("images") / part_digest(key.encode())[:32]

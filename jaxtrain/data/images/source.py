@@ -40,7 +40,7 @@ SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """Labelled images.
+    """Labelled images for classification.
 
     Attributes:
       source: `'digits'` (1,797 of 8x8) or `'mnist5k'` (5,000 of 28x28), both from jaxtrain[demo]; a
@@ -140,11 +140,11 @@ class ImageData:
 
     @property
     def mixes(self) -> bool:
-        """Whether training images are mixed in pairs: all then have two labels."""
+        """Whether training images are mixed in pairs; each then has two labels."""
         return self.augment is not None and self.augment.mixes
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, *self.image_shape)
         images: Any = jax.ShapeDtypeStruct(shape, np.float32)
         told = (global_batch_size, 2) if self.mixes else shape[:1]
@@ -153,7 +153,7 @@ class ImageData:
         return Batch(images, labels, mask)
 
     def prepare(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:
-        """An image as the model reads it: float32 [H, W, C]; augmented by `rng`, if any."""
+        """Preprocess an image for the model: float32 [H, W, C], augmented if there is an `rng`."""
         pixels = self._pixels(transform.convert(image, self.channels), rng)
         return transform.normalize(pixels, self.mean, self.std, factor=self.rescale_factor)
 
@@ -173,7 +173,7 @@ class ImageData:
         return pixels if self.augment is None else self.augment.pixels(pixels, rng)
 
     def _resize(self, image: Image.Image) -> Image.Image:
-        """The image in the size that the model reads, without anything random."""
+        """Resize an image for the model, without randomness."""
         if self.resize == "crop":
             zoom = transform.EVALUATION_ZOOM if self.crop == "resized" else 1.0
             return transform.center_crop(image, self.image_size, zoom=zoom, resample=self.resample)
@@ -186,7 +186,7 @@ class ImageData:
         )
 
     def class_names(self) -> list[str]:
-        """The names of the classes, by label; of a source that names none their numbers.
+        """Return the names of the classes by label; their numbers if the source has no names.
 
         Raises:
           UserError: the source is not there, or has another number of classes.
@@ -194,7 +194,7 @@ class ImageData:
         return self._split(0)[2]
 
     def open(self, *, seed: int) -> Dataset:
-        """Finds and splits the images; only `'synthetic'` depends on `seed`.
+        """Find and split the images; only `'synthetic'` depends on `seed`.
 
         Raises:
           UserError: nothing there, an extra that is not installed, another number of classes, or a
@@ -236,8 +236,7 @@ class ImageData:
     def _describe_choices(
         self, train: LabelledImages, heldout: LabelledImages
     ) -> dict[str, int | str]:
-        """Facts of files that are left out, of colors that are not read, and of a rule by which
-        images are held out."""
+        """Return facts on files left out, colors not read, and the rule for held-out images."""
         if not (isinstance(train, Subset) and isinstance(heldout, Subset)):
             return {}
         images, facts = train.images, dict[str, int | str]()
@@ -321,7 +320,7 @@ class ImageData:
         return train, held, names
 
     def _of_files(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages, list[str]]:
-        """The images of tar files or of Parquet files."""
+        """Return the images of tar files or of Parquet files."""
         kinds = {is_tar(path.name): path for path in files}
         if len(kinds) > 1:
             raise UserError(
@@ -395,7 +394,7 @@ class ImageData:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedImages:
-    """Images as the model reads them; implements Examples."""
+    """Preprocessed images; implements Examples."""
 
     images: LabelledImages
     config: ImageData
@@ -412,7 +411,7 @@ class PreparedImages:
 
 @dataclasses.dataclass(frozen=True)
 class MixedImages(PreparedImages):
-    """Images that training sees mixed in pairs; implements MixedRows.
+    """Training images mixed in pairs; implements MixedRows.
 
     Each has two labels, which count by the shares of the images that they belong to.
     """

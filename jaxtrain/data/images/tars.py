@@ -46,7 +46,7 @@ class _Tar(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TarImages:
-    """The samples of several files, one file after the other; implements LabelledImages.
+    """Samples of several tar files in order; implements LabelledImages.
 
     Attributes:
       paths: the files.
@@ -86,12 +86,12 @@ class TarImages:
 
 
 def is_tar(name: str) -> bool:
-    """Whether a name is that of a tar file, packed or not."""
+    """Whether a name is that of a tar file, compressed or not."""
     return name.lower().endswith((".tar", ".tar.gz", ".tgz"))
 
 
 def open_tars(paths: list[Place], label_field: str) -> TarImages:
-    """The samples of these files.
+    """Return the samples of these files.
 
     Args:
       paths: at least one.
@@ -196,7 +196,7 @@ def _has_example(members: Collection[str]) -> bool:
 
 
 def _validate_no_end(path: Path, place: int) -> None:
-    """Raises EOFError where the members are not followed by a block of zeros, which ends a tar."""
+    """Raise EOFError unless a block of zeros, which ends a tar file, follows the members."""
     with path.open("rb") as file:
         file.seek(place)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -204,7 +204,9 @@ def _validate_no_end(path: Path, place: int) -> None:
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:
-    """Each sample's name and its members by ending; the members of one follow each other."""
+    """Yield each sample's name and its members by suffix; the members of a sample are
+    consecutive.
+    """
     before, members = None, dict[str, tarfile.TarInfo]()
     for member in tar:
         folder, _, name = member.name.rpartition("/")
@@ -222,7 +224,7 @@ def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarI
 
 
 def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str) -> int:
-    """The label of a sample; ValueError says why there is none."""
+    """Return the label of a sample; ValueError if there is none."""
     for ending in ("cls", "json"):
         if ending not in members:
             continue

@@ -20,7 +20,7 @@ Filter = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"]
 
 
 def convert(image: Image.Image, channels: int) -> Image.Image:
-    """The image in 1 (grey) or 3 (RGB) channels of 8 bits; transparency is dropped."""
+    """Convert an image to 1 (gray) or 3 (RGB) channels of 8 bits; transparency is dropped."""
     mode = _MODES[channels]
     if image.mode.startswith("I"):
         # 16 bits of grey: Pillow would make white of all that is over 255, as of 8 bits.
@@ -29,20 +29,20 @@ def convert(image: Image.Image, channels: int) -> Image.Image:
 
 
 def to_array(image: Image.Image) -> np.ndarray:
-    """uint8 [H, W, C]."""
+    """Return the pixels as uint8 [H, W, C]."""
     pixels = np.asarray(image)
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 
 def from_array(pixels: np.ndarray) -> Image.Image:
-    """The Pillow image of uint8 [H, W, C] with 1 or 3 channels."""
+    """Return the Pillow image of uint8 [H, W, C] with 1 or 3 channels."""
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def center_crop(
     image: Image.Image, size: int, *, zoom: float = 1.0, resample: Filter = "bilinear"
 ) -> Image.Image:
-    """The middle size x size after resizing the shorter side to size * zoom pixels."""
+    """Crop the middle size x size after resizing the shorter side to size * zoom pixels."""
     width, height = image.size
     shorter = min(width, height)
     side = shorter / zoom
@@ -79,7 +79,7 @@ def _filter(name: Filter) -> Image.Resampling:
 
 
 def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """A random box (left, top, right, bottom) of 8-100 % of the area and aspect 3:4 to 4:3.
+    """Draw a box (left, top, right, bottom) of 8-100 % of the area and aspect ratio 3:4 to 4:3.
 
     After ten that do not fit: the middle of the image, its aspect brought into that range.
     """
@@ -100,13 +100,15 @@ def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, in
 def random_resized_crop(
     image: Image.Image, size: int, rng: np.random.Generator, *, resample: Filter = "bilinear"
 ) -> Image.Image:
-    """A random box of the image, scaled to size x size."""
+    """Crop a random box of the image and resize it to size x size."""
     box = crop_box(*image.size, rng)
     return image.resize((size, size), _filter(resample), box=box)
 
 
 def pad_and_crop(pixels: np.ndarray, padding: int, rng: np.random.Generator) -> np.ndarray:
-    """[H, W, C]: shifted by up to `padding` pixels each way, black moving in (He et al. 2015)."""
+    """Shift an image [H, W, C] by up to `padding` pixels each way, filled with black (He et al.
+    2015).
+    """
     height, width, _ = pixels.shape
     padded = np.pad(pixels, ((padding, padding), (padding, padding), (0, 0)))
     top, left = rng.integers(2 * padding + 1, size=2)
@@ -114,7 +116,7 @@ def pad_and_crop(pixels: np.ndarray, padding: int, rng: np.random.Generator) -> 
 
 
 def flip(pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[H, W, C], mirrored left to right half of the time."""
+    """Mirror an image [H, W, C] left to right with probability 1/2."""
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
@@ -125,7 +127,9 @@ def normalize(
     *,
     factor: float = 1 / 255,
 ) -> np.ndarray:
-    """float32 (factor pixels - mean) / std, of uint8 [H, W, C]; mean and std of 1 or C values."""
+    """Return float32 (factor pixels - mean) / std of uint8 [H, W, C]; mean and std of 1 or C
+    values.
+    """
     scale = 1.0 / (1.0 / factor * np.asarray(std))
     shift = np.asarray(mean) / np.asarray(std)
     return pixels * scale.astype(np.float32) - shift.astype(np.float32)

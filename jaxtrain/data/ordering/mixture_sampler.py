@@ -53,7 +53,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-    """A stretch of the stream on which the bounds of the shares stay or move evenly.
+    """Segment of the stream on which the bounds of the mixture weights are constant or linear.
 
     Attributes:
       begin: its first place.
@@ -72,7 +72,7 @@ class _Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Mixing:
-    """In what shares and in which order sources are drawn.
+    """Mixture sampler: the weights of the sources, and the order in which they are drawn.
 
     The examples of the sources stand one source after the other, training and held-out ones alike.
 
@@ -91,7 +91,8 @@ class Mixing:
     def indices(
         self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
     ) -> np.ndarray:
-        """The training examples at some rows of a batch; each epoch of a source is a new order.
+        """Return the training examples at some rows of a batch; each epoch of a source is a new
+        order.
 
         Args:
           batch: its number, from 0.
@@ -118,7 +119,7 @@ class Mixing:
         return found
 
     def whose(self, place: int, *, seed: int) -> tuple[int, int]:
-        """The source at a place, by its number, and how many of the places before are its too."""
+        """Return the index of the source at a position, and how many earlier positions it has."""
         number = int(self._source(np.array([place]), 1, seed)[0])
         return number, self._before(place, 1, seed)[number]
 
@@ -139,7 +140,7 @@ class Mixing:
         }
 
     def _source(self, places: np.ndarray, global_batch_size: int, seed: int) -> np.ndarray:
-        """The number of the source at each place."""
+        """Return the index of the source at each position."""
         segments, offset = _segments(self, global_batch_size, seed)
         # Modulo 2**64, of which `_WHOLE` is a divisor: an overflow changes nothing.
         with np.errstate(over="ignore"):
@@ -162,7 +163,7 @@ class Mixing:
 
 @functools.lru_cache(maxsize=16)
 def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_Segment], int]:
-    """The stretches of a run's stream, in their order, and the offset of its sequence."""
+    """Return the segments of a run's stream in order, and the offset of its sequence."""
     offset = int(np.random.SeedSequence((seed, STREAM)).generate_state(1)[0])
     places = [step * global_batch_size for step, _ in mixing.stages]
     segments: list[_Segment] = []
@@ -198,7 +199,7 @@ def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_
 
 
 def _cuts(shares: Sequence[float], gone: Sequence[bool]) -> tuple[int, ...]:
-    """The bounds of the shares of those sources that are left."""
+    """Return the bounds of the weights of the sources that are left."""
     left = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
     total = math.fsum(left)
     ends = [round(math.fsum(left[: end + 1]) / total * _WHOLE) for end in range(len(left))]
@@ -206,7 +207,7 @@ def _cuts(shares: Sequence[float], gone: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _among(segment: _Segment, places: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """The number of the source in whose share each part lies.
+    """Return the index of the source whose weight interval contains each part.
 
     Args:
       segment: holds the places.
@@ -226,7 +227,7 @@ def _among(segment: _Segment, places: np.ndarray, parts: np.ndarray) -> np.ndarr
 
 
 def _dry_at(segment: _Segment, number: int, rows: int, offset: int, end: int | None) -> int | None:
-    """The place before which all rows of a source were drawn; None: not before `end`."""
+    """Return the position before which all rows of a source were drawn; None: not before `end`."""
     if not segment.cuts[number + 1] - segment.cuts[number] and end is None:
         return None
     low, high = segment.begin, end
@@ -271,7 +272,8 @@ def _under(cut: int, moved: int, length: int, count: int, offset: int) -> int:
 
 
 def floor_sum(count: int, divisor: int, step: int, offset: int) -> int:
-    """The sum of floor((step * k + offset) / divisor) over k from 0 to count - 1, as by Euclid.
+    """Return the sum of floor((step * k + offset) / divisor) for k from 0 to count - 1
+    (Euclid-like).
 
     Each round takes whole multiples out, negative ones too, and counts the lattice points that are
     left by columns in place of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
@@ -288,6 +290,6 @@ def floor_sum(count: int, divisor: int, step: int, offset: int) -> int:
 
 
 def shares_by_size(sizes: Mapping[str, int]) -> dict[str, float]:
-    """Each source's share where all are drawn alike."""
+    """Return mixture weights proportional to the sources' sizes."""
     total = sum(sizes.values())
     return {name: size / total for name, size in sizes.items()}

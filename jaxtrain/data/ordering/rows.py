@@ -22,7 +22,7 @@ from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 
 @dataclasses.dataclass(frozen=True)
 class ByLength:
-    """The order of batches of one length each: implements `rows.Order`.
+    """Order of batches with one row length each (length buckets); implements `rows.Order`.
 
     Which length batch k has is drawn as sources of a mixture are, in shares of their rows: so each
     row comes round as often as any other, to within a batch of each length.
@@ -36,7 +36,9 @@ class ByLength:
     def indices(
         self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
     ) -> np.ndarray:
-        """The examples at some rows of a batch, int64 [n]; each length has epochs of its own."""
+        """Return the examples at some rows of a batch, int64 [n]; each length has its own
+        epochs.
+        """
         number, before = self._mixing.whose(batch, seed=seed)
         own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
         ranks = before * global_batch_size + rows
@@ -60,13 +62,13 @@ class Order(Protocol):
     def indices(
         self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
     ) -> np.ndarray:
-        """The examples at some rows of a batch, int64 [n]."""
+        """Return the examples at some rows of a batch, int64 [n]."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRows:
-    """The rows of an endless stream of batches, shuffled anew each epoch.
+    """Rows of an endless stream of batches, reshuffled each epoch.
 
     Attributes:
       examples: what to draw from.
@@ -83,7 +85,7 @@ class TrainingRows:
     order: Order | None
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
-        """These rows of batch `number`, in their order; any past the last have zero weight."""
+        """Read these rows of batch `number` in order; rows past the last have zero weight."""
         size = self.global_batch_size
         made = self._within(number, np.minimum(rows, size - 1), bad)
         return made if rows.max() < size else without_weight(made, rows >= size)
@@ -128,7 +130,7 @@ class TrainingRows:
 
 @dataclasses.dataclass(frozen=True)
 class HeldoutRows:
-    """The rows of batches that hold every example once, in an order that is always the same.
+    """Rows of batches with every example once, always in the same order.
 
     Attributes:
       examples: what to take.
@@ -139,7 +141,7 @@ class HeldoutRows:
     global_batch_size: int
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
-        """These rows of batch `number`; those past the last example have zero weight."""
+        """Read these rows of batch `number`; rows past the last example have zero weight."""
         places, count = number * self.global_batch_size + rows, len(self.examples)
         indices = self._order[np.minimum(places, count - 1)]
         made = _read_rows(self.examples, indices, lambda row: None, "held-out", bad)
@@ -151,7 +153,7 @@ class HeldoutRows:
 
 
 def without_weight(batch: Batch, which: np.ndarray) -> Batch:
-    """The batch, whose rows `which`, bool [B], count nowhere: of no target and no document."""
+    """Return the batch with zero weight in the rows `which`, bool [B]: no targets, no documents."""
     without = {
         name: leaf * (~which).reshape(-1, *[1] * (leaf.ndim - 1)).astype(leaf.dtype)
         for name in ("loss_mask", "segment_ids", "source_segment_ids")
@@ -171,7 +173,7 @@ def _read_rows(
     split: str,
     bad: BadRecords,
 ) -> Batch:
-    """The examples `indices`, one under the other; `rng` gives each row's augmentation."""
+    """Return the examples `indices`, stacked; `rng` gives each row's augmentation."""
     if isinstance(examples, WholeBatches):
         # Where one cannot be read, all are read one by one, to find out which.
         with contextlib.suppress(*UNREADABLE):

@@ -42,7 +42,7 @@ def _block(number: int, count: int, seed: int) -> np.ndarray:
 
 
 def shuffle(places: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """The examples at these places of epochs concatenated, each epoch in an order of its own.
+    """Return the examples at these positions of concatenated epochs, each epoch in its own order.
 
     Args:
       places: not negative, [n].
@@ -62,7 +62,7 @@ def shuffle(places: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _encipher(numbers: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """A permutation of the numbers under 2**bits for each key; uint64 [n]."""
+    """Permute the integers below 2**bits by key; uint64 [n]."""
     low_bits = np.uint64(bits // 2)
     low_mask, high_mask = (np.uint64((1 << size) - 1) for size in (bits // 2, bits - bits // 2))
     high, low = numbers >> low_bits, numbers & low_mask
@@ -76,7 +76,7 @@ def _encipher(numbers: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
-    """Each number's 64 bits, every one of them dependent on all (splitmix64)."""
+    """Mix 64-bit integers so that every bit depends on all others (splitmix64)."""
     numbers = numbers + _GOLDEN  # arrays of uint64 wrap around, which is meant
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -31,7 +31,7 @@ Sentence = tuple[list[str], list[str]]
 
 
 def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterator[Sentence]:
-    """The words and tags of a file's sentences, one after the other; none of them is empty.
+    """Yield the words and tags of a file's sentences in order; none of them is empty.
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).
@@ -71,7 +71,9 @@ def _strings(record: dict, name: str, where: str) -> list[str]:
 
 
 def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:
-    """A line a word, its tag the last column; empty lines between sentences."""
+    """Yield sentences of a file with one word a line, its tag in the last column, and blank lines
+    between sentences.
+    """
     words, tags = list[str](), list[str]()
     for number, line in enumerate(lines, start=1):
         try:
@@ -102,7 +104,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassedText(ClassedRows, Generic[R]):
-    """Texts with classes, one text in a row.
+    """Base of text with labels, one text per row.
 
     Attributes:
       source: the file, which may be `.gz` or `.zst`; or `'synthetic'`, random tokens and labels.
@@ -129,7 +131,7 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @abc.abstractmethod
     def records(self) -> Iterable[R]:
-        """The texts of the source, as they stand there.
+        """Return the records of the source, unprocessed.
 
         Raises:
           UserError: nothing there, or it holds no such texts.
@@ -137,11 +139,11 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @abc.abstractmethod
     def names_of(self, record: R) -> Sequence[str]:
-        """The names of its classes."""
+        """Return the class names in a record."""
 
     @abc.abstractmethod
     def encode(self, record: R, tokenizer: Tokenizer, labels: dict[str, int]) -> Labelled:
-        """The tokens of a text, and their labels."""
+        """Return the tokens of a record, and their labels."""
 
     @abc.abstractmethod
     def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
@@ -153,13 +155,13 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this."""
+        """Vocabulary size: all ids are below it."""
         if self.source == "synthetic":
             return self.synthetic_vocab_size
         return max(self.open_tokenizer().vocab_size, (self.begin or 0) + 1)
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, without reading any text.
+        """Return the tokenizer, without reading any text.
 
         Raises:
           UserError: no such file, it is no tokenizer.json, or the tokens are random.
@@ -179,7 +181,7 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @functools.cached_property
     def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens before and after each text; random ones have none but `begin`."""
+        """Special tokens before and after each text; random texts have only `begin`."""
         if self.begin is not None:
             return (self.begin,), ()
         if self.source == "synthetic":
@@ -189,18 +191,18 @@ class ClassedText(ClassedRows, Generic[R]):
 
     @property
     def room(self) -> int:
-        """Tokens of a text's own that a row holds."""
+        """Number of text tokens that fit in a row, special tokens excluded."""
         return max(self.sequence_length - sum(map(len, self.around)), 0)
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, self.sequence_length)
         tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
         mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
         return Batch(tokens, tokens, mask, tokens, tokens)
 
     def class_names(self) -> list[str]:
-        """The names of the classes, by label.
+        """Return the names of the classes, by label.
 
         Raises:
           UserError: the source is not there, or has another number of classes.
@@ -217,13 +219,13 @@ class ClassedText(ClassedRows, Generic[R]):
         return names
 
     def wrap_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """A text's tokens with those around them, as many as a row holds, int32."""
+        """Return a text's tokens with the special tokens around them, cut to a row, int32."""
         before, after = self.around
         whole = [*before, *list(tokens)[: self.room], *after]
         return np.array(whole[: self.sequence_length], np.int32)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, tokenizes and splits the texts; only `'synthetic'` depends on `seed`.
+        """Read, tokenize and split the texts; only `'synthetic'` depends on `seed`.
 
         Raises:
           UserError: nothing there, another number of classes, or a split that would be empty.
@@ -281,8 +283,8 @@ class ClassedText(ClassedRows, Generic[R]):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelledText(ClassedText[files.Texts]):
-    """Texts and their classes, one text in a row: JSON lines (`.jsonl`), or columns with a line of
-    names (`.tsv`, `.csv`).
+    """Text classification data, one text per row: JSON lines (`.jsonl`), or columns with a header
+    (`.tsv`, `.csv`).
 
     Attributes:
       text_field, label_field: names of the text and of the name of its class.
@@ -321,7 +323,7 @@ class LabelledText(ClassedText[files.Texts]):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaggedText(ClassedText[Sentence]):
-    """Sentences whose words have classes, one sentence in a row: JSON lines (`.jsonl`) with a list
+    """Token classification data (NER, POS), one sentence per row: JSON lines (`.jsonl`) with a list
     of words and one of tags, or CoNLL's columns (`.conll`, `.iob`, `.bio`, `.txt`).
 
     Attributes:
@@ -384,7 +386,7 @@ class TaggedText(ClassedText[Sentence]):
 
 
 def _covering(places: Sequence[int], character: int) -> int:
-    """The first token that begins at a character, else the last that begins before it.
+    """Return the first token that starts at a character, else the last one before it.
 
     Args:
       places: of each token's first character, in order.

@@ -19,7 +19,7 @@ Answered = tuple[str, tuple[str, ...]]  # a source, and the targets that are rig
 
 
 def read(path: Place, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
-    """The pairs of a file, one after the other, as `read_answered` reads them.
+    """Yield the pairs of a file in order, as `read_answered` reads them.
 
     Raises:
       UserError: as there, or a record has a list of targets.
@@ -36,7 +36,7 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
 def read_answered(
     path: Place, setting: str, source_field: str, target_field: str
 ) -> Iterator[Answered]:
-    """The sources of a file, each with its targets; empty lines are skipped.
+    """Yield the sources of a file, each with its targets; empty lines are skipped.
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).
@@ -88,7 +88,7 @@ def _of_record(record: dict[str, Any], fields: Texts) -> Answered:
 
 
 def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The records of JSON lines, each with where it stands, for messages.
+    """Yield the records of JSON lines, each with its position for messages.
 
     Raises:
       UserError: a line is no record.
@@ -119,7 +119,7 @@ def _string(value: Any, name: str, where: str) -> str:
 
 
 def text_of(text: str, said: str) -> str:
-    """The text; UserError where it holds half of a surrogate pair."""
+    """Return the text; UserError if it has an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -35,7 +35,7 @@ Tokens = tuple[np.ndarray, list[np.ndarray]]  # of a source, and of its targets
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairData:
-    """Pairs of a source and a target, one in a row.
+    """Sequence-to-sequence data: pairs of a source and a target, one per row.
 
     Attributes:
       source: a file of JSON lines (`.jsonl`), or of columns with a line of names (`.tsv`, `.csv`),
@@ -85,13 +85,13 @@ class PairData:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this."""
+        """Vocabulary size: all ids are below it."""
         if self.source == "synthetic":
             return self.synthetic_vocab_size
         return max(self.open_tokenizer().vocab_size, self.begin + 1)
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, without reading any pair.
+        """Return the tokenizer, without reading any pair.
 
         Raises:
           UserError: no such file, it is no tokenizer.json, has no token that ends a text, or the
@@ -117,11 +117,11 @@ class PairData:
         return tokenizer
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         return of_pairs(global_batch_size, self.source_length, self.target_length)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, tokenizes and splits the pairs; only `'synthetic'` depends on `seed`.
+        """Read, tokenize and split the pairs; only `'synthetic'` depends on `seed`.
 
         Raises:
           UserError: nothing there, or too few pairs that fit for one in each split.
@@ -165,7 +165,9 @@ class PairData:
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "pairs")
 
     def _split(self, pairs: list[Tokens], places: np.ndarray, most: int) -> "Pairs":
-        """The pairs at these places; of those with fewer than `most` targets the rest is empty."""
+        """Return the pairs at these indices; those with fewer than `most` targets get
+        empty ones.
+        """
         nothing = np.zeros(0, np.int32)
         return Pairs(
             _join([pairs[place][0] for place in places]),
@@ -186,7 +188,9 @@ class PairData:
     def _fitting(
         self, texts: Iterable[files.Answered], tokenizer: Tokenizer
     ) -> tuple[list[Tokens], int]:
-        """The tokens of the pairs that fit, each target with its end, and how many there were."""
+        """Return the tokens of the pairs that fit, each target with its end, and the number of all
+        pairs.
+        """
         found, count, end = [], 0, tokenizer.end_of_text
         for source, targets in texts:
             count += 1
@@ -208,7 +212,7 @@ class PairData:
 
 
 def _sums(digits: int, count: int) -> Iterable[files.Answered]:
-    """Different sums, in an order that is drawn."""
+    """Yield distinct sums of numbers, in random order."""
     rng, most = np.random.default_rng(SEED), 10**digits
     found = np.unique(rng.integers(0, most * most, 2 * count))
     while len(found) < count:
@@ -219,7 +223,7 @@ def _sums(digits: int, count: int) -> Iterable[files.Answered]:
 
 
 def of_pairs(rows: int, source_length: int, target_length: int) -> Batch:
-    """The shapes and dtypes of a batch of pairs."""
+    """Return the shapes and dtypes of a batch of pairs."""
 
     def shape(length: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, length), dtype)
@@ -233,7 +237,7 @@ def of_pairs(rows: int, source_length: int, target_length: int) -> Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-    """Rows of tokens of any length, behind one another.
+    """Concatenated rows of tokens of any length.
 
     Attributes:
       tokens: int32, of all of them.
@@ -257,7 +261,7 @@ def _join(rows: Sequence[np.ndarray]) -> Sequences:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Sources and targets, in memory; implements Examples.
+    """Sources and targets in memory; implements Examples.
 
     Attributes:
       sources: their tokens.
@@ -276,7 +280,7 @@ class Pairs:
         return len(self.sources)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Pair `index`: rows [S] and [T] that end with padding.
+        """Return pair `index`: rows [S] and [T], padded at the end.
 
         Args:
           index: its number.

@@ -26,7 +26,9 @@ _WRITTEN = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))
 
 
 class WithSentinels:
-    """A tokenizer with sentinels behind its vocabulary, the first with the highest id, as T5's."""
+    """Tokenizer with sentinel tokens after its vocabulary, the first with the highest id,
+    as T5's.
+    """
 
     def __init__(self, text: Tokenizer, count: int) -> None:
         """Makes no token yet.
@@ -43,11 +45,11 @@ class WithSentinels:
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
 
     def sentinel(self, number: int) -> int:
-        """The id that stands for span `number` of a row, counted from 0."""
+        """Return the sentinel id of span `number` in a row, counted from 0."""
         return self.vocab_size - 1 - number
 
     def encode(self, text: str) -> list[int]:
-        """The ids; where the text has a sentinel's name, the sentinel's."""
+        """Return the token ids; the names of sentinels in the text become their ids."""
         return self.encode_with_places(text)[0]
 
     def encode_inside(self, text: str) -> list[int]:
@@ -72,7 +74,7 @@ class WithSentinels:
         return (found for found in _WRITTEN.finditer(text) if int(found[1]) < self.count)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text, with sentinels by their names."""
+        """Return the text, with the names of sentinels."""
         parts, text = list[str](), list[int]()
         for one in map(int, ids):
             if one < self.text.vocab_size:
@@ -113,8 +115,8 @@ SYNTHETIC_END = 0  # what ends rows of random tokens, which no tokenizer made
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanData:
-    """Span corruption: a sentinel replaces each removed span, and the target has each sentinel
-    followed by its span. Both end with the text's end.
+    """Span corruption (T5): a sentinel replaces each removed span, and the target has each sentinel
+    followed by its span. Both end with the end-of-text token.
 
     Attributes:
       text: `@TextData()`, whose rows they are; what a row has of several documents is one text.
@@ -165,13 +167,13 @@ class SpanData:
 
     @property
     def source_length(self) -> int:
-        """Tokens of the source that a whole row leaves, with a sentinel a span and the end."""
+        """Tokens of the source made of a whole row, with a sentinel per span and the end."""
         lost, spans = self._sizes
         return self.text.sequence_length - lost + spans + 1
 
     @property
     def target_length(self) -> int:
-        """Tokens of its target, likewise."""
+        """Tokens of the target made of a whole row, with a sentinel per span and the end."""
         return sum(self._sizes) + 1
 
     @property
@@ -190,12 +192,12 @@ class SpanData:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this, sentinels with them."""
+        """Vocabulary size, sentinels included: all ids are below it."""
         own = 0 if self.sentinels is not None else self._sizes[1]
         return max(self.text.vocab_size + own, self.begin + 1)
 
     def open_tokenizer(self) -> Tokenizer:
-        """The text's tokenizer, with the sentinels.
+        """Return the text's tokenizer, with the sentinels.
 
         Raises:
           UserError: as of the text, or it has no token that ends a text.
@@ -211,11 +213,11 @@ class SpanData:
         return WithSentinels(tokenizer, self._sizes[1])
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         return of_pairs(global_batch_size, self.source_length, self.target_length)
 
     def open(self, *, seed: int) -> Dataset:
-        """Opens the text.
+        """Open the text.
 
         Raises:
           UserError: as of the text, or the tokenizer has no such sentinels.
@@ -279,7 +281,7 @@ class Corruption:
     lengths: tuple[int, int]
 
     def of(self, tokens: np.ndarray, rng: np.random.Generator) -> Batch:
-        """The pair of a text: what is left of it, and what was lost.
+        """Split a text into a source, with sentinels, and a target, the masked spans.
 
         Args:
           tokens: the text.
@@ -296,7 +298,7 @@ class Corruption:
 
 @dataclasses.dataclass(frozen=True)
 class Corrupted:
-    """Rows of text that lost spans, and these; implements Examples."""
+    """Rows of text with span corruption; implements Examples."""
 
     rows: Examples
     corruption: Corruption
@@ -305,7 +307,9 @@ class Corrupted:
         return len(self.rows)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`; which spans it lost is of a seed and a place in the stream of rows."""
+        """Return row `index`; its masked spans depend on the seed and the position in the stream of
+        rows.
+        """
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         row = self.rows.example(index, None)
@@ -338,7 +342,7 @@ def span_mask(
 
 
 def _parts(items: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """The sizes of `parts` parts of `items` items, none of them empty."""
+    """Return the sizes of `parts` random parts of `items` items, none of them empty."""
     cuts = np.sort(rng.permutation(items - 1)[: parts - 1]) + 1
     return np.diff(np.concatenate([[0], cuts, [items]]))
 
@@ -346,7 +350,7 @@ def _parts(items: int, parts: int, rng: np.random.Generator) -> np.ndarray:
 def insert_sentinels(
     tokens: np.ndarray, gone: np.ndarray, sentinels: tuple[int, ...]
 ) -> np.ndarray:
-    """A text with a sentinel in place of each run of tokens that are gone."""
+    """Return a text with a sentinel in place of each run of masked tokens."""
     first = gone & ~np.concatenate([[False], gone[:-1]])
     number = np.maximum(np.cumsum(first) - 1, 0)
     return np.where(first, np.asarray(sentinels)[number], tokens)[first | ~gone]

@@ -26,7 +26,9 @@ Reader = Callable[[Place, str], Iterator[str | BadRecord]]
 
 
 def _in_module(name: str) -> Reader:
-    """The `read` of a module of `formats`, imported with the first file of its format."""
+    """Return the `read` function of a module of `formats`, imported with the first file of its
+    format.
+    """
 
     def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
         module = importlib.import_module(f"jaxtrain.data.text.formats.{name}")
@@ -69,7 +71,7 @@ EMBEDDED_EXCLUDED_FOLDERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """The text files of a source.
+    """Text files of a source.
 
     Attributes:
       paths: those that are read, in the order of their documents.
@@ -84,13 +86,13 @@ class Files:
         return file_facts(len(self.paths), self.left_out)
 
     def size(self) -> int | None:
-        """Bytes of all files as they are stored; None: some are in a bucket."""
+        """Return the stored size of all files in bytes; None if some are in a bucket."""
         if any(isinstance(path, BucketPath) for path in self.paths):
             return None
         return sum(path.stat().st_size for path in self.paths if isinstance(path, Path))
 
     def documents(self, records: Records) -> Iterator[Document]:
-        """A document a file, or a record of the files of records; blank ones too.
+        """Yield one document per file, or per record of record files; blank ones too.
 
         Raises:
           UserError: a file cannot be read, or more records are bad than may be.
@@ -104,7 +106,7 @@ class Files:
         records.reject()
 
     def texts(self, records: Records) -> Iterator[str]:
-        """The same as texts; objects of a bucket are read side by side."""
+        """Yield the documents as texts; objects of a bucket are read concurrently."""
         if any(isinstance(path, BucketPath) for path in self.paths):
             for found in in_threads(lambda path: _read(path, records.text_field), self.paths):
                 yield from records.texts(found)
@@ -127,13 +129,13 @@ def reader_of(path: Place) -> Reader | None:
 
 
 def is_packed(path: Place) -> bool:
-    """Whether a file holds more characters than bytes, perhaps: it is packed, whole or within."""
+    """Whether a file may hold more characters than bytes, being compressed as a whole or inside."""
     name = _SHARD.sub("", path.name.lower())
     return name.endswith((*COMPRESSED, *_PACKED))
 
 
 def files_of(source: Place, split: str, setting: str) -> Files:
-    """The file itself, or every text file under a folder, in order of its path.
+    """Return the file itself, or all text files under a folder, sorted by path.
 
     A file is text by its ending: one of TEXT_SUFFIXES or of a format of records. One without an
     ending is text if it begins with UTF-8 text.
@@ -165,7 +167,8 @@ def files_of(source: Place, split: str, setting: str) -> Files:
 
 
 def read_embedded() -> Iterator[str]:
-    """The source of Python's standard library, one document a file, then its language reference.
+    """Yield the source of Python's standard library, one document per file, then its language
+    reference.
 
     Raises:
       UserError: this Python came without its sources.

@@ -48,7 +48,7 @@ class FillInMiddle:
 
 
 def fill_in_middle(dataset: Dataset, settings: FillInMiddle) -> Dataset:
-    """A dataset of text whose training rows are such; held-out ones stay as they are.
+    """Return a text dataset with transformed training rows; held-out rows stay as they are.
 
     Raises:
       UserError: there is no tokenizer, or it has no such tokens.
@@ -71,7 +71,7 @@ def fill_in_middle(dataset: Dataset, settings: FillInMiddle) -> Dataset:
 
 @dataclasses.dataclass(frozen=True)
 class FilledRows:
-    """Rows of text, some of whose documents end with their middle; implements Examples.
+    """Rows of text with some documents reordered for fill-in-the-middle; implements Examples.
 
     A document grows by three tokens, and by what cutting words costs: the end of a row that has no
     room for that is left out, and padding is used first.
@@ -98,7 +98,7 @@ class FilledRows:
         return self.rows.document_lengths()
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Row `index`: tokens [T]; None leaves it as it is."""
+        """Return row `index`: tokens [T]; `rng` None leaves it as it is."""
         row = self.rows.example(index, None)
         if rng is None:
             return row
@@ -115,7 +115,7 @@ class FilledRows:
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
 
     def _move(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """A document with its middle at its end, between the special tokens that surround it."""
+        """Return a document with its middle at the end, between the special tokens around it."""
         begin, end = self._special(tokens)
         own = tokens[begin : len(tokens) - end].tolist()
         text = self.tokenizer.decode(own)

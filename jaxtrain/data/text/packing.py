@@ -46,11 +46,11 @@ class PackedText(WholeBatches):
         return max(0, -(-(len(self.tokens) - 1) // self.sequence_length))
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+        """Return the length in tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The rows `indices`, one under the other: tokens [len(indices), T]."""
+        """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         length, rows = self.sequence_length, len(indices)
         starts = np.asarray(indices, np.int64) * length
         whole = (len(self.tokens) - 1) // length
@@ -92,7 +92,7 @@ class PackedText(WholeBatches):
     def _parts(
         self, starts: np.ndarray, reals: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Segment ids and positions of rows, and where a target belongs to another document.
+        """Return segment ids and positions of rows, and where a target belongs to another document.
 
         Only the documents that these rows touch are looked at, however many the corpus has.
 
@@ -131,7 +131,7 @@ def pack(
     *,
     separate: bool = True,
 ) -> PackedText:
-    """The documents, none of them empty, in one stream."""
+    """Concatenate documents, none of them empty, into one stream."""
     arrays = list(documents)
     lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
     assert not len(arrays) or lengths.min() > 0, "an empty document has no place in the stream"
@@ -141,7 +141,7 @@ def pack(
 
 
 def token_counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
-    """int64 [vocab_size]: how often each token occurs."""
+    """Return how often each token occurs, int64 [vocab_size]."""
     counts = np.zeros(vocab_size, np.int64)
     for begin in range(0, len(tokens), COUNT_SLICE):
         counts += np.bincount(tokens[begin : begin + COUNT_SLICE], minlength=vocab_size)
@@ -149,7 +149,7 @@ def token_counts(tokens: Tokens, vocab_size: int) -> np.ndarray:
 
 
 def unigram_entropy(train: PackedText, heldout: PackedText, vocab_size: int) -> float:
-    """Nats per held-out target for a model that knows the corpus's token frequencies and no more.
+    """Return nats per held-out target for a model that only knows the corpus's token frequencies.
 
     The cross entropy -sum_v q(v) log p(v): q over the targets of `heldout` that count, p over every
     token of both splits. A model that has learned anything of context is under it.
@@ -164,7 +164,7 @@ def unigram_entropy(train: PackedText, heldout: PackedText, vocab_size: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class BestFit(WholeBatches):
-    """Rows of `sequence_length` tokens, each of whole documents or parts.
+    """Rows of `sequence_length` tokens, packed best-fit with whole documents or parts of them.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target: every token but
     the first of its document is a target exactly once an epoch, and what a row has left is padding
@@ -185,15 +185,15 @@ class BestFit(WholeBatches):
 
     @property
     def padding(self) -> float:
-        """The share of all rows that is padding."""
+        """Fraction of all rows that is padding."""
         return 1.0 - int(self._rows.sizes.sum()) / (len(self) * self.sequence_length)
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+        """Return the length in tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The rows `indices`, one under the other: tokens [len(indices), T]."""
+        """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         shape, rows = (len(indices), self.sequence_length), self._rows
         inputs, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
         parts = [np.arange(rows.bounds[index], rows.bounds[index + 1]) for index in indices]
@@ -233,7 +233,9 @@ class _Rows:
 
 
 def _pack(offsets: np.ndarray, length: int) -> _Rows:
-    """Best-fit decreasing: a document's rest, the longest first, into the fullest row it fits."""
+    """Pack best-fit decreasing: each document's rest, the longest first, into the fullest row it
+    fits.
+    """
     inputs = np.maximum(np.diff(offsets) - 1, 0)
     # Whole rows of long documents, then the rests.
     wholes, rests = inputs // length, inputs % length
@@ -270,7 +272,7 @@ def _pack(offsets: np.ndarray, length: int) -> _Rows:
 
 @dataclasses.dataclass(frozen=True)
 class PaddedText(WholeBatches):
-    """Rows of documents, those of a length beside each other.
+    """Rows of one document each, padded to one of several lengths and grouped by length.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target; what is longer
     than the longest row is cut into such rows and a rest. The others end with padding (segment 0,
@@ -296,16 +298,16 @@ class PaddedText(WholeBatches):
 
     @property
     def padding(self) -> float:
-        """The share of all rows that is padding."""
+        """Fraction of all rows that is padding."""
         room = sum(count * length for count, length in zip(self.rows, self.lengths, strict=True))
         return 1.0 - int(self._parts[1].sum()) / room
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
+        """Return the length in tokens of each document, int64 [documents]."""
         return np.diff(self.offsets)
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The rows `indices`, which have one length: tokens [len(indices), T]."""
+        """Return the rows `indices`, all of one length: tokens [len(indices), T]."""
         starts, sizes, ends = self._parts
         (length,) = set(np.searchsorted(ends, indices, side="right").tolist())
         shape = len(indices), self.lengths[length - 1]

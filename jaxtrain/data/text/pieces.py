@@ -20,15 +20,20 @@ _HEAD_BYTES = 1 << 13  # that tell text from other files
 
 
 class Document(Protocol):
-    """A text, perhaps too long to be held."""
+    """Text that may be too long to be held in memory."""
 
     def is_blank(self) -> bool:
-        """Whether it holds no more than white space."""
+        """Whether the text has only white space."""
         ...
 
     def cut_at_line(self, fraction: float) -> int:
-        """The character before which a part of it ends: behind the line break nearest after
-        `fraction` of it, or there if none follows but the last character."""
+        """Return the character to split at: after the first line break behind `fraction` of the
+        text.
+
+        It is at the fraction itself if no line break but the last character's follows.
+
+        It is at the fraction itself if no line break but the last character's follows.
+        """
         ...
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
@@ -57,7 +62,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """A document that is a UTF-8 file; what is read of it is read anew each time."""
+    """Document in a UTF-8 file, which is read again each time."""
 
     path: Place
 
@@ -100,7 +105,7 @@ class TextFile:
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[BinaryIO]:
-    """A file of the source, open, unpacked where it is named .gz or .zst.
+    """Open a file of the source, decompressed if it is named .gz or .zst.
 
     An object of a bucket is read whole.
 
@@ -123,7 +128,7 @@ def reading(path: Place) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def open_stored(path: Place) -> Iterator[BinaryIO]:
-    """A file of the source as it is stored.
+    """Open a file of the source as it is stored.
 
     Raises:
       UserError: it may not be read.
@@ -140,7 +145,7 @@ def open_stored(path: Place) -> Iterator[BinaryIO]:
 
 
 def begins_with_text(path: Place) -> bool:
-    """Whether the first bytes of a file, which may be packed, are UTF-8 text without a NUL."""
+    """Whether a file, which may be compressed, begins with UTF-8 text without a NUL."""
     if isinstance(path, BucketPath) and path.suffix.lower() not in COMPRESSED:
         head = path.read_range(0, _HEAD_BYTES)
     else:
@@ -172,7 +177,7 @@ def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
 
 
 def not_utf8(path: Place, byte: int) -> UserError:
-    """The rejection of a file that is no text from this byte on."""
+    """Return the error for a file that is not text from this byte on."""
     return UserError(
         f"TextData.source: {path} is not UTF-8 text (byte {byte}); convert it to UTF-8, for "
         "example with iconv, or remove it from the source"
@@ -180,14 +185,14 @@ def not_utf8(path: Place, byte: int) -> UserError:
 
 
 def cut_at_line(text: str, fraction: float) -> int:
-    """`Document.cut_at_line` of a text."""
+    """Return `Document.cut_at_line` of a text."""
     place = int(len(text) * fraction)
     line_end = text.find("\n", place)
     return place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
 
 
 def _between(parts: Iterable[str], begin: int, end: int | None) -> Iterator[str]:
-    """The characters `begin` to `end` of parts concatenated."""
+    """Yield the characters from `begin` to `end` of concatenated parts."""
     place = 0
     for part in parts:
         if end is not None and place >= end:

@@ -14,13 +14,13 @@ SHOWN = 3  # bad records that the rejection names
 
 @dataclasses.dataclass(frozen=True)
 class BadRecord:
-    """A record without a usable text: its place and what is wrong with it."""
+    """Record without a usable text: its position and the error."""
 
     told: str
 
 
 class Records:
-    """The records of a whole source, good and bad.
+    """Records of a whole source, good and bad.
 
     Args:
       text_field: the field that holds the text.
@@ -43,7 +43,7 @@ class Records:
         self._good, self._bad, self._first = 0, 0, list[str]()
 
     def texts(self, records: Iterable[T | BadRecord]) -> Iterator[T]:
-        """The texts, or whatever else is wanted, among these records; the others are counted."""
+        """Yield the texts, or other values, among these records; bad records are counted."""
         for record in records:
             if isinstance(record, BadRecord):
                 self._bad += 1
@@ -54,7 +54,9 @@ class Records:
                 yield record
 
     def reject(self) -> None:
-        """Raises UserError where too many are bad, with their number and the first by name."""
+        """Raise UserError if too many records are bad, with their number and the names of the
+        first.
+        """
         if self._bad <= self._allowed:
             return
         raise UserError(
@@ -72,7 +74,7 @@ class Records:
 
 
 def reject_empty(path: object) -> NoReturn:
-    """Raises UserError of a file of records without a byte, which a copy that failed leaves."""
+    """Raise UserError for an empty file of records, such as a failed copy leaves."""
     raise UserError(
         f"TextData.source: {path} is empty, without any record; make it again, or remove it from "
         "the source"
@@ -80,7 +82,7 @@ def reject_empty(path: object) -> NoReturn:
 
 
 def check_field(path: object, text_field: str, fields: Iterable[str]) -> None:
-    """Raises UserError where a file whose records all have these fields has none of that name."""
+    """Raise UserError if a file whose records all have these fields lacks this one."""
     fields = list(fields)
     if text_field not in fields:
         raise UserError(
@@ -90,7 +92,7 @@ def check_field(path: object, text_field: str, fields: Iterable[str]) -> None:
 
 
 def arrow(module: str, path: object, setting: str = "TextData.source") -> Any:
-    """A module of pyarrow, which reads this file.
+    """Import a module of pyarrow to read this file.
 
     Raises:
       UserError: it is not installed.

@@ -57,7 +57,7 @@ SYNTHETIC_ROWS = {"train": 1 << 20, "heldout": 256}
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Rows of tokens from text.
+    """Text for language modeling: tokenized and packed into rows.
 
     Attributes:
       source: a UTF-8 text file; a folder, each text file in it a document; or a pattern of files
@@ -144,13 +144,15 @@ class TextData:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this; reads the tokenizer file where there is one, and no text."""
+        """Vocabulary size: all ids are below it. Reads the tokenizer file if there is one, and no
+        text.
+        """
         if self.source == "synthetic":
             return self.synthetic_vocab_size
         return self.open_tokenizer().vocab_size
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, without reading any text.
+        """Return the tokenizer, without reading any text.
 
         Raises:
           UserError: no such file, it is no tokenizer.json, or the tokens are random.
@@ -174,7 +176,7 @@ class TextData:
         return (*self.lengths, self.sequence_length)
 
     def abstract_batch(self, global_batch_size: int, length: int | None = None) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data.
+        """Return the shapes and dtypes of a batch, for lowering a step without data.
 
         Args:
           global_batch_size: rows over all processes.
@@ -186,7 +188,7 @@ class TextData:
         return Batch(tokens, tokens, mask, tokens if self.separate_documents else None, tokens)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, tokenizes and splits the source; only `'synthetic'` depends on `seed`.
+        """Read, tokenize and split the source; only `'synthetic'` depends on `seed`.
 
         Raises:
           UserError: nothing there, nothing in it, or too little for one row in each split.
@@ -259,7 +261,7 @@ class TextData:
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
     def _open_token_files(self, paths: list[Place], tokenizer: Tokenizer) -> Dataset:
-        """Files of tokens that other programs wrote, special tokens among them."""
+        """Open token files of other programs, special tokens included."""
         if self.add_special_tokens is not None:
             raise UserError(
                 f"TextData.add_special_tokens = {self.add_special_tokens} with TextData.source = "
@@ -284,7 +286,7 @@ class TextData:
         return self._dataset(packed, texts, made, tokenizer, found.unigram_entropy, {})
 
     def is_tokens(self) -> bool:
-        """Whether the source names files of tokens that other programs wrote."""
+        """Whether the source names token files of other programs."""
         return self.source.lower().endswith(".bin")
 
     def _header(self, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -356,7 +358,7 @@ class TextData:
         return heldout_facts(setting, self.heldout_fraction, count, "document")
 
     def _validate_rowless(self, *rows: int) -> None:
-        """Raises UserError where one of these numbers of rows is 0."""
+        """Raise UserError if one of these numbers of rows is 0."""
         if not all(rows):
             raise UserError(
                 f"TextData.source = {self.source!r}: a split has no document of 2 tokens, so "
@@ -376,7 +378,7 @@ class TextData:
         return existing_path("TextData.source", self.source, words=SOURCE_WORDS)
 
     def files(self) -> dict[Split, documents.Files] | None:
-        """The files of a source that is paths, by split; None of another.
+        """Return the files of a source that is paths, by split; None for other sources.
 
         Without `heldout_split` all stand under "train".
 
@@ -402,7 +404,9 @@ class TextData:
         }
 
     def size(self) -> int | None:
-        """Bytes of the files of a source on this machine's disks; None of any other source."""
+        """Return the size in bytes of source files on this machine's disks; None for
+        other sources.
+        """
         files = self.files()
         sizes = [] if files is None else [of_split.size() for of_split in files.values()]
         known = [size for size in sizes if size is not None]
@@ -414,7 +418,7 @@ class TextData:
     def _split_texts(
         self, files: dict[Split, documents.Files] | None, records: Records
     ) -> tuple[list[str], list[str]]:
-        """The documents that are not blank, for training and held out."""
+        """Return the documents that are not blank, for training and held out."""
         texts = _not_blank(
             self.read(self.train_split, "TextData.train_split")
             if files is None
@@ -437,7 +441,7 @@ class TextData:
         return train, [text for text, out in zip(texts, held, strict=True) if out]
 
     def read(self, split: str, setting: str) -> Iterable[str]:
-        """The documents of a source that is no path; `setting` names the split."""
+        """Return the documents of a source that is not a path; `setting` names the split."""
         name = tfds_name("TextData.source", self.source)
         if name is None:
             return documents.read_embedded()
@@ -447,7 +451,7 @@ class TextData:
     def _validate_short(
         self, packed: tuple[PackedText, PackedText], texts: tuple[int, int]
     ) -> None:
-        """Raises UserError where a split has too few tokens for a row."""
+        """Raise UserError if a split has too few tokens for a row."""
         needed = self.sequence_length + 1
         for split, rows, count in zip(("training", "held-out"), packed, texts, strict=True):
             if len(rows.tokens) < needed:
@@ -461,7 +465,7 @@ class TextData:
 
 
 def text_of(data: object) -> TextData | None:
-    """The settings of text among a run's data; None where there is none."""
+    """Return the text settings among a run's data, or None."""
     if isinstance(data, TextData):
         return data
     # Imported here: most runs read one source.
@@ -471,7 +475,7 @@ def text_of(data: object) -> TextData | None:
 
 
 def validate_lengths(data: TextData) -> None:
-    """Raises UserError where the lengths of rows are not those of 'padded' ones, in their order."""
+    """Raise UserError if row lengths are set without 'padded' packing, or are not in order."""
     if data.packing != "padded":
         if data.lengths:
             raise UserError(
@@ -506,7 +510,7 @@ class RandomTokens(WholeBatches):
         return self.rows
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The rows `indices`, each drawn from a generator of its own."""
+        """Return the rows `indices`, each drawn from a generator of its own."""
         shape = len(indices), self.sequence_length
         windows = np.empty((shape[0], shape[1] + 1), np.int32)
         for row, index in enumerate(indices.tolist()):

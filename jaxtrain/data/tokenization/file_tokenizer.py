@@ -36,7 +36,7 @@ _SHOWN = 300  # characters of what the library says
 
 @contextlib.contextmanager
 def library_errors(named: str) -> Iterator[None]:
-    """Within, what the library raises becomes a UserError.
+    """Turn errors of the library into UserError, within the context.
 
     It has no class of its own to catch: a bare Exception, or pyo3's PanicException, which no module
     offers and which derives from BaseException, so that it would pass every handler.
@@ -58,7 +58,7 @@ def library_errors(named: str) -> Iterator[None]:
 
 
 class Guarded:
-    """A tokenizer of the library, `library_errors` around each of its methods.
+    """Tokenizer of the library with `library_errors` around each method.
 
     Args:
       guarded: the tokenizer.
@@ -93,7 +93,7 @@ END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json` with what the files next to it say of special tokens.
+    """Tokenizer of a Hugging Face `tokenizer.json`, with special tokens of the files next to it.
 
     Args:
       path: the file.
@@ -163,7 +163,7 @@ class FileTokenizer:
         self._special = dict(folder.special)
 
     def _own_end(self, folder: TokenizerFolder, vocab: Mapping[str, int]) -> int | None:
-        """The token that ends a text, as the folder or the vocabulary has it."""
+        """Return the end-of-text token of the folder or the vocabulary."""
         named = folder.special.get("eos_token")
         if named is not None:
             return vocab[named]
@@ -185,8 +185,9 @@ class FileTokenizer:
         return vocab[named]
 
     def special_names(self) -> dict[str, str]:
-        """Special tokens as tokenizer_config.json names them: the folder's own, with the end of a
-        text and what begins one."""
+        """Special tokens as in tokenizer_config.json: the folder's own, and the end and the start
+        of a text.
+        """
         names = dict(self._special)
         if self.end_of_text is not None:
             names["eos_token"] = str(self._tokenizer.id_to_token(self.end_of_text))
@@ -195,7 +196,7 @@ class FileTokenizer:
         return names
 
     def to_json(self) -> str:
-        """A tokenizer.json that puts the special tokens around a text that this one puts."""
+        """Return a tokenizer.json that adds the same special tokens around a text."""
         import tokenizers
 
         name = self._tokenizer.id_to_token
@@ -221,14 +222,15 @@ class FileTokenizer:
         return self._encode_after("\n", "a") != self.encode("a")
 
     def _encode_after(self, context: str, text: str) -> list[int] | None:
-        """The ids of a text behind another; None where a token is of both."""
+        """Return the token ids of a text after another; None if a token spans both."""
         whole = self._tokenizer.encode(context + text, add_special_tokens=False)
         number = border_at(whole.ids, whole.offsets, len(context))
         return None if number is None else whole.ids[number:]
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
-        """The ids of a text with those that the file puts around it, such as [CLS] and [SEP], and
-        whether it was cut to `at_most` tokens."""
+        """Return a text's ids with special tokens such as [CLS] and [SEP], and whether it was cut
+        to `at_most` tokens.
+        """
         ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
         return with_special_tokens(self, ids[:room]), len(ids) > room
 
@@ -273,7 +275,7 @@ class FileTokenizer:
 
 
 def _complete(tokenizer: "tokenizers.Tokenizer", folder: TokenizerFolder) -> list[Any]:
-    """Make of a tokenizer.json what the folder has; returns what that changes."""
+    """Complete a tokenizer.json with the folder's settings; return the changes."""
     import tokenizers
 
     changes: list[Any] = []
@@ -298,7 +300,7 @@ def _complete(tokenizer: "tokenizers.Tokenizer", folder: TokenizerFolder) -> lis
 def _special_tokens_around(
     tokenizer: "tokenizers.Tokenizer",
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens that a tokenizer's post-processor puts before and after a text."""
+    """Return the special tokens that a tokenizer's post-processor adds before and after a text."""
     around = tokenizer.post_processor
     if around is None or not around.num_special_tokens_to_add(False):
         return (), ()

@@ -25,7 +25,7 @@ FindBorder = Callable[[str, str], Border | None]
 
 @dataclasses.dataclass(frozen=True)
 class TextPiece:
-    """A part of a text.
+    """Part of a text.
 
     Attributes:
       text: the part.
@@ -86,8 +86,8 @@ def cut(
 
 
 def border_at(ids: Sequence[int], places: Sequence[tuple[int, int]], character: int) -> int | None:
-    """The number of the first token after a border, where no token crosses it and some are on
-    either side.
+    """Return the index of the first token after a border that no token crosses, with tokens on
+    either side; else None.
 
     Args:
       ids: of a text.
@@ -105,7 +105,7 @@ def border_at(ids: Sequence[int], places: Sequence[tuple[int, int]], character: 
 def tokens_of(
     piece: TextPiece, ids: Sequence[int], places: Sequence[tuple[int, int]]
 ) -> Sequence[int]:
-    """The tokens of a piece, out of those of the piece with the text around it.
+    """Return the tokens of a piece, from those of the piece with the text around it.
 
     Raises:
       UserError: the tokens at a border are others than those where it was cut.
@@ -121,7 +121,7 @@ def encode_texts(
     border: FindBorder,
     encode_pieces: Callable[[Iterable[TextPiece]], Iterator[np.ndarray]],
 ) -> Iterator[np.ndarray]:
-    """The ids of each text in turn, long ones encoded in pieces."""
+    """Yield the token ids of each text in order; long ones are encoded in pieces."""
     asked, counted = itertools.tee([piece for piece in cut([text], border)] for text in texts)
     encoded = encode_pieces(piece for pieces in asked for piece in pieces)
     for pieces in counted:
@@ -129,8 +129,9 @@ def encode_texts(
 
 
 def _line_begin(text: str, begin: int, end: int) -> int | None:
-    """The first line of those from `begin` to `end` that begins, and whose line before it ends,
-    with no white space."""
+    """Return the start of the first line between `begin` and `end` with no white space before its
+    line break or at its start.
+    """
     found = text.find("\n", begin - 1, end - 1)
     while found != -1:
         if not text[found + 1].isspace() and found and not text[found - 1].isspace():

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """Interface of tokenizers: text to ids and back.
 
     Attributes:
       vocab_size: ids are in [0, vocab_size).
@@ -35,22 +35,23 @@ class Tokenizer(Protocol):
     dtype: np.dtype
 
     def encode(self, text: str) -> list[int]:
-        """The ids, without special tokens around them."""
+        """Return the token ids, without special tokens around them."""
         ...
 
     def encode_inside(self, text: str) -> list[int]:
-        """The ids of a text that other text comes before: without the space that some tokenizers
-        put before a text."""
+        """Return the token ids of a text that follows other text, without the space that some
+        tokenizers prefix.
+        """
         ...
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """The ids, and of each the place of its first character in the text."""
+        """Return the token ids, and the character offset of each in the text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def token(self, setting: str, name: str) -> int:
-        """The id of the token that a setting names.
+        """Return the id of the token that a setting names.
 
         Raises:
           UserError: there is none of that name.
@@ -58,21 +59,24 @@ class Tokenizer(Protocol):
         ...
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text in turn, as arrays of `dtype`, without special tokens around."""
+        """Yield the token ids of each text, as arrays of `dtype`, without special tokens around
+        them.
+        """
         ...
 
     def encode_pieces(self, pieces: "Iterable[TextPiece]") -> Iterator[np.ndarray]:
-        """Likewise of pieces of texts."""
+        """Yield the token ids of each piece of texts, as `encode_documents` does."""
         ...
 
     def border(self, left: str, right: str) -> "Border | None":
-        """The tokens on either side of the border of two texts, when they are read as one; None
-        where a token crosses it."""
+        """Return the tokens on either side of the border of two texts encoded as one; None if a
+        token crosses it.
+        """
         ...
 
 
 def with_special_tokens(tokenizer: Tokenizer, ids: Iterable[int]) -> list[int]:
-    """The tokens of a prompt: a text's with the special tokens that are put around it."""
+    """Return the tokens of a prompt: a text's with the special tokens around it."""
     return [*tokenizer.before, *ids, *tokenizer.after]
 
 
@@ -83,7 +87,7 @@ def closing(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def no_end_of_text(section: str, tokenizer: str) -> str:
-    """The sentence for people about a tokenizer without a known end of a text."""
+    """Return the message for a tokenizer without a known end-of-text token."""
     return (
         f"No token is known to end a text ({section}.tokenizer = {tokenizer!r}): documents follow "
         "one another without one, and answers end at their greatest length; name one in "
@@ -122,7 +126,7 @@ class ByteTokenizer:
         return self.encode(text)
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
-        """See `FileTokenizer`: nothing is put around."""
+        """Return the ids as in `FileTokenizer`; no special tokens are added."""
         ids = self.encode(text)
         return ids[:at_most], len(ids) > at_most
 
@@ -131,7 +135,7 @@ class ByteTokenizer:
         return self.encode(text), np.repeat(np.arange(len(text)), sizes).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text; bytes that are not UTF-8 and ids over 255 come out as U+FFFD."""
+        """Return the text; invalid UTF-8 and ids over 255 become U+FFFD."""
         # 0xFF appears nowhere in UTF-8, so it stands for every id that is no byte.
         return bytes(min(int(token), 0xFF) for token in ids).decode("utf-8", errors="replace")
 
@@ -164,7 +168,7 @@ def open_tokenizer(
     add_special_tokens: bool | None = None,
     section: str = "TextData",
 ) -> "ByteTokenizer | FileTokenizer":
-    """The tokenizer that a setting names; `path` is where its file was found."""
+    """Open the tokenizer that a setting names; `path` is where its file was found."""
     if path is None:
         assert path_or_byte == "byte", path_or_byte
         if end_of_text is not None:

@@ -138,7 +138,9 @@ def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder
 
 
 def special_tokens(folder: Place) -> dict[str, str]:
-    """Special tokens by name, such as `eos_token`, as transformers reads them in a folder."""
+    """Return special tokens by name, such as `eos_token`, as transformers reads them in a
+    folder.
+    """
     said = read_json(folder / SETTINGS)
     named = {**said, **_special_map(folder, said)}
     found = {name: _text(named.get(name)) for name in SPECIAL}
@@ -146,14 +148,14 @@ def special_tokens(folder: Place) -> dict[str, str]:
 
 
 def ends_of(content: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids of `eos_token_id`, which is a number or a list of such, or nothing."""
+    """Return the ids of `eos_token_id`, which is a number, a list, or absent."""
     said = content.get("eos_token_id")
     ids = said if isinstance(said, list) else [said]
     return tuple(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
 
 
 def read_json(path: Place) -> dict[str, Any]:
-    """The object of a JSON file; empty where there is no file.
+    """Return the object of a JSON file; empty if there is no file.
 
     Raises:
       UserError: it cannot be read, or is no JSON object.
@@ -165,7 +167,9 @@ def read_json(path: Place) -> dict[str, Any]:
 
 
 def _special_map(folder: Place, said: Mapping[str, Any]) -> dict[str, Any]:
-    """special_tokens_map.json, which is over tokenizer_config.json where that lists no tokens."""
+    """Return special_tokens_map.json, which overrides a tokenizer_config.json without listed
+    tokens.
+    """
     if "added_tokens_decoder" in said:
         return {}
     found = read_json(folder / SPECIAL_MAP)
@@ -224,7 +228,7 @@ def _prefix(
 
 
 def _conflicts(said: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
-    """A clause for each setting of which tokenizer.json has another value."""
+    """Yield a clause for each setting that has another value in tokenizer.json."""
     compared = [
         ("normalizer", "BertNormalizer", "do_lower_case", "lowercase"),
         ("normalizer", "BertNormalizer", "strip_accents", "strip_accents"),
@@ -240,7 +244,7 @@ def _conflicts(said: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[
 
 
 def _parts(component: Any) -> Iterator[Mapping[str, Any]]:
-    """A component of tokenizer.json, or those of a sequence of them."""
+    """Yield a component of tokenizer.json, or those of a sequence of them."""
     if not isinstance(component, dict):
         return
     yield component

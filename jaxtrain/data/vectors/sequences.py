@@ -37,7 +37,7 @@ class Series(NamedTuple):
 
 
 def read(path: Place, said: str, *, labelled: bool = True) -> Series:
-    """The sequences of a file.
+    """Read the sequences of a file.
 
     Args:
       path: the file, `.npz` or `.ts`.
@@ -170,7 +170,7 @@ SYNTHETIC_SEQUENCES = 1024
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceData(ClassedRows):
-    """Sequences of vectors, one in a row, which ends with padding.
+    """Time series with labels: sequences of vectors, one per row, padded at the end.
 
     Attributes:
       source: a `.npz` file of arrays x [examples, places, features] (or [examples, places], one
@@ -206,7 +206,7 @@ class SequenceData(ClassedRows):
             )
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, self.sequence_length)
         vectors: Any = jax.ShapeDtypeStruct((*shape, self.features), np.float32)
         numbers: Any = jax.ShapeDtypeStruct(shape, np.int32)
@@ -221,13 +221,13 @@ class SequenceData(ClassedRows):
         return self.label_tokens(row, label)
 
     def class_names(self) -> list[str]:
-        """The names of the classes, by label; raises UserError as `open` does."""
+        """Return the names of the classes by label; raises UserError as `open` does."""
         if self.source == "synthetic":
             return [str(label) for label in range(self.num_classes)]
         return list(self._read("source").names)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, scales and splits the sequences; only `'synthetic'` depends on `seed`.
+        """Read, scale and split the sequences; only `'synthetic'` depends on `seed`.
 
         Raises:
           UserError: nothing there, another number of features or classes, other classes in what is
@@ -261,7 +261,7 @@ class SequenceData(ClassedRows):
         return Dataset(train, heldout, digest(header, parts), facts, None, "vectors")
 
     def prepare(self, sequences: Sequence[np.ndarray]) -> list[Batch]:
-        """Rows of other sequences [T, F], scaled as those of this source are.
+        """Return rows of other sequences [T, F], scaled like this source's.
 
         Raises:
           UserError: as of `open`.

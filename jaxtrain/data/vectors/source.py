@@ -67,7 +67,7 @@ def _demo(module: str, source: str) -> Any:
 
 
 def read(path: Place, columns: int) -> Table:
-    """A table of a .npz or .csv file.
+    """Read the table of a .npz or .csv file.
 
     Args:
       path: the file.
@@ -98,7 +98,7 @@ def read(path: Place, columns: int) -> Table:
 
 
 def read_vectors(path: Place, said: str) -> np.ndarray:
-    """Vectors [N, D] of a .npz file's array x, or of all columns of a .csv file.
+    """Read vectors [N, D] from a .npz file's array x, or from all columns of a .csv file.
 
     Args:
       path: the file.
@@ -153,7 +153,7 @@ def _is_number(text: str) -> bool:
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VectorData:
-    """Vectors of numbers.
+    """Tabular data: vectors of features with labels or regression targets.
 
     Attributes:
       source: `'digits'` (64 features, 10 classes), `'iris'` (4, 3), `'wine'` (13, 3),
@@ -187,7 +187,7 @@ class VectorData:
             )
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         rows = (global_batch_size,)
         vectors: Any = jax.ShapeDtypeStruct((*rows, self.features), np.float32)
         told: Any = jax.ShapeDtypeStruct(rows, np.int32)
@@ -197,7 +197,7 @@ class VectorData:
         return Batch(vectors, told, mask)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads and splits the table.
+        """Read and split the table.
 
         Raises:
           UserError: nothing there, an extra that is not installed, another number of features,
@@ -260,7 +260,7 @@ class VectorData:
             )
 
     def prepare(self, x: np.ndarray) -> np.ndarray:
-        """Other vectors [N, D], scaled as those of this source are.
+        """Return other vectors [N, D], scaled like this source's.
 
         Raises:
           UserError: as of `open`.
@@ -270,19 +270,19 @@ class VectorData:
         return ((x - shift) / spread).astype(np.float32)
 
     def vectors_again(self, x: np.ndarray) -> np.ndarray:
-        """Prepared vectors [N, D] in the units of this source again; raises as `prepare`."""
+        """Return prepared vectors [N, D] in the units of this source; raises as `prepare` does."""
         table = self._read()
         shift, spread = self._scale(table.x, ~self._hold_out(table))
         return (x * spread + shift).astype(np.float32)
 
     def numbers_again(self, y: np.ndarray) -> np.ndarray:
-        """Regression outputs [N, K] in the units of the data."""
+        """Return regression outputs [N, K] in the units of the data."""
         table = self._read()
         shift, spread = self._scale_of_numbers(table.y, ~self._hold_out(table))
         return (y * spread + shift).astype(np.float32)
 
     def _hold_out(self, table: Table) -> np.ndarray:
-        """bool [N]: the same share of every class."""
+        """Return the held-out mask, bool [N]: the same fraction of every class."""
         labels = np.zeros(len(table.x)) if self.num_classes is None else table.y[:, 0]
         held = np.zeros(len(table.x), bool)
         for label in np.unique(labels):
@@ -301,7 +301,7 @@ class VectorData:
         return standard(y, train) if self.scaling == "standard" else (0.0, 1.0)
 
     def _scale_columns(self, table: Table, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """x as float32 [N, D], y as int32 [N] or float32 [N, K]."""
+        """Return x as float32 [N, D] and y as int32 [N] or float32 [N, K], scaled."""
         x, y = table
         shift, spread = self._scale(x, train)
         x = ((x - shift) / spread).astype(np.float32)
@@ -312,14 +312,16 @@ class VectorData:
 
 
 def standard(x: np.ndarray, train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each column's mean, and its standard deviation where it has one, of these rows."""
+    """Return the mean of each column over these rows, and its standard deviation, or 1 if that is
+    0.
+    """
     spread = x[train].std(0)
     return x[train].mean(0), np.where(spread > 0, spread, 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Vectors:
-    """Vectors and their targets, in memory; implements WholeBatches.
+    """Vectors and their targets in memory; implements WholeBatches.
 
     Attributes:
       x: float32 [N, D].

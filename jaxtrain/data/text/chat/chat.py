@@ -26,9 +26,9 @@ Encoded = tuple[np.ndarray, np.ndarray]
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatData(Templated):
-    """Conversations for supervised fine-tuning: the loss is that of answers alone. Records have
-    `messages` of a role and its content, or a `prompt` and a `completion`. Whole conversations
-    stand in rows side by side and do not see each other; a longer one than a row ends with it.
+    """Conversations for supervised fine-tuning (SFT): the loss is that of answers alone. Records
+    have `messages` of a role and its content, or a `prompt` and a `completion`. Whole conversations
+    are packed into rows, masked from each other; a conversation longer than a row is cut to it.
 
     Attributes:
       messages_field: the field or column that holds the messages.
@@ -37,14 +37,14 @@ class ChatData(Templated):
     messages_field: str = "messages"
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, self.sequence_length)
         tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
         mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
         return Batch(tokens, tokens, mask, tokens, tokens)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, writes out, tokenizes and packs the conversations; nothing depends on `seed`.
+        """Read, format, tokenize and pack the conversations; nothing depends on `seed`.
 
         Raises:
           UserError: as of `Templated.split`; or no answer of a split begins within a row.
@@ -98,7 +98,7 @@ class ChatData(Templated):
 
 @dataclasses.dataclass(frozen=True)
 class Answers(WholeBatches):
-    """Rows of conversations whose answers alone count.
+    """Rows of packed conversations in which only answers count.
 
     Attributes:
       rows: the tokens, packed.
@@ -119,11 +119,11 @@ class Answers(WholeBatches):
         return len(self.rows)
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each conversation, int64 [conversations]."""
+        """Return the length in tokens of each conversation, int64 [conversations]."""
         return self.rows.document_lengths()
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The rows `indices`, one under the other: tokens [len(indices), T]."""
+        """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         batch = self.rows.examples(indices)
         # Of the marks the targets say whether a place's target is of an answer.
         counts = self.told.examples(indices).targets
@@ -131,7 +131,7 @@ class Answers(WholeBatches):
 
 
 def _unigram_entropy(train: Answers, heldout: Answers, vocab_size: int) -> float:
-    """Nats per held-out target for a model that knows the tokens' frequencies and no more."""
+    """Return nats per held-out target for a model that only knows the tokens' frequencies."""
     corpus = token_counts(train.rows.tokens, vocab_size)
     corpus += token_counts(heldout.rows.tokens, vocab_size)
     told = np.asarray(heldout.told.tokens) > 0

@@ -57,7 +57,7 @@ class TemplateError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, the variables that it may use, and its date.
+    """Chat template, with its variables and its date.
 
     Attributes:
       source: Jinja.
@@ -73,7 +73,7 @@ class ChatTemplate:
 
     @property
     def marks(self) -> bool:
-        """Whether the template itself says what the model is to write."""
+        """Whether the template itself marks what the model is to generate."""
         return "generation" in self._tags
 
     def text(
@@ -83,7 +83,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         reply: bool = False,
     ) -> str:
-        """The conversation as text.
+        """Return the conversation as text.
 
         Args:
           messages: each with a `role` and what else the template reads, plain values of JSON.
@@ -123,8 +123,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def end_of_turn(self) -> str:
-        """The text that ends what the model writes; what comes before the next question, where
-        nothing else does.
+        """Return the text that ends the model's turn; else what precedes the next question.
 
         Raises:
           UserError: the template does not write plain questions and answers.
@@ -152,7 +151,7 @@ class ChatTemplate:
         return between
 
     def validate(self) -> "ChatTemplate":
-        """The same; UserError where it is no template."""
+        """Return the template; UserError if it is not a valid one."""
         _ = self._compiled
         return self
 
@@ -195,7 +194,7 @@ class ChatTemplate:
 def open_template(
     section: str, word_or_path: str | None, tokenizer: Place | None, today: datetime.date | None
 ) -> ChatTemplate:
-    """The template that settings name, or that of the tokenizer's folder.
+    """Return the template that settings name, or that of the tokenizer's folder.
 
     Args:
       section: whose settings, for messages.
@@ -226,7 +225,7 @@ def open_template(
 
 
 def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
-    """The template in the folder of a tokenizer.json; None: there is none.
+    """Return the template in the folder of a tokenizer.json; None if there is none.
 
     Raises:
       UserError: it is no template, or a file beside it is no JSON.
@@ -279,13 +278,13 @@ def _jinja() -> Any:
 
 
 def _environment(strftime_now: Any) -> Any:
-    """Jinja's sandbox with what chat templates count on besides."""
+    """Return Jinja's sandbox with the extensions that chat templates rely on."""
     jinja2 = _jinja()
     sandbox = importlib.import_module("jinja2.sandbox")
     nodes, extension = jinja2.nodes, importlib.import_module("jinja2.ext")
 
     class Generation(extension.Extension):
-        """Puts marks around what stands in a generation block."""
+        """Extension that marks the contents of a generation block."""
 
         tags = frozenset({"generation"})
 
@@ -312,7 +311,7 @@ def _environment(strftime_now: Any) -> Any:
         return dict(*pairs, **named)
 
     class Names(jinja2.utils.Namespace):
-        """Jinja's, without names that could stand for Python's own."""
+        """Jinja's namespace, without names that begin with an underscore, as Python's own do."""
 
         def __setitem__(self, name: str, value: Any) -> None:
             if name.startswith("_"):
@@ -347,7 +346,9 @@ def _compile(environment: Any, source: str) -> Any:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """The message with its reasoning under the names that templates read, as transformers does."""
+    """Return the message with its reasoning under the names that templates read, as transformers
+    does.
+    """
     said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if said is None:
         return dict(message)

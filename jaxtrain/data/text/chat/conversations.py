@@ -45,7 +45,7 @@ Template = Callable[[], ChatTemplate]  # asked for where there are messages
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A conversation as text.
+    """Conversation as text.
 
     Attributes:
       text: all of it.
@@ -79,7 +79,7 @@ class Written:
 def format_conversation(
     record: dict[str, Any], template: Template, messages: str = "messages"
 ) -> Written:
-    """A record's conversation as text.
+    """Format a record's conversation as text.
 
     Args:
       record: messages, or `prompt` and `completion`; perhaps `tools`.
@@ -99,7 +99,7 @@ def format_conversation(
 
 
 def format_answer(record: dict[str, Any], answer: str, template: Template) -> Written:
-    """A record's `prompt` with the answer in another field, both messages or both text.
+    """Format a record's `prompt` with the answer in another field, both messages or both text.
 
     Raises:
       BadLineError: as of `format_conversation`.
@@ -137,7 +137,7 @@ def _messages(name: str, value: Any) -> list[Message]:
 def _apply_template(
     messages: list[Message], first: int, record: dict[str, Any], opened: Template
 ) -> Written:
-    """Messages of which those from `first` on may be the model's."""
+    """Format messages, of which those from `first` on may be the model's."""
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise BadLineError(f"'tools' is {kind(tools)}, where a list is wanted")
@@ -163,8 +163,9 @@ def _by_difference(
     tools: Sequence[Any] | None,
     template: ChatTemplate,
 ) -> list[Span]:
-    """Spans of the model's messages: what each adds to the text before it and the beginning of
-    an answer."""
+    """Return the spans of the model's messages: the text that each adds after the start of an
+    answer.
+    """
     found = []
     for number in range(first, len(messages)):
         if messages[number]["role"] != ANSWERS:
@@ -188,7 +189,7 @@ _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Templated:
-    """Records that a chat template makes text of.
+    """Base of records that a chat template formats as text.
 
     Attributes:
       source: a file of JSON lines (`.jsonl`, `.ndjson`, `.json`, perhaps `.gz` or `.zst`), a
@@ -230,11 +231,13 @@ class Templated:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are under this; reads the tokenizer file where there is one, and no text."""
+        """Vocabulary size: all ids are below it. Reads the tokenizer file if there is one, and no
+        text.
+        """
         return self.open_tokenizer().vocab_size
 
     def open_tokenizer(self) -> Tokenizer:
-        """The tokenizer, without reading any record.
+        """Return the tokenizer, without reading any record.
 
         Raises:
           UserError: no such file, or it is no tokenizer.json.
@@ -246,7 +249,7 @@ class Templated:
         )  # fmt: skip
 
     def open_template(self, *, today: datetime.date | None = None) -> ChatTemplate:
-        """The template, for the date that is set or else for `today`.
+        """Return the template, for the configured date or else for `today`.
 
         Raises:
           UserError: there is none, or it is no template.
@@ -321,7 +324,7 @@ def _take(files: list[Place], records: Records, take: Callable[[dict[str, Any]],
 
 
 def _files(setting: str, source: str, left_out: Counter[str]) -> list[Place]:
-    """The file itself, or those of records under a folder, in order of their paths.
+    """Return the file itself, or the record files under a folder, sorted by path.
 
     Args:
       setting: the binding that names the source.

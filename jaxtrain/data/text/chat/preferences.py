@@ -28,20 +28,21 @@ Pair = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceData(Templated):
-    """Preferences, for `Train.objective = @DPO()`. Records have a `prompt`, the `chosen` answer and
-    the `rejected` one, all three text or lists of messages. A row is a pair: the prompt with one
-    answer, then with the other, which do not see each other; what is longer than half of one that
-    does not hold both ends earlier."""
+    """Preference data for `Train.objective = @DPO()`. Records have a `prompt`, the `chosen` answer
+    and the `rejected` one, all three text or lists of messages. A row is a pair: the prompt with
+    one answer, then with the other, masked from each other; texts are cut where both do not fit in
+    a row, each keeping at least half of it.
+    """
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
-        """The shapes and dtypes of a batch, for lowering a step without data."""
+        """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, self.sequence_length)
         tokens: Any = jax.ShapeDtypeStruct(shape, np.int32)
         floats: Any = jax.ShapeDtypeStruct(shape, np.float32)
         return Batch(tokens, tokens, floats, tokens, tokens, reference=floats)
 
     def open(self, *, seed: int) -> Dataset:
-        """Reads, writes out and tokenizes the pairs; nothing depends on `seed`.
+        """Read, format and tokenize the pairs; nothing depends on `seed`.
 
         Raises:
           UserError: as of `Templated.split`; or no answers of a split fit into a row.
@@ -111,11 +112,11 @@ class Pairs(WholeBatches):
         return len(self.pairs)
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each text, int64 [2 x pairs]."""
+        """Return the length in tokens of each text, int64 [2 x pairs]."""
         return np.array([len(ids) for pair in self.pairs for ids, _ in pair], np.int64)
 
     def examples(self, indices: np.ndarray) -> Batch:
-        """The pairs `indices`, one under the other: tokens [len(indices), T]."""
+        """Return the pairs `indices`, stacked: tokens [len(indices), T]."""
         shape = (len(indices), self.sequence_length)
         inputs, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
         loss_mask = np.zeros(shape, np.float32)
@@ -144,7 +145,7 @@ def _pair(record: dict[str, Any], template: Template, tokenizer: Tokenizer) -> P
 
 
 def _truncate(pair: Pair, length: int) -> Pair:
-    """Both texts as far as they fit into a row, of which each has half at least."""
+    """Truncate both texts to fit into a row, in which each has at least half."""
     sizes = [len(ids) - 1 for ids, _ in pair]
     half = length // 2
     first = min(sizes[0], max(half, length - sizes[1]))
@@ -157,7 +158,7 @@ def _truncate(pair: Pair, length: int) -> Pair:
 
 
 def _unigram_entropy(splits: tuple["Pairs", "Pairs"], vocab_size: int) -> float:
-    """Nats per held-out token for a model that knows the tokens' frequencies and no more."""
+    """Return nats per held-out token for a model that only knows the tokens' frequencies."""
     counts = [
         token_counts(np.concatenate([ids for pair in one.pairs for ids, _ in pair]), vocab_size)
         for one in splits

@@ -25,12 +25,12 @@ _left: contextvars.ContextVar[list[int] | None] = contextvars.ContextVar("steps"
 
 
 class BoundsError(ValueError):
-    """A template does more than the bounds allow."""
+    """Error of a template that exceeds its time or memory limits."""
 
 
 @contextlib.contextmanager
 def budget() -> Iterator[None]:
-    """Within, templates of this thread may take MAX_STEPS steps in all."""
+    """Limit the templates of this thread to MAX_STEPS steps in total, within the context."""
     token = _left.set([MAX_STEPS])
     try:
         yield
@@ -51,7 +51,7 @@ def _length(value: Any) -> int:
 
 
 def _spent(value: Any) -> Any:
-    """The value, its length taken from the budget."""
+    """Return the value after its length was charged to the budget."""
     length = _length(value)
     _validate_length(length)
     _spend(1 + (length // _CHARACTERS if isinstance(value, str) else length))
@@ -64,7 +64,7 @@ def _validate_length(length: int) -> None:
 
 
 def _validate_operands(operator: str, left: Any, right: Any) -> None:
-    """Reject a binary operation that makes something long of short operands."""
+    """Reject a binary operation with a long result from short operands."""
     match operator, left, right:
         case "+", _, _:
             _validate_length(_length(left) + _length(right))
@@ -88,7 +88,7 @@ def _validate_form(form: str) -> None:
 
 
 def _validate_arguments(function: Any, arguments: list[Any]) -> None:
-    """Reject a call that makes something long of short arguments."""
+    """Reject a call with a long result from short arguments."""
     own = getattr(function, "__self__", None)  # of a method: 'x'.join
     own = getattr(
         getattr(function, "__wrapped__", None), "__self__", own
@@ -114,7 +114,7 @@ def _validate_arguments(function: Any, arguments: list[Any]) -> None:
 
 
 def add_bounds(sandbox: type) -> type:
-    """A class of environments with these bounds.
+    """Return a subclass of an environment class with these limits.
 
     Args:
       sandbox: a class of Jinja's sandboxed environments.
@@ -154,7 +154,7 @@ def _bound_filter(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def bounds_extension(base: type) -> type:
-    """A class of extensions whose methods the changed tree of `insert_budget` calls."""
+    """Return an extension class with the methods that the tree of `insert_budget` calls."""
     of_extension: Any = base
 
     class Bounds(of_extension):
@@ -178,8 +178,8 @@ def charge_output(value: Any) -> Any:
 
 
 def insert_budget(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
-    """A template's tree that counts each turn of a loop and each call of a block, and joins texts
-    within the bounds.
+    """Return a template's tree that counts loop iterations and block calls, and bounds
+    concatenations.
 
     Args:
       nodes, visitor: Jinja's modules.

@@ -17,7 +17,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every record of a file, in the order they are stored.
+    """Yield the text of each record of a file, in order.
 
     Raises:
       UserError: the file is in a bucket, is no ArrayRecord file, or is damaged.
@@ -68,7 +68,9 @@ def _entry(entry: bytes) -> tuple[str, bytes]:
 
 
 def _only(message: bytes, number: int) -> bytes:
-    """The bytes of the field of that number, which stands once or, being empty, not at all."""
+    """Return the bytes of the field of that number, which is present once or, being
+    empty, absent.
+    """
     found = _fields(message, number)
     return b"".join(found)
 
@@ -96,7 +98,7 @@ def _fields(message: bytes, number: int) -> list[bytes]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at a byte, 7 bits a byte, the lowest first; and where it ends."""
+    """Decode the varint at a byte offset (7 bits a byte, lowest first); also return its end."""
     value = shift = 0
     while True:
         byte = message[at]

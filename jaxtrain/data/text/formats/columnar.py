@@ -19,12 +19,12 @@ _ARROW_FILE = (
 
 
 def is_columnar(path: Place) -> bool:
-    """Whether a file is one of these, by its name."""
+    """Whether a file is Parquet or Arrow, by its name."""
     return path.name.lower().endswith((".parquet", ".arrow"))
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every row, in parts; of a Parquet file that one column is read.
+    """Yield the text of each row, in parts; only that column of a Parquet file is read.
 
     Raises:
       UserError: the file cannot be read, is cut short, or has no such column of strings.
@@ -65,7 +65,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
-    """Some rows after the other; of a field of text that column at least, which is looked at."""
+    """Yield batches of rows; with a text field, at least that column, which is checked."""
     is_parquet = path.name.lower().endswith(".parquet")
     kind, parts = ("Parquet", _of_parquet) if is_parquet else ("Arrow", _of_arrow)
     with open_stored(path) as stream:

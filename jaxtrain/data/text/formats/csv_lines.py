@@ -11,7 +11,7 @@ from jaxtrain.data.text.records import BadRecord, check_field, reject_empty
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every row of a file (RFC 4180; tabs in a .tsv); empty lines are skipped.
+    """Yield the text of each row of a file (RFC 4180; tabs in a .tsv); empty lines are skipped.
 
     Raises:
       UserError: the file cannot be read, is empty, has no such column, or quotes that do not end.

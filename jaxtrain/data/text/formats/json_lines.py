@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
-    """The text of every record of a file, one after the other; empty lines are skipped.
+    """Yield the text of each record of a file, in order; empty lines are skipped.
 
     Args:
       path: the file, perhaps compressed.
@@ -72,7 +72,7 @@ def _text(record: dict[str, Any], text_field: str) -> str:
 
 
 def string(name: str, value: Any) -> str:
-    """The value if it is text; BadLineError, in this name, if it is not."""
+    """Return the value if it is text, else raise BadLineError with this name."""
     if not isinstance(value, str):
         raise BadLineError(f"{name!r} is {kind(value)}, where a string is wanted")
     try:

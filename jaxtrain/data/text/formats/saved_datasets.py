@@ -55,23 +55,23 @@ _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
 def is_saved(folder: Place) -> bool:
-    """Whether it is such a folder, of one dataset or of several splits."""
+    """Whether a folder was written by `save_to_disk`, for one dataset or several splits."""
     return has_splits(folder) or ((folder / _STATE).is_file() and (folder / _INFO).is_file())
 
 
 def holds_saved(names: Iterable[str]) -> bool:
-    """The same by the names of what is in it, which is one question to a bucket."""
+    """Return the same from the names of its contents, which takes one bucket request."""
     names = set(names)
     return _SPLITS in names or {_STATE, _INFO} <= names
 
 
 def has_splits(folder: Place) -> bool:
-    """Whether it is one of several splits."""
+    """Whether a folder has several splits."""
     return (folder / _SPLITS).is_file()
 
 
 def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
-    """The Arrow files of a split, in the order of their rows.
+    """Return the Arrow files of a split, in the order of their rows.
 
     Args:
       folder: of `is_saved`.
@@ -131,7 +131,7 @@ def _entry(file: Place, content: Any, key: str, kind: type) -> Any:
 
 
 def _names(file: Place, found: list[Any]) -> list[str]:
-    """At least one name, as a file lists them."""
+    """Return the names that a file lists, at least one."""
     if not found or not all(isinstance(one, str) and one and "\0" not in one for one in found):
         raise _damage_error(file, f"names {found!r}")
     return found

@@ -1,4 +1,4 @@
-"""Token files of other programs: nanoGPT, llm.c and Megatron (.bin, .idx).
+"""Token files of other programs, pre-tokenized: nanoGPT, llm.c and Megatron (.bin, .idx).
 
 nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, or uint32 where a
 vocabulary has more ids; documents end with the end-of-text token. llm.c (dev/data/data_common.py):
@@ -67,7 +67,7 @@ class TokenFile:
 
 
 def read_file(path: Path, vocab_size: int) -> TokenFile:
-    """The tokens of a file, none of which are read yet.
+    """Return the memory-mapped tokens of a file.
 
     Args:
       path: the file.
@@ -163,7 +163,7 @@ def _map(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplits:
-    """Files of tokens, split and ready to be cut into rows.
+    """Token files, split and ready to be cut into rows.
 
     Attributes:
       train: what to train on.
@@ -188,7 +188,7 @@ def open_token_files(
     heldout_split: str | None,
     heldout_fraction: float,
 ) -> TokenSplits:
-    """The tokens of files, the first time by reading them all.
+    """Open token files; the first time reads all of them.
 
     Args:
       paths: the files, in the order of their tokens.
@@ -238,7 +238,7 @@ def _is_held_out(path: Path, word: str | None) -> bool:
 
 
 def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
-    """Some of the tokens of files that are concatenated."""
+    """Part of the tokens of concatenated files."""
     found, place = [], 0
     for file in files:
         last = None if end is None else max(0, end - place)
@@ -252,7 +252,7 @@ def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """Kept for the next start.
+    """Facts of token files, cached for later attempts.
 
     Attributes:
       cut: the token at which the held-out part of the files begins; -1 where files are held out.
@@ -273,7 +273,7 @@ def _load_or_read(
     said: str,
     fraction: float | None,
 ) -> _Known:
-    """From the cache folder, or by reading the files."""
+    """Return the facts of token files from the cache folder, or by reading the files."""
     states = [_state(file.path) for file in itertools.chain(*groups)]
     sizes = [len(group) for group in groups]
     described = [_FORMAT, states, sizes, tokenizer.digest, tokenizer.end_of_text, fraction]

@@ -23,7 +23,7 @@ _OF_DOCUMENTS = (
 
 
 def source_characters(data: TextData) -> int | None:
-    """About how many characters there are; None: it is not known without reading them."""
+    """Return the approximate number of characters; None if it is not known without reading them."""
     files = data.files()
     if files is None or any(is_packed(path) for path in _paths(files)):
         return None
@@ -45,7 +45,7 @@ def _identity(data: TextData, paths: list[Place]) -> str:
 def prepare(
     data: TextData, folder: Path, *, workers: int, progress: Callable[[int, int], None]
 ) -> Store:
-    """Makes a store from which `TextData.open` gives the same as from the source.
+    """Tokenize text into a store, from which `TextData.open` returns the same as from the source.
 
     Goes on where an earlier start with the same settings was stopped.
 
@@ -71,7 +71,7 @@ def prepare(
 
 
 def texts_of(data: TextData) -> Texts:
-    """The documents of a source, read a part at a time.
+    """Return the documents of a source, read one part at a time.
 
     Raises:
       UserError: nothing there, or it is no text on this machine's disks.
@@ -100,7 +100,7 @@ def texts_of(data: TextData) -> Texts:
 
 
 def training_text(data: TextData) -> Iterator[str]:
-    """The characters of the documents to train on, in parts of any size.
+    """Yield the characters of the training documents, in parts of any size.
 
     Raises:
       UserError: as of `texts_of`.
@@ -135,7 +135,7 @@ def _paths(files: dict[Split, Files]) -> list[Place]:
 
 
 def _states(paths: list[Place]) -> list[tuple[str, int, int]]:
-    """Each file, its size in bytes and the time of its last change in ns."""
+    """Return each file with its size in bytes and its modification time in ns."""
     found = []
     for path in paths:
         assert isinstance(path, Path), "on a disk"

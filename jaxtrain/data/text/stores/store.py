@@ -96,7 +96,7 @@ class Store:
         return sum(part.tokens * size + (part.documents + 1) * 8 for part in self.parts.values())
 
     def pack(self, split: Split, sequence_length: int, *, separate: bool) -> PackedText:
-        """A split's rows; of its tokens only those are read that rows are made of."""
+        """Return a split's rows; reads only the tokens that the rows are made of."""
         part = self.parts[split]
         _, offsets = files_of(self.folder, split)
         places = _map(offsets, np.dtype(np.int64), part.documents + 1)
@@ -150,7 +150,7 @@ class Store:
         tokenizer.before, tokenizer.after = stored
 
     def validate_fraction(self, fraction: float) -> None:
-        """Raises UserError where another share is to be held out than the store holds out."""
+        """Raise UserError if the configured held-out fraction is not the store's."""
         held = self.heldout_fraction
         if held is not None and held != fraction:
             raise UserError(
@@ -161,7 +161,7 @@ class Store:
 
 
 def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
-    """The store of a folder.
+    """Open the token store of a folder.
 
     Of the tokens only samples are verified here, the rest as it is first read (`Verified`): opening
     takes as long for 100 GB as for 1.
@@ -279,7 +279,7 @@ def files_of(folder: Path, split: Split) -> tuple[Path, Path]:
 
 
 def sample_digest(file: Place) -> str:
-    """sha256 hex of some blocks of a file, of all where it is small."""
+    """Return the sha256 hex of some blocks of a file, or of all if it is small."""
     size, sha = _size(file), hashlib.sha256()
     step = max(_BLOCK_BYTES, -(-size // _BLOCKS))
     # The end too, which a copy that broke off lacks.

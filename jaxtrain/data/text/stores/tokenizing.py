@@ -84,7 +84,7 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a document; `ends` says whether it is the last one."""
+    """Part of a document; `ends` says whether it is the last one."""
 
     split: Split
     part: TextPiece
@@ -100,7 +100,7 @@ def tokenize(
     workers: int,
     progress: Callable[[int, int], None],
 ) -> Store:
-    """Tokenizes texts into a store; goes on where an earlier start of the same was stopped.
+    """Tokenize texts into a store; an interrupted attempt resumes.
 
     Args:
       texts: what to tokenize.
@@ -139,7 +139,7 @@ def tokenize(
 
 
 def _make(folder: Path) -> bool:
-    """Makes the folder; whether it was not there before."""
+    """Create the folder; return whether it did not exist."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         folder.mkdir()
@@ -152,7 +152,7 @@ def _make(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
-    """Around the tokenizing: where its texts are rejected, a folder has in it what it had before.
+    """Restore a folder's former contents if its texts are rejected within the context.
 
     They are fixed before the next start, which would find a store started with other texts.
 
@@ -210,7 +210,7 @@ def _validate_others(folder: Path) -> None:
 
 
 def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
-    """The journal of the earlier start in a folder, or a new one."""
+    """Return the journal of an earlier attempt in a folder, or a new one."""
     try:
         said = parse_json((folder / _JOURNAL).read_bytes())
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
 
 
 def _jobs(texts: Texts, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
-    """The source in jobs, always the same."""
+    """Yield the source in jobs, always the same."""
     job, characters = list[Piece](), 0
     for piece in _all_pieces(texts, tokenizer):
         job.append(piece)
@@ -256,7 +256,7 @@ def _all_pieces(texts: Texts, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | None]]:
-    """Each document that is not blank, its split, and which of its characters are in it."""
+    """Yield each document that is not blank, its split, and which of its characters are in it."""
     fraction = texts.heldout_fraction
     if fraction is None:
         for split, documents in texts.documents.items():
@@ -292,7 +292,7 @@ def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | 
 def _encode_jobs(
     jobs: Iterator[list[Piece]], tokenizer: Callable[[], Tokenizer], own: Tokenizer, workers: int
 ) -> Iterator[Iterator[tuple[list[Piece], list[np.ndarray]]]]:
-    """Each job with the ids of its pieces, in the order of jobs."""
+    """Yield each job with the token ids of its pieces, in the order of jobs."""
     if workers == 1:
         yield ((job, list(own.encode_pieces(piece.part for piece in job))) for job in jobs)
         return
@@ -334,7 +334,7 @@ def _encode(pieces: list[TextPiece]) -> list[np.ndarray]:
 
 
 class _Writer:
-    """Appends jobs to the files of both splits."""
+    """Writer that appends jobs to the files of both splits."""
 
     def __init__(
         self, folder: Path, tokenizer: Tokenizer, journal: _Journal, stack: contextlib.ExitStack
@@ -354,7 +354,7 @@ class _Writer:
             self._files[split] = tokens, offsets
 
     def add(self, job: list[Piece], arrays: list[np.ndarray]) -> None:
-        """Appends the tokens of a job, and puts them on the disk."""
+        """Append the tokens of a job, and sync them to disk."""
         for piece, ids in zip(job, arrays, strict=True):
             part, (tokens, offsets) = self._journal.parts[piece.split], self._files[piece.split]
             part.texts += piece.begins
@@ -382,7 +382,7 @@ def _open_file(path: Path) -> BinaryIO:
 
 
 def _seal(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -> Store:
-    """The store of files that are whole, with the file that says so."""
+    """Write the description that completes a store, and return the store."""
     count = sum(part.texts for part in journal.parts.values())
     facts = texts.facts()
     source = facts["source"]

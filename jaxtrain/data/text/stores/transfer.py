@@ -34,7 +34,8 @@ _RANGE_BYTES = 1 << 26  # asked for at a time
 
 
 def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
-    """The folder in the cache that holds a copy; made at the first call, in bounded memory.
+    """Return the cache folder with a copy of the store; downloaded at first call, in bounded
+    memory.
 
     A copy that was stopped goes on where it was; of several processes of a machine one makes it.
 
