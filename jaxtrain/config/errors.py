@@ -44,7 +44,7 @@ class NoCompilerError(UserError):
 
 
 class ConfigError(UserError):
-    """All errors found while a configuration was read, one message a line.
+    """Errors found while a configuration was read, one message a line.
 
     Attributes:
       config: the configuration as far as it was read: see `partial.as_far_as_read`.

@@ -16,7 +16,7 @@ def to_gin(root: Any, *, absolute: bool = False) -> str:
     """Return all values of the resolved tree as gin text, which reads back equal.
 
     Args:
-      root: as of `load`.
+      root: as in `load`.
       absolute: paths on this machine are written from its root on: the text then means the same in
         whatever folder it is read.
     """
@@ -29,7 +29,7 @@ def changes(root: Any) -> str:
     """Return the values of the resolved tree that differ from their defaults, as gin text.
 
     Args:
-      root: as of `load`.
+      root: as in `load`.
     """
     return format_gin([getattr(root, name) for name in sections(type(root))], defaults=False)
 
@@ -39,7 +39,7 @@ def format_gin(instances: Sequence[Any], *, absolute: bool = False, defaults: bo
 
     Args:
       instances: one of each class.
-      absolute: as of `to_gin`.
+      absolute: as in `to_gin`.
       defaults: write also values that equal their defaults.
 
     Raises:

@@ -27,7 +27,7 @@ def with_stores(data: Any, say: Callable[[str], None]) -> Any:
       say: takes a line for people.
 
     Raises:
-      UserError: as of `prepare`; or the cache folder cannot be written.
+      UserError: as in `prepare`; or the cache folder cannot be written.
     """
     if isinstance(data, TextData):
         return _load_or_make(data, say)

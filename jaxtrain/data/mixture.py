@@ -144,7 +144,7 @@ class Mixture:
         """Open all sources.
 
         Raises:
-          UserError: as of `TextData`.
+          UserError: as in `TextData`.
         """
         opened = {name: self._of(name).open(seed=seed) for name in self.sources}
         sources = tuple(

@@ -194,7 +194,7 @@ def with_known_options(
     Compilers drop options without notice, and reject a program over one that they do not know.
 
     Args:
-      options: as of `xla_options`.
+      options: as in `xla_options`.
       compiled: compiles with options.
       say: called with a line for each missing option.
     """

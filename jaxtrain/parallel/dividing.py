@@ -86,7 +86,7 @@ def largest_fsdp(layout: Layout, shapes: nnx.State) -> int:
 
     Args:
       layout: on a mesh with all of fsdp.
-      shapes: as of `uneven`.
+      shapes: as in `uneven`.
     """
     devices = layout.mesh.shape["fsdp"]
     sizes = dict(layout.mesh.shape) | {"pipe": 1}
@@ -103,7 +103,7 @@ def replicate_uneven(layout: Layout, shapes: nnx.State) -> Layout:
 
     Args:
       layout: as the mesh has it.
-      shapes: as of `uneven`.
+      shapes: as in `uneven`.
     """
     found = list(uneven(layout, shapes))
     unstaged = {one.axis for one in found if "pipe" in parts_of(one.part)}
@@ -131,7 +131,7 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
 
     Args:
       layout: as the mesh has it.
-      shapes: as of `uneven`.
+      shapes: as in `uneven`.
     """
     if layout.mesh.size > layout.mesh.shape["fsdp"] * layout.mesh.shape["data"]:
         return layout  # tensor, stages and grids split these themselves

@@ -157,7 +157,7 @@ def apply_on_devices(
       setup: with the optimizer.
       old: the state, its parameters sharded as the moments are.
       grads: likewise.
-      good: as of `Gradient`.
+      good: as in `Gradient`.
       extra: what the optimizer's rule takes beside gradients.
     """
     updates, opt_state = optax.with_extra_args_support(setup.optimizer).update(
@@ -187,7 +187,7 @@ class Setup:
       unfreezing: which of these wait, and for what step; the optimizer knows of it too.
       targets: what gradients are taken with respect to.
       storage: where parameters are between steps.
-      apply: setup, state, gradients, good, extra -> `Applied`: as of `apply_on_devices`.
+      apply: setup, state, gradients, good, extra -> `Applied`: as in `apply_on_devices`.
     """
 
     build: Callable[[jax.Array], nnx.Module]

@@ -86,7 +86,7 @@ class Step(NamedTuple):
         `base_step`; those that are missing are drawn.
       shardings: state or its shapes -> a NamedSharding for every array.
       gradient: state, batch, counts or None -> Gradient. The counts are what sums are divided by,
-        as of `Objective.counts`; None: this batch's.
+        as in `Objective.counts`; None: this batch's.
       update: state, Gradient -> Updated.
       current_state: state -> the base step's, with the parameters that training resumes from; the
         optimizer's state may be left out.
@@ -149,7 +149,7 @@ class Step(NamedTuple):
 
         Args:
           seed: of what is drawn.
-          params: the parameters to start from, as of `init`, which are taken away.
+          params: the parameters to start from, as in `init`, which are taken away.
         """
 
         def init(key: jax.Array, params: nnx.State | None) -> TrainState:

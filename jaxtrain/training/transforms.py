@@ -67,7 +67,7 @@ def update_biases(
       frozen: what is not trained.
       load_LE: of the experts of each layer in the whole batch, those outside of the stack last;
         None: no router has biases.
-      speed: as of `speed_of`.
+      speed: as in `speed_of`.
       order: the layer at each place of stacked arrays, -1 for padding; None: the model's.
     """
     if load_LE is None or not speed:
@@ -218,7 +218,7 @@ def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch]
 
     Args:
       step: whose gradient is at the same parameters.
-      estimate: as of `curvature.estimate_of`.
+      estimate: as in `curvature.estimate_of`.
     """
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:

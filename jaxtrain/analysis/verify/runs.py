@@ -184,7 +184,7 @@ class Bench:
 
     @functools.cached_property
     def whole_step(self) -> Step:
-        """The same batch on one device without accumulation."""
+        """First step on one device with the same batch, without accumulation."""
         if self.small.config.train.accumulation == 1:
             return self.one_device_step
         return self.with_accumulation(1, self.batch)

@@ -240,7 +240,7 @@ def open_parquet(
       label_field: the column of labels, whole numbers from 0 on.
 
     Raises:
-      UserError: a file is in a bucket, cut short or no Parquet file; or as of `open_arrow`.
+      UserError: a file is in a bucket, cut short or no Parquet file; or as in `open_arrow`.
     """
     fields = {"image_field": image_field, "label_field": label_field}
     return open_arrow([_unpack_once(_on_disk(path), **fields) for path in paths], **fields)

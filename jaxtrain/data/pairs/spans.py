@@ -200,7 +200,7 @@ class SpanData:
         """Return the text's tokenizer, with the sentinels.
 
         Raises:
-          UserError: as of the text, or it has no token that ends a text.
+          UserError: as for the text, or it has no token that ends a text.
         """
         tokenizer = self.text.open_tokenizer()
         if tokenizer.end_of_text is None:
@@ -220,7 +220,7 @@ class SpanData:
         """Open the text.
 
         Raises:
-          UserError: as of the text, or the tokenizer has no such sentinels.
+          UserError: as for the text, or the tokenizer has no such sentinels.
         """
         text, spans = self.text.open(seed=seed), self._sizes[1]
         tokenizer, end = None, SYNTHETIC_END
@@ -266,7 +266,7 @@ class Corruption:
     """Parameters of span corruption of a row.
 
     Attributes:
-      share, mean_length: as of `SpanData`.
+      share, mean_length: as in `SpanData`.
       sentinels: ids, of the first span's first.
       end: the id that ends a source and a target.
       begin: the id before a target.

@@ -78,7 +78,7 @@ class FilledRows:
 
     Attributes:
       rows: with segment ids.
-      rate, spm: as of `FillInMiddle`.
+      rate, spm: as in `FillInMiddle`.
       tokenizer: made them.
       sentinels: the ids before prefix, suffix and middle.
     """

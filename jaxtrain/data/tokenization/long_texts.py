@@ -56,7 +56,7 @@ def cut(
 
     Args:
       parts: the text, in parts of any size.
-      border: the tokens at the border of two texts, as of `Tokenizer.border`.
+      border: the tokens at the border of two texts, as in `Tokenizer.border`.
       size: characters of a piece, about; None: PIECE_CHARACTERS.
       around: None: AROUND.
     """

@@ -264,7 +264,7 @@ class SequenceData(ClassedRows):
         """Return rows of other sequences [T, F], scaled like this source's.
 
         Raises:
-          UserError: as of `open`.
+          UserError: as in `open`.
         """
         shift, spread = self._scale(*self._split(0)) if self.scaling == "standard" else (0.0, 1.0)
         return [self.row((x_TF - shift) / spread) for x_TF in sequences]

@@ -263,7 +263,7 @@ class VectorData:
         """Return other vectors [N, D], scaled like this source's.
 
         Raises:
-          UserError: as of `open`.
+          UserError: as in `open`.
         """
         table = self._read()
         shift, spread = self._scale(table.x, ~self._hold_out(table))

@@ -149,7 +149,7 @@ def _validate_turns(settings: Exchange) -> Iterator[str]:
 
 
 def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
-    """For each permute of an exchange, the replica that each one sends to; none twice.
+    """Return for each permute of an exchange the replica that each one sends to; none twice.
 
     In each graph every replica has as many neighbours as every other, and the mean of all stays.
 

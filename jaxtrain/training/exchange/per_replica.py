@@ -50,7 +50,7 @@ def on_each_replica(
       step: which the function gets rebuilt to reduce over every mesh axis but `data`: its losses
         and gradients are means over the replica's own targets.
       function: what one replica does, with parameters that have no "replica" dimension.
-      in_axes: as of `jax.vmap`: 0 for what has a leading "replica" dimension, else None.
+      in_axes: as in `jax.vmap`: 0 for what has a leading "replica" dimension, else None.
       out_axes: the same of the results.
     """
 

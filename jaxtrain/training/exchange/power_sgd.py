@@ -32,7 +32,7 @@ class Narrow(NamedTuple):
     rank].
 
     Attributes:
-      stack, rows, columns: its dimensions, as of `matrices.Sides`.
+      stack, rows, columns: its dimensions, as in `matrices.Sides`.
       rank: columns of both.
     """
 

@@ -110,7 +110,7 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
 
     The outer step is taken as soon as a fragment's mean is there, with nobody looking: until it
     comes, `delay` steps after it was sent, the outer parameters alone have it. They are part of the
-    state, and so is what is on its way. State and metrics are as of `agree`, but for `targets`
+    state, and so is what is on its way. State and metrics are as in `agree`, but for `targets`
     [k, P], which are those since each fragment's last turn; `replica_spread` is of the last
     fragment that was sent.
 

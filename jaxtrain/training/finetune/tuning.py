@@ -21,7 +21,7 @@ class Tuning:
 
     Attributes:
       frozen: names of the parameters that are held as they are, such as `layers/up`.
-      teacher_zero: as of `Layout.zero`, for a teacher's parameters; None: as the layout has it.
+      teacher_zero: as in `Layout.zero`, for a teacher's parameters; None: as the layout has it.
     """
 
     frozen: frozenset[str] = frozenset()

@@ -90,7 +90,7 @@ def metrics_of(counts: np.ndarray) -> dict[str, Any]:
     """Return `macro_f1` and, with few classes, the matrix itself, `confusion`.
 
     Args:
-      counts: [C, C], as of `confusion`, of all held-out examples.
+      counts: [C, C], as in `confusion`, of all held-out examples.
     """
     found: dict[str, Any] = {"macro_f1": macro_f1(counts)}
     if len(counts) <= MOST_TOLD:

@@ -49,7 +49,7 @@ class Distillation(TokenObjective):
         model's tokenizer.
       temperature: what the logits of both are divided by.
       share: of the divergence, 0 to 1.
-      teacher_zero: as of Sharding.zero, for the teacher's parameters: 3 splits them over fsdp, 0
+      teacher_zero: as in Sharding.zero, for the teacher's parameters: 3 splits them over fsdp, 0
         does not; None: as the model's.
     """
 

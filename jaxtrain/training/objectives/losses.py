@@ -89,8 +89,8 @@ def losses(
       mask: float32 [...], a loss mask.
       settings: what is added to the cross entropy.
       train: whether it is: evaluation is without.
-      classes: as of `cross_entropy`.
-      over: as of `cross_entropy`.
+      classes: as in `cross_entropy`.
+      over: as in `cross_entropy`.
     """
     counts = mask != 0
     of_targets = cross_entropy(

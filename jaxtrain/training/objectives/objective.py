@@ -321,7 +321,7 @@ class TellsLogits(abc.ABC, Generic[M]):
         """Return the model's logits of a batch's inputs, in evaluation mode: float32 [B, ..., V].
 
         Args:
-          model: as of `Objective.sums`.
+          model: as in `Objective.sums`.
           statistics: its running statistics.
           batch: from `reading`, or one of your own.
           execution: how the mathematics is run.

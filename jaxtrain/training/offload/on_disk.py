@@ -96,7 +96,7 @@ class _OnDisk:
       step: whose state it is.
       scratch: where the files are.
       first: how many parts of the optimizer's state, before those of the rule, keep nothing.
-      rule: as of `offload_to_disk`.
+      rule: as in `offload_to_disk`.
     """
 
     step: Step

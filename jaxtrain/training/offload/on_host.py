@@ -94,7 +94,9 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
 
 
 def _select(layout: Layout, trained: nnx.State) -> nnx.State:
-    """For matrices of layers placeholders in host memory, which are never read."""
+    """Return the parameters, with matrices of layers replaced by unread placeholders on
+    the host.
+    """
     del layout
 
     def one(variable: nnx.Variable) -> nnx.Variable:

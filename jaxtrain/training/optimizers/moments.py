@@ -173,7 +173,7 @@ def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: L
       variable: the array.
       count: of updates: no two draw alike.
       number: which of an update's draws for the array it is.
-      layers: as of `keep_moments`.
+      layers: as in `keep_moments`.
     """
     name = zlib.crc32(jax.tree_util.keystr(path).encode(), number)
     stacked = logical_axes(variable)[:1] == ("layers",)

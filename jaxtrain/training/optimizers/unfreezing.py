@@ -39,7 +39,7 @@ class Unfreezing:
     """Steps at which frozen parameters start to be trained.
 
     Attributes:
-      steps: pattern, as of `Optimizer.learning_rates`, and how many steps leave what it fits as it
+      steps: pattern, as in `Optimizer.learning_rates`, and how many steps leave what it fits as it
         is; the first that fits counts, and what none fits does not wait.
     """
 
@@ -51,7 +51,7 @@ class Unfreezing:
         Args:
           grads: named arrays.
           step: int32 scalar, optimizer steps taken.
-          layers: as of `moments.keep_moments`.
+          layers: as in `moments.keep_moments`.
         """
         if not self.steps:
             return grads

@@ -167,7 +167,7 @@ class Parts(abc.ABC):
           run_layer: one layer: its parameters, what goes in, and how it is run.
           x: what goes into the first.
           stacked: the parameters of all.
-          numbers: as of `run_layers`.
+          numbers: as in `run_layers`.
           execution: how they are run.
         """
 

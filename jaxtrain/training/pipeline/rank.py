@@ -97,7 +97,7 @@ class Rank:
           of_layers, of_outer: what the gradients are taken with respect to.
           micros: the microbatches.
           scales: for each count of the objective, what the sums over it are multiplied by.
-          step: as of `Parts`.
+          step: as in `Parts`.
         """
         self._layers, self._of_layers, self._outer, self._of_outer = (
             layers, of_layers, outer, of_outer

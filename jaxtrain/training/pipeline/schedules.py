@@ -90,7 +90,7 @@ def validate(
       ranks: of the pipeline; 1 is none.
       num_layers: layers that are cut into stages, of each pass; None: the model has no such.
       written: the setting that holds their number, for messages.
-      passes: as of `make_schedule`.
+      passes: as in `make_schedule`.
       scan: the loop over a stage's layers.
     """
     if ranks == 1:

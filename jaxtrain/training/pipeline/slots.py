@@ -129,7 +129,7 @@ _Use = Callable[[_Buffer, Item], int]
 
 
 def _uses(schedule: Timetable, action: Action, backward: Backward) -> Iterator[tuple[str, _Use]]:
-    """By what waits: "input", "gradient", "stash" or "residual"."""
+    """Yield how an action uses each kind of buffer: "input", "gradient", "stash" or "residual"."""
     kind, _, stage = action
     recompute = schedule.has_backward and backward == "recompute"
     if stage > 0 and kind == Work.FORWARD:

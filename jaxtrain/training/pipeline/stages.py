@@ -82,7 +82,7 @@ def deal(params: nnx.State, ranks: int, chunks: int, *, folded: bool = False) ->
       params: the parameters' shapes, in the model's order.
       ranks: devices along `pipe`.
       chunks: stages on each of them.
-      folded: as of `Stages`.
+      folded: as in `Stages`.
     """
     sizes = {True: 0, False: 0}
     count, output = 0, 0

@@ -82,7 +82,7 @@ def forward_only(
       ranks: devices along `pipe`.
       microbatches: microbatches in one step.
       virtual_stages: stages on each rank.
-      folded: as of `Timetable`.
+      folded: as in `Timetable`.
 
     Raises:
       UserError: a number below 1.

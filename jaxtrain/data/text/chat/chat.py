@@ -47,7 +47,7 @@ class ChatData(Templated):
         """Read, format, tokenize and pack the conversations; nothing depends on `seed`.
 
         Raises:
-          UserError: as of `Templated.split`; or no answer of a split begins within a row.
+          UserError: as in `Templated.split`; or no answer of a split begins within a row.
         """
         del seed
         tokenizer, template = self.open_tokenizer(), functools.cache(self.open_template)

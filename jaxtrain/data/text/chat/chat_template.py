@@ -200,7 +200,7 @@ def open_template(
       section: whose settings, for messages.
       word_or_path: one of `WORDS` or a file of Jinja; None: what lies beside the tokenizer.
       tokenizer: the tokenizer.json; None: it has no folder.
-      today: as of ChatTemplate.
+      today: as in ChatTemplate.
 
     Raises:
       UserError: there is none, or it is no template.

@@ -102,7 +102,7 @@ def format_answer(record: dict[str, Any], answer: str, template: Template) -> Wr
     """Format a record's `prompt` with the answer in another field, both messages or both text.
 
     Raises:
-      BadLineError: as of `format_conversation`.
+      BadLineError: as in `format_conversation`.
     """
     prompt, completion = record["prompt"], record[answer]
     if isinstance(prompt, str):
@@ -198,7 +198,7 @@ class Templated:
       heldout_fraction: that part, evenly spaced over the records' order.
       tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
       end_of_text: the token of tokenizer.json that ends a text; None takes the tokenizer's own.
-      add_special_tokens: as of TextData, for texts that no template writes; a template writes
+      add_special_tokens: as in TextData, for texts that no template writes; a template writes
         special tokens itself.
       chat_template: a file of Jinja, or `'chatml'`; None takes the one beside the tokenizer.
       date: the day that a template writes which asks for today's, such as '2026-07-26'.

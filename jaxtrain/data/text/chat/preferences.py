@@ -45,7 +45,7 @@ class PreferenceData(Templated):
         """Read, format and tokenize the pairs; nothing depends on `seed`.
 
         Raises:
-          UserError: as of `Templated.split`; or no answers of a split fit into a row.
+          UserError: as in `Templated.split`; or no answers of a split fit into a row.
         """
         del seed
         tokenizer = self.open_tokenizer()

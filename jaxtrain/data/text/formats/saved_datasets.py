@@ -110,7 +110,7 @@ def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
     """Return the feature of a column in dataset_info.json, such as its class names; may be empty.
 
     Args:
-      folder, split: as of `arrow_files`, which has checked them.
+      folder, split: as in `arrow_files`, which has checked them.
       column: its name.
     """
     folder = folder / split if has_splits(folder) else folder

@@ -103,7 +103,7 @@ def training_text(data: TextData) -> Iterator[str]:
     """Yield the characters of the training documents, in parts of any size.
 
     Raises:
-      UserError: as of `texts_of`.
+      UserError: as in `texts_of`.
     """
     for split, document, begin, end in split_documents(texts_of(data)):
         if split == "train":

@@ -109,14 +109,14 @@ def prepare_in_bucket(
     store is whole goes last.
 
     Args:
-      data: as of `prepare`.
+      data: as in `prepare`.
       out: empty, or of an earlier start on this machine.
-      workers: as of `prepare`.
-      progress: as of `prepare`.
+      workers: as in `prepare`.
+      progress: as in `prepare`.
       say: takes a line for people.
 
     Raises:
-      UserError: as of `prepare`; or there is something else in the folder.
+      UserError: as in `prepare`; or there is something else in the folder.
       BucketError: the bucket does not answer; the next start goes on.
     """
     require("--out", out)
