@@ -20,7 +20,7 @@ LARGEST = 2**32 - 1  # of a whole number: seeds, counts and sizes are held in 32
 
 @dataclasses.dataclass(frozen=True)
 class PathOr:
-    """Marks a setting that takes a path: `source: Annotated[str, PathOr(("embedded", "tfds:"))]`.
+    """Mark of a setting that takes a path: `source: Annotated[str, PathOr(("embedded", "tfds:"))]`.
 
     Attributes:
       words: what else it takes; a word that ends in a colon begins such a value.
@@ -38,7 +38,7 @@ class PathOr:
 
 @dataclasses.dataclass(frozen=True)
 class ByName:
-    """Marks a setting that is one of several registered dataclasses, bound by what it is called.
+    """Mark of a setting that is one of several registered dataclasses, bound by name.
 
     `rule: Annotated[Rule, ByName("name", rules)]` of Optimizer is bound as `Optimizer.name =
     'sgd'`, and the settings of the class so called are a section of their own: `SGD.momentum`.
@@ -68,7 +68,8 @@ class ByName:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """Marks a setting that is a word of a table: `policy: Annotated[str, OneOf(tuple(POLICIES))]`.
+    """Mark of a setting that is a word of a table: `policy: Annotated[str,
+    OneOf(tuple(POLICIES))]`.
 
     Attributes:
       words: those of the table.

@@ -38,7 +38,7 @@ class CompiledStep:
     """
 
     def __init__(self, step: Step, options: Mapping[str, str] | None = None) -> None:
-        """Compiles nothing yet.
+        """Prepare the step for `jax.jit`; nothing is compiled yet.
 
         Args:
           step: what is compiled.
@@ -133,7 +133,7 @@ class Stepper:
     """
 
     def __init__(self, step: CompiledStep, state: TrainState, corruption: Corruption) -> None:
-        """Compiles nothing yet.
+        """Take over the state; nothing is compiled yet.
 
         Args:
           step: what it takes.

@@ -252,7 +252,7 @@ class BadStepError(FloatingPointError):
     """
 
     def __init__(self, step: int, why: str, *, policy: str = "stop", in_a_row: int = 1) -> None:
-        """The sentence that a run ends with.
+        """Format the message that the run ends with.
 
         Args:
           step: the bad step.

@@ -33,7 +33,7 @@ class Recorder:
     def __init__(
         self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
     ) -> None:
-        """Chooses the steps, and measures what a CPU can do at most.
+        """Choose the steps to record, and measure a CPU's peak rates.
 
         Args:
           workdir: the run's folder; the trace goes into `profile` inside it.

@@ -31,7 +31,7 @@ class WithSentinels:
     """
 
     def __init__(self, text: Tokenizer, count: int) -> None:
-        """Makes no token yet.
+        """Wrap a tokenizer; no text is tokenized yet.
 
         Args:
           text: the tokenizer of all other text.

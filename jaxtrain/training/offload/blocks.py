@@ -116,7 +116,7 @@ class Blocks:
         store: Callable[[nnx.State], nnx.State],
         options: Mapping[str, str],
     ) -> None:
-        """Compiles nothing yet.
+        """Prepare the functions; nothing is compiled yet.
 
         Args:
           rule: the optax transformation that updates each parameter on its own.

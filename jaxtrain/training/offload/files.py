@@ -66,7 +66,7 @@ class FileArray:
     """
 
     def __init__(self, scratch: Scratch, name: str, like: jax.ShapeDtypeStruct) -> None:
-        """Makes its files, of zeros.
+        """Create the files, filled with zeros.
 
         Args:
           scratch: where; it stays as long as the array.

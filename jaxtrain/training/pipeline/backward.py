@@ -38,7 +38,7 @@ class Backward:
     def __init__(
         self, stage: StageFunction, params: Any, x: Any, context: Any, *, keep_residuals: bool
     ) -> None:
-        """Traces the stage with arguments of these shapes; it is differentiated by params and x."""
+        """Trace the stage with arguments of these shapes; it is differentiated by params and x."""
         self.keep_residuals, self._stage = keep_residuals, stage
 
         def trace(params: Any, x: Any, context: Any) -> Any:
