@@ -25,7 +25,7 @@ class Records:
     Args:
       text_field: the field that holds the text.
       allowed: how many bad ones may be left out.
-      refused: the setting and its value that an error begins with; None: TextData.text_field.
+      setting: the setting and its value that an error begins with; None: TextData.text_field.
       ways: what the message offers besides repairing them.
     """
 
@@ -34,12 +34,12 @@ class Records:
         text_field: str,
         allowed: int = 0,
         *,
-        refused: str | None = None,
+        setting: str | None = None,
         ways: str = "name another field, or set TextData.bad_records",
     ) -> None:
         self.text_field = text_field
         self._allowed, self._ways = allowed, ways
-        self._refused = refused or f"TextData.text_field = {text_field!r}"
+        self._setting = setting or f"TextData.text_field = {text_field!r}"
         self._good, self._bad, self._first = 0, 0, list[str]()
 
     def texts(self, records: Iterable[T | BadRecord]) -> Iterator[T]:
@@ -60,7 +60,7 @@ class Records:
         if self._bad <= self._allowed:
             return
         raise UserError(
-            f"{self._refused}: {self._bad:,} of {self._good + self._bad:,} records cannot be used: "
+            f"{self._setting}: {self._bad:,} of {self._good + self._bad:,} records cannot be used: "
             f"{self._name()}; fix or remove them, {self._ways} = {self._bad} to leave them out"
         )
 

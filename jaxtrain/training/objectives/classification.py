@@ -59,22 +59,22 @@ def _before(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return before.sum(-1)
 
 
-def confusion(told: jax.Array, targets: jax.Array, mask: jax.Array, classes: int) -> jax.Array:
+def confusion(predicted: jax.Array, targets: jax.Array, mask: jax.Array, classes: int) -> jax.Array:
     """Count how often each label (row) was predicted as each class (column): int32 [C, C], on every
     device.
 
     A label that counts is counted once, by how much it counts.
 
     Args:
-      told: int32 [...], the predicted class.
+      predicted: int32 [...], the predicted class.
       targets: int32 [...], the labels.
       mask: float32 [...]; where it is 0 nothing is counted.
       classes: C.
     """
     places = jnp.arange(classes)
     label = (targets[..., None] == places) & (mask != 0)[..., None]
-    said = told[..., None] == places
-    letters = "bt"[: told.ndim]
+    said = predicted[..., None] == places
+    letters = "bt"[: predicted.ndim]
     # Zeros and ones: exact in float32, and on a GPU or TPU in what its float32 products are made
     # of, up to 2^24 of a kind in one batch.
     counts = jnp.einsum(

@@ -70,7 +70,7 @@ class ChatData(Templated):
             "heldout_documents": len(splits[1]),
             "train_tokens": len(train.rows.tokens),
             "heldout_tokens": len(heldout.rows.tokens),
-            "answer_tokens": int(np.asarray(train.told.tokens).sum()),
+            "answer_tokens": int(np.asarray(train.answer_mask.tokens).sum()),
             "cut_documents": train.cut + heldout.cut,
             "vocab_size": tokenizer.vocab_size,
             "unigram_entropy": _unigram_entropy(train, heldout, tokenizer.vocab_size),
@@ -81,8 +81,8 @@ class ChatData(Templated):
 
     def _pack(self, texts: Sequence[Encoded], tokenizer: Tokenizer) -> "Answers":
         most = self.sequence_length + 1
-        kept = [(ids[:most], told[:most]) for ids, told in texts]
-        kept = [(ids, told) for ids, told in kept if told[1:].any()]
+        kept = [(ids[:most], answer_mask[:most]) for ids, answer_mask in texts]
+        kept = [(ids, answer_mask) for ids, answer_mask in kept if answer_mask[1:].any()]
         if not kept:
             raise UserError(
                 f"ChatData.source = {self.source!r}: no answer of a split begins within "
@@ -90,10 +90,10 @@ class ChatData(Templated):
             )
         offsets = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in kept])]).astype(np.int64)
         tokens = np.concatenate([ids for ids, _ in kept]).astype(tokenizer.dtype)
-        told = np.concatenate([told for _, told in kept]).astype(np.uint8)
+        answer_mask = np.concatenate([answer_mask for _, answer_mask in kept]).astype(np.uint8)
         cut = sum(len(ids) > most for ids, _ in texts)
         length = self.sequence_length
-        return Answers(BestFit(tokens, offsets, length), BestFit(told, offsets, length), cut)
+        return Answers(BestFit(tokens, offsets, length), BestFit(answer_mask, offsets, length), cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,18 +102,22 @@ class Answers(WholeBatches):
 
     Attributes:
       rows: the tokens, packed.
-      told: 1 for tokens of an answer, which count in the loss, 0 elsewhere; packed alike.
+      answer_mask: 1 for tokens of an answer, which count in the loss, 0 elsewhere; packed alike.
       cut: conversations that were longer than a row.
     """
 
     rows: BestFit
-    told: BestFit
+    answer_mask: BestFit
     cut: int
 
     @property
     def parts(self) -> list[np.ndarray]:
         """Arrays that define the rows."""
-        return [np.asarray(self.rows.tokens), self.rows.offsets, np.asarray(self.told.tokens)]
+        return [
+            np.asarray(self.rows.tokens),
+            self.rows.offsets,
+            np.asarray(self.answer_mask.tokens),
+        ]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -126,7 +130,7 @@ class Answers(WholeBatches):
         """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         batch = self.rows.examples(indices)
         # Of the marks the targets say whether a place's target is of an answer.
-        counts = self.told.examples(indices).targets
+        counts = self.answer_mask.examples(indices).targets
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * counts.astype(np.float32))
 
 
@@ -134,9 +138,9 @@ def _unigram_entropy(train: Answers, heldout: Answers, vocab_size: int) -> float
     """Return nats per held-out target for a model that only knows the tokens' frequencies."""
     corpus = token_counts(train.rows.tokens, vocab_size)
     corpus += token_counts(heldout.rows.tokens, vocab_size)
-    told = np.asarray(heldout.told.tokens) > 0
-    told[heldout.rows.offsets[:-1]] = False
-    targets = token_counts(np.asarray(heldout.rows.tokens)[told], vocab_size)
+    answer_mask = np.asarray(heldout.answer_mask.tokens) > 0
+    answer_mask[heldout.rows.offsets[:-1]] = False
+    targets = token_counts(np.asarray(heldout.rows.tokens)[answer_mask], vocab_size)
     seen = targets > 0
     log_p = np.log(corpus[seen] / corpus.sum())
     return float(-(targets[seen] * log_p).sum() / targets.sum())

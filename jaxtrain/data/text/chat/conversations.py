@@ -49,13 +49,13 @@ class Written:
 
     Attributes:
       text: all of it.
-      told: the places, in characters, of what the model is to write.
+      answers: the spans of characters that the model is to write.
       ends: whether it is a whole text, which the tokenizer's special tokens surround; those behind
         it and the end of a text the model writes too.
     """
 
     text: str
-    told: tuple[Span, ...]
+    answers: tuple[Span, ...]
     ends: bool
 
     def encode(self, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -66,14 +66,16 @@ class Written:
         """
         ids, starts = tokenizer.encode_with_places(self.text)
         places = np.asarray(starts, np.int64)
-        told = np.zeros(len(ids), bool)
-        for begin, end in self.told:
-            told |= (places >= begin) & (places < end)
+        answer_mask = np.zeros(len(ids), bool)
+        for begin, end in self.answers:
+            answer_mask |= (places >= begin) & (places < end)
         if self.ends:
             begin, end = tokenizer.before, closing(tokenizer)
             ids = [*begin, *ids, *end]
-            told = np.concatenate([np.zeros(len(begin), bool), told, np.ones(len(end), bool)])
-        return np.asarray(ids, tokenizer.dtype), told
+            answer_mask = np.concatenate(
+                [np.zeros(len(begin), bool), answer_mask, np.ones(len(end), bool)]
+            )
+        return np.asarray(ids, tokenizer.dtype), answer_mask
 
 
 def format_conversation(
@@ -270,7 +272,7 @@ class Templated:
         records = Records(
             "messages",
             self.bad_records,
-            refused=f"{setting} = {self.source!r}",
+            setting=f"{setting} = {self.source!r}",
             ways=f"or set {self._section}.bad_records",
         )
         left_out = Counter[str]()

@@ -77,7 +77,7 @@ class PreferenceData(Templated):
 
     def _rows(self, pairs: list[Pair]) -> "Pairs":
         fitted = [_truncate(pair, self.sequence_length) for pair in pairs]
-        kept = [pair for pair in fitted if all(told[1:].any() for _, told in pair)]
+        kept = [pair for pair in fitted if all(answer_mask[1:].any() for _, answer_mask in pair)]
         if not kept:
             raise UserError(
                 f"PreferenceData.source = {self.source!r}: no two answers of a split begin within "
@@ -122,10 +122,12 @@ class Pairs(WholeBatches):
         loss_mask = np.zeros(shape, np.float32)
         for row, index in enumerate(indices.tolist()):
             place = 0
-            for document, (ids, told) in zip((CHOSEN, REJECTED), self.pairs[index], strict=True):
+            for document, (ids, answer_mask) in zip(
+                (CHOSEN, REJECTED), self.pairs[index], strict=True
+            ):
                 here = slice(place, place + len(ids) - 1)
                 inputs[row, here], targets[row, here] = ids[:-1], ids[1:]
-                loss_mask[row, here], segment_ids[row, here] = told[1:], document
+                loss_mask[row, here], segment_ids[row, here] = answer_mask[1:], document
                 positions[row, here] = np.arange(len(ids) - 1)
                 place = here.stop
         reference = (
@@ -163,6 +165,6 @@ def _unigram_entropy(splits: tuple["Pairs", "Pairs"], vocab_size: int) -> float:
         token_counts(np.concatenate([ids for pair in one.pairs for ids, _ in pair]), vocab_size)
         for one in splits
     ]
-    corpus, told = sum(counts[1:], counts[0]), counts[1]
-    seen = told > 0
-    return float(-(told[seen] * np.log(corpus[seen] / corpus.sum())).sum() / told.sum())
+    corpus, answers = sum(counts[1:], counts[0]), counts[1]
+    seen = answers > 0
+    return float(-(answers[seen] * np.log(corpus[seen] / corpus.sum())).sum() / answers.sum())
