@@ -127,7 +127,7 @@ def test_a_turn_reads_what_the_text_has_besides(trainer):
         again = alone.answer(question)
         assert answer.tokens == again.tokens
         np.testing.assert_allclose(answer.log_probabilities, again.log_probabilities, atol=1e-4)
-        told.append((chat.memory.read, alone.memory.read))
+        told.append((chat.prefix_cache.read, alone.prefix_cache.read))
     assert told[0][0] == told[0][1]
     # The text of an answer may be other tokens than were drawn: then it is read again.
     assert told[1][0] < told[1][1]
