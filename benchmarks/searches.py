@@ -1,6 +1,6 @@
 """Holds `plan --search` against published layouts: `python -m benchmarks.searches`.
 
-Each run of `published_runs.csv` that `CASES` names is searched anew, on its machine with its model
+Each published run that `CASES` names is searched anew, on its machine with its model
 and batch, and the best that fits is held against the layout that was published, both predicted by
 the same closed forms.
 """
@@ -13,7 +13,7 @@ import time
 import jax
 from rich.console import Console
 
-from benchmarks.predictions import FILE
+from benchmarks.published_memory import FILES
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.search.candidates import Candidate, Found
@@ -42,7 +42,7 @@ class Case:
 
     def read(self) -> tuple[Config, Target]:
         """The published layout and its machine."""
-        rows = {row["id"]: row for row in csv.DictReader(FILE.open(newline=""))}
+        rows = {row["id"]: row for file in FILES for row in csv.DictReader(file.open(newline=""))}
         config, *words = shlex.split(rows[self.name]["bindings"])
         bindings = [word for flag, word in zip(words, words[1:], strict=False) if flag == "-b"]
         machine = self.target or words[words.index("--target") + 1]
@@ -63,6 +63,12 @@ CASES = (
         "405B on 1,024 B200", "NeMo, TP4 PP8 CP2 VP8", "b200-nemo-405b-128-fp8", "b200:128x8",
         ("Mesh.fsdp=16", "Train.global_batch_size=512", "Precision.matmul='compute'"),
     ),
+    Case("8B on 8 H100", "NeMo, CP2", "h100-nemo-8b-8"),
+    Case("70B on 128 v6e", "MaxText, fsdp", "v6e-70b-128"),
+    Case("Qwen3 30B-A3B on 8 H100", "Automodel, EP8", "am-h100-qwen30b-8"),
+    Case("Mixtral 8x22B on 256 v6e", "MaxText, fsdp", "v6e-mix8x22-256"),
+    Case("Gemma 3 12B on 256 v6e", "MaxText, fsdp", "v6e-gemma12b-256"),
+    Case("DeepSeek-V3 on 256 H100", "Automodel, EP64 PP4", "am-h100-ds3-256"),
 )  # fmt: skip
 
 

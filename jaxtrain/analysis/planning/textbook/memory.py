@@ -153,6 +153,7 @@ _LOGITS = "float32 logits and their gradient (PyTorch's loss)"
 _OF_LIBRARIES = {"CUDA's context and libraries": 1573 * 2**20}
 # Of schedules that take a stage's gradients in two halves.
 _STASH = "pipeline: for gradients of weights"
+_TABLES = "collective buffers: embedding and output matrix"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +231,12 @@ class _Step:
         tables = sum(self._tables().values())
         return max(
             kept + 3 * stream + self._logits() + tables,
-            kept + 2 * stream + int(results * self._rows) + of_layers + self._gathered_layer,
+            kept
+            + 2 * stream
+            + int(results * self._rows)
+            + of_layers
+            + self._gathered_layer
+            + self._waiting_table[_TABLES],
             gradients + 2 * stream + tables,
         )
 
@@ -361,11 +367,21 @@ class _Step:
 
     def _tables(self) -> dict[str, int]:
         """The output matrix gathered, and its gradient before and after it is summed."""
-        before = self._table
-        if self.config.loss.chunk_size is not None:
-            before = before // self._compute * 4  # summed over the chunks in float32
-        name = "collective buffers: embedding and output matrix"
-        return {name: self._table * (1 + self._gathers) + before}
+        return {_TABLES: self._table * (1 + self._gathers) + self._table_gradient}
+
+    @property
+    def _table_gradient(self) -> int:
+        """The output matrix's gradient on one device, before it is summed over fsdp."""
+        if self.config.loss.chunk_size is None:
+            return self._table
+        return self._table // self._compute * 4  # summed over the chunks in float32
+
+    @property
+    def _waiting_table(self) -> dict[str, int]:
+        """While the layers run backward, the head's gradient of an embedding that both ends have
+        waits for the other end's: the two are summed over fsdp together."""
+        tied = Facts(self.config, self.layout).is_tied and self._gathers and self._ranks == 1
+        return {_TABLES: self._table_gradient * tied}
 
     def _logits(self) -> int:
         length = self.config.train.data.abstract_batch(1).inputs.shape[1]
@@ -424,6 +440,7 @@ class _Step:
             "one layer's attention scores": self._scores(),
             "one layer's gradients in the ring": self._sums_in_ring(),
             "collective buffers: one layer's weights": self._gathered_layer,
+            **self._waiting_table,
         }
 
     @property
