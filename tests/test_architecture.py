@@ -72,6 +72,17 @@ def test_imports_flow_one_way(path):
     assert against == []
 
 
+MOST_IN_A_ROOM = 14  # modules of a folder, beside its sub-packages
+
+
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in MODULES}), ids=lambda folder: folder.name
+)
+def test_a_room_is_seen_at_a_glance(folder):
+    modules = [path for path in folder.glob("*.py") if not path.name.startswith("__")]
+    assert len(modules) <= MOST_IN_A_ROOM
+
+
 # Rooms (sub-packages) of one package that still import each other in a circle; fewer, never more.
 CIRCLES = {
     "run": {"attempts", "checkpoint", "commands", "generation", "huggingface", "inference",
