@@ -433,8 +433,8 @@ def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
 
     def answer(data):
         if host.wants == 16:
-            host.hear(data[:16])
-            return host.hear(data[16:])
+            host.receive(data[:16])
+            return host.receive(data[16:])
         # Whatever was proved, it says that all is well.
         return bytes(32)
 
@@ -500,10 +500,10 @@ def greet(joiner_token: bytes, host_token: bytes):
     """Both ends of a greeting, and what was said."""
     joiner, host = ClientHandshake(joiner_token), ServerHandshake(host_token)
     said = [joiner.begin()]
-    host.hear(said[0][:16])
-    said.append(host.hear(said[0][16:]))
-    said.append(joiner.hear(said[1]))
-    said.append(host.hear(said[2]))
+    host.receive(said[0][:16])
+    said.append(host.receive(said[0][16:]))
+    said.append(joiner.receive(said[1]))
+    said.append(host.receive(said[2]))
     return joiner, host, said
 
 
@@ -511,7 +511,7 @@ def test_two_greetings_have_nothing_in_common_and_tell_nothing_of_the_token():
     seen, marks = set(), set()
     for _ in range(20):
         joiner, host, said = greet(b"token", b"token")
-        joiner.hear(said[3])
+        joiner.receive(said[3])
         assert not any(b"token" in part for part in said)
         seen.update([said[0][16:], said[1][16:], said[2], said[3]])
         for end, other in ((joiner, host), (host, joiner)):
@@ -525,15 +525,15 @@ def test_two_greetings_have_nothing_in_common_and_tell_nothing_of_the_token():
 def test_a_proof_of_one_end_is_none_for_the_other():
     joiner, host, said = greet(b"token", b"token")
     with pytest.raises(UnauthenticatedError):
-        joiner.hear(said[2])
+        joiner.receive(said[2])
     assert joiner.message_keys is None
     _, other, _ = greet(b"token", b"other")
-    assert (other.message_keys, other.is_refused, other.wants) == (None, True, 0)
+    assert (other.message_keys, other.is_rejected, other.wants) == (None, True, 0)
 
 
 def test_who_does_not_say_the_protocol_s_name_hears_nothing():
     with pytest.raises(UnauthenticatedError, match="no handshake of this program"):
-        ServerHandshake(b"token").hear(b"jaxtrain-peers-1")
+        ServerHandshake(b"token").receive(b"jaxtrain-peers-1")
 
 
 def test_a_link_reads_no_more_than_it_may_before_the_proof():

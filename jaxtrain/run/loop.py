@@ -185,7 +185,7 @@ class Loop:
                         recorder.close()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
-            self._tell_trackers()
+            self._send_to_trackers()
             if self.folder is not None:
                 self.folder.push_or_report()
         return values
@@ -304,7 +304,7 @@ class Loop:
         due.append(Due(lambda step: _every(eval_every, step) or step == last, of(self._evaluate)))
         due.append(Due(is_saved, of(self._save_and_time)))
         if stretch.record is not None:
-            due.append(Due(lambda step: stretch.ends_early or step == last, of(self._say_best)))
+            due.append(Due(lambda step: stretch.ends_early or step == last, of(self._report_best)))
         return due
 
     def _turn(self, recorder: "Recorder", log: MetricsLog) -> None:
@@ -328,7 +328,7 @@ class Loop:
         line = {**stretch.values, **self._epochs_of_sources()}
         stretch.log.now(step, line, self._account(stretch.log))
 
-    def _say_best(self, stretch: _Stretch, step: int) -> None:
+    def _report_best(self, stretch: _Stretch, step: int) -> None:
         is_early = stretch.ends_early and step < stretch.last
         early = f"Ended at step {step}, not {stretch.last}: " if is_early else ""
         self.say(f"{early}{stretch.record}")
@@ -371,7 +371,7 @@ class Loop:
                 self._save()
         with self.attempt.phases.phase("save", self.steps_done):
             self.saved.wait()
-        self._tell_trackers()
+        self._send_to_trackers()
         self._account(log)
         raise Preempted(self.steps_done, reason)
 
@@ -398,10 +398,10 @@ class Loop:
                 digest=self.dataset.digest,
             )
             done = phases.seconds["save"]
-        self._tell_trackers()
+        self._send_to_trackers()
         return begun - due, done - begun
 
-    def _tell_trackers(self) -> None:
+    def _send_to_trackers(self) -> None:
         """Lets them have the lines that a later start does not write again."""
         if not self.tracking:
             return  # where checkpoints are in a bucket, what is on disk takes a request
@@ -412,7 +412,7 @@ class Loop:
     def _go_back(self, rewind: Rewind, target: int) -> None:
         """Restores a state from before a bad step and skips the batches around it."""
         with jax.transfer_guard("allow"):
-            self.stepper.state, position = self.saved.back_to(target, self.dataset)
+            self.stepper.state, position = self.saved.rewind(target, self.dataset)
             done, self.steps_done = self.steps_done, int(self.stepper.state.step)
         self.attempt.goodput.mark_replay(self.steps_done, done=done)
         skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)

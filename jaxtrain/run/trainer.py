@@ -168,7 +168,7 @@ class Trainer:
         if step is None:
             state, next_batch = self._saved.newest(lambda: data.opened)
         else:
-            state, next_batch = self._saved.of_step(step)
+            state, next_batch = self._saved.restore_step(step)
         self._stepper = Stepper(self._step, state, config.corruption)
         self._loop = Loop(
             config=config, stepper=self._stepper, data=data, feed=self._feed,

@@ -84,14 +84,14 @@ class SavedRun(RunStates):
             say=self._report,
         )
 
-    def of_step(self, step: int) -> tuple[TrainState, int]:
+    def restore_step(self, step: int) -> tuple[TrainState, int]:
         with self._phases.phase("restore", step):
             return self._restore(step, None)
 
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
         return self._newest(None if self._read_only else open_data())
 
-    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+    def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         self._checkpoints.drop_after(step)
         return self._newest(dataset)
 

@@ -46,7 +46,7 @@ class RunStates(abc.ABC):
         self.ancestors: list[Ancestor] = []
 
     @abc.abstractmethod
-    def of_step(self, step: int) -> tuple[TrainState, int]:
+    def restore_step(self, step: int) -> tuple[TrainState, int]:
         """The state of a step, and its position, for looking at it.
 
         Raises:
@@ -67,7 +67,7 @@ class RunStates(abc.ABC):
         """
 
     @abc.abstractmethod
-    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+    def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         """The newest good state at `step` or before it, and its position; later ones are removed.
 
         They stand on the way that is left: the run comes to their steps again, with other batches.
@@ -152,14 +152,14 @@ class InMemory(RunStates):
         period = config.train.save_every
         self.schedule = FixedInterval(0 if isinstance(period, str) else period)
 
-    def of_step(self, step: int) -> tuple[TrainState, int]:
+    def restore_step(self, step: int) -> tuple[TrainState, int]:
         raise AssertionError(f"no checkpoint of step {step} without a folder")
 
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
         del open_data
         return self._first(), 0
 
-    def back_to(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
+    def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         del step, dataset
         return self._first(), 0
 

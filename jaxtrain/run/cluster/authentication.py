@@ -192,14 +192,14 @@ class Handshake(abc.ABC):
     Attributes:
       wants: bytes that it waits for, 0 when it is over; more are not read before it has judged.
       message_keys: for what is sent and for what is received, once both ends have proved the token.
-      is_refused: whether the other end has another token.
+      is_rejected: whether the other end has another token.
     """
 
     wants: int
 
     def __init__(self, token: bytes) -> None:
         self.message_keys: tuple[MessageKey, MessageKey] | None = None
-        self.is_refused = False
+        self.is_rejected = False
         self._token = token
         self._own = secrets.token_bytes(_RANDOM)
         self._keys: _Keys | None = None
@@ -209,7 +209,7 @@ class Handshake(abc.ABC):
         """Return the bytes to send before any are received."""
 
     @abc.abstractmethod
-    def hear(self, said: bytes) -> bytes:
+    def receive(self, said: bytes) -> bytes:
         """Takes the bytes that it waited for; what is answered.
 
         Raises:
@@ -225,7 +225,7 @@ class ClientHandshake(Handshake):
     def begin(self) -> bytes:
         return PROTOCOL + self._own
 
-    def hear(self, said: bytes) -> bytes:
+    def receive(self, said: bytes) -> bytes:
         if self._keys is None:
             _same_protocol(said[: len(PROTOCOL)])
             self._keys = _Keys.of(self._token, self._own, said[len(PROTOCOL) :])
@@ -233,7 +233,7 @@ class ClientHandshake(Handshake):
             return self._keys.joiner_proof
         self.wants = 0
         if not hmac.compare_digest(said, self._keys.zero_proof):
-            self.is_refused = True
+            self.is_rejected = True
             raise UnauthenticatedError("has another token")
         self.message_keys = MessageKey(self._keys.to_zero), MessageKey(self._keys.from_zero)
         return b""
@@ -247,7 +247,7 @@ class ServerHandshake(Handshake):
     def begin(self) -> bytes:
         return b""
 
-    def hear(self, said: bytes) -> bytes:
+    def receive(self, said: bytes) -> bytes:
         if self.wants == len(PROTOCOL):
             _same_protocol(said)
             self.wants = _RANDOM
@@ -258,7 +258,7 @@ class ServerHandshake(Handshake):
             return PROTOCOL + self._own
         self.wants = 0
         if not hmac.compare_digest(said, self._keys.joiner_proof):
-            self.is_refused = True
+            self.is_rejected = True
             return _REFUSED
         self.message_keys = MessageKey(self._keys.from_zero), MessageKey(self._keys.to_zero)
         return self._keys.zero_proof

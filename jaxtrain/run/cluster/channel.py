@@ -67,7 +67,7 @@ class Coordinator:
         self._ticks: dict[int, int] = {}
         self._agreed = False
 
-    def hear(self, process: int, message: Message, now: float) -> None:
+    def receive(self, process: int, message: Message, now: float) -> None:
         """One message of a process."""
         self._heard[process] = now
         match message["kind"]:
@@ -86,7 +86,7 @@ class Coordinator:
                 self._gone[process] = message["tick"]
                 self._agree()
                 if len(self._gone) == len(self._hosts):
-                    self._tell_all({"kind": "end"})
+                    self._broadcast({"kind": "end"})
 
     def mark_closed(self, process: int, why: str, now: float) -> None:
         """A connection ended; after a goodbye or a report of its own that is no loss."""
@@ -127,7 +127,7 @@ class Coordinator:
 
     def share_table(self, now: float) -> None:
         """Sends the table to all, so that everybody has it should this process be lost."""
-        self._tell_all({"kind": "table", "table": _with_text_keys(self.table(now))})
+        self._broadcast({"kind": "table", "table": _with_text_keys(self.table(now))})
 
     def missing(self) -> list[int]:
         """Processes that have not said goodbye."""
@@ -136,7 +136,7 @@ class Coordinator:
     def _begin_stop(self, reason: str) -> None:
         if self._stop_reason is None:
             self._stop_reason = reason
-            self._tell_all({"kind": "ask"})
+            self._broadcast({"kind": "ask"})
             self._agree()
 
     def _agree(self) -> None:
@@ -146,15 +146,15 @@ class Coordinator:
             return
         self._agreed = True
         told = {"kind": "until", "tick": max(ticks.values()), "reason": self._stop_reason}
-        self._tell_all(told)
+        self._broadcast(told)
 
     def _settle(self, cause: Cause, now: float) -> None:
         if self.cause is None:
             self.cause = cause
             table = _with_text_keys(self.table(now))
-            self._tell_all({"kind": "verdict", **dataclasses.asdict(cause), "table": table})
+            self._broadcast({"kind": "verdict", **dataclasses.asdict(cause), "table": table})
 
-    def _tell_all(self, message: Message) -> None:
+    def _broadcast(self, message: Message) -> None:
         # This process last: its answer to a verdict may be its end.
         for process in sorted(self._hosts, reverse=True):
             self._send(process, message)
@@ -353,7 +353,7 @@ class ManyProcesses(Peers):
         if self._coordinator is not None:
             until = min(until, self._coordinator.next_check())
         ready = self._selector.select(max(until - time.monotonic(), 0))
-        self._notice_standstill()
+        self._detect_stall()
         for key, _ in ready:
             if key.fileobj is self._wake_up:
                 with contextlib.suppress(BlockingIOError):
@@ -367,7 +367,7 @@ class ManyProcesses(Peers):
                 self._receive_from(key.data, self._links[key.data])
         while self._outbox:
             self._say(self._outbox.popleft())
-        self._look()
+        self._check_processes()
         for link in self._links.values():
             link.flush()
         if self._listener is not None:
@@ -379,13 +379,13 @@ class ManyProcesses(Peers):
         """Something this process has to tell: to process 0, which may be itself."""
         if message["kind"] == "listen":
             if self.cause is not None:
-                self._tell_listeners()
+                self._notify_listeners()
         elif self._coordinator is not None:
-            self._coordinator.hear(0, message, time.monotonic())
+            self._coordinator.receive(0, message, time.monotonic())
         else:
             self._links[0].send(message)
 
-    def _notice_standstill(self) -> None:
+    def _detect_stall(self) -> None:
         """A process that was frozen finds the others gone: before it blames them, itself."""
         now = time.monotonic()
         still, self._last_turn = now - self._last_turn, now
@@ -397,7 +397,7 @@ class ManyProcesses(Peers):
         else:
             self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
 
-    def _look(self) -> None:
+    def _check_processes(self) -> None:
         """Heartbeats and silence."""
         now = time.monotonic()
         if now >= self._next_beat:
@@ -408,7 +408,7 @@ class ManyProcesses(Peers):
             if self._coordinator is not None and self._beats % rare == 0:
                 self._coordinator.share_table(now)
             elif self._coordinator is not None:
-                self._tell_workers({"kind": "beat"})
+                self._send_to_workers({"kind": "beat"})
         if self._coordinator is not None:
             self._coordinator.check(now)
         elif not self._ended and now - self._heard_zero > self.silence_seconds:
@@ -417,7 +417,7 @@ class ManyProcesses(Peers):
     def _receive_from(self, process: int, link: Link) -> None:
         for message in link.receive():
             if self._coordinator is not None:
-                self._coordinator.hear(process, message, time.monotonic())
+                self._coordinator.receive(process, message, time.monotonic())
             else:
                 self._heard_zero = time.monotonic()
                 self._receive_from_coordinator(message)
@@ -460,9 +460,9 @@ class ManyProcesses(Peers):
                 return
             self.cause = Cause(what, process, host or self.hosts[process], why)
             self._changed.notify_all()
-        self._tell_listeners()
+        self._notify_listeners()
 
-    def _tell_listeners(self) -> None:
+    def _notify_listeners(self) -> None:
         cause = self.cause
         assert cause is not None
         if cause.what == "lost":
@@ -475,7 +475,7 @@ class ManyProcesses(Peers):
         assert self._listener is not None
         if link not in self._listener.waiting:
             return
-        hello = self._listener.hear(link)
+        hello = self._listener.receive(link)
         if hello is None:
             return
         process = hello["process_id"]
@@ -498,7 +498,7 @@ class ManyProcesses(Peers):
         else:
             self._links[process].send(message)
 
-    def _tell_workers(self, message: Message) -> None:
+    def _send_to_workers(self, message: Message) -> None:
         for link in self._links.values():
             link.send(message)
 

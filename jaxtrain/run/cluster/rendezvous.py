@@ -188,7 +188,7 @@ class _HostSide:
                 for link in self._listener.accept():
                     selector.register(link, selectors.EVENT_READ, link)
             elif key.data in self._listener.waiting:
-                hello = self._listener.hear(key.data)
+                hello = self._listener.receive(key.data)
                 if hello is not None:
                     newcomer(key.data, hello)
             elif key.data in self._links.values():
@@ -381,7 +381,7 @@ def _join(
         if opening is not None:
             return _rendezvous_of(opening, host, {0: link}, None)
         link.close()
-        if link.is_refused:
+        if link.is_rejected:
             raise token.differs(cluster.coordinator, cluster.process_id)
         why = f"what listens there {link.closed or 'says nothing'}"
         time.sleep(_RETRY_SECONDS)

@@ -57,7 +57,7 @@ class Link:
         self._handshake = handshake
         self._came, self._leaving = bytearray(), bytearray()
         self._put_back: list[Message] = []
-        self._say(handshake.begin())
+        self._queue(handshake.begin())
 
     def fileno(self) -> int:
         """The file descriptor, for selectors."""
@@ -69,9 +69,9 @@ class Link:
         return self._handshake.message_keys is not None
 
     @property
-    def is_refused(self) -> bool:
+    def is_rejected(self) -> bool:
         """Whether the ends have different tokens."""
-        return self._handshake.is_refused
+        return self._handshake.is_rejected
 
     @property
     def pending(self) -> bool:
@@ -83,9 +83,9 @@ class Link:
         assert self._handshake.message_keys is not None
         body = json.dumps(message, separators=(",", ":")).encode()
         sending, _ = self._handshake.message_keys
-        self._say(struct.pack("!I", len(body)) + sending.mark(body) + body)
+        self._queue(struct.pack("!I", len(body)) + sending.mark(body) + body)
 
-    def _say(self, data: bytes) -> None:
+    def _queue(self, data: bytes) -> None:
         self._leaving += data
         self.flush()
 
@@ -112,7 +112,7 @@ class Link:
                 self.is_silent = self.is_silent and not data
                 self._came += data
                 if self._handshake.wants:
-                    self._greet()
+                    self._advance_handshake()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -126,18 +126,18 @@ class Link:
         wants = self._handshake.wants
         return wants - len(self._came) if wants else _CHUNK
 
-    def _greet(self) -> None:
+    def _advance_handshake(self) -> None:
         """Takes the handshake one step on, when what it waits for is whole."""
         if len(self._came) < self._handshake.wants:
             return
         said = bytes(self._came)
         self._came.clear()
         try:
-            self._say(self._handshake.hear(said))
+            self._queue(self._handshake.receive(said))
         except UnauthenticatedError as error:
             self.closed = str(error)
         else:
-            if self._handshake.is_refused:
+            if self._handshake.is_rejected:
                 self.closed = "could not prove this run's token"
 
     def _unpack(self) -> list[Message]:
@@ -364,7 +364,7 @@ class Listener:
             link.closed = "made room for newer ones"
         return found
 
-    def hear(self, link: Link) -> Message | None:
+    def receive(self, link: Link) -> Message | None:
         """The hello of a waiting connection once it is whole; anything else closes the link."""
         messages = link.receive()
         if link in self._refused or not messages:
