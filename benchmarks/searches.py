@@ -65,7 +65,6 @@ CASES = (
     ),
     Case("8B on 8 H100", "NeMo, CP2", "h100-nemo-8b-8"),
     Case("70B on 128 v6e", "MaxText, fsdp", "v6e-70b-128"),
-    Case("Qwen3 30B-A3B on 8 H100", "Automodel, EP8", "am-h100-qwen30b-8"),
     Case("Mixtral 8x22B on 256 v6e", "MaxText, fsdp", "v6e-mix8x22-256"),
     Case("Gemma 3 12B on 256 v6e", "MaxText, fsdp", "v6e-gemma12b-256"),
     Case("DeepSeek-V3 on 256 H100", "Automodel, EP64 PP4", "am-h100-ds3-256"),
