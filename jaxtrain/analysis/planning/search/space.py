@@ -36,16 +36,18 @@ ON_HOST = (
     ("residual", "query", "key", "value", "attention"),
     ("residual", "query", "key", "value", "attention", "mlp_gate", "mlp_up"),
 )
-_NO_PIPELINE = {
-    f"Pipeline.{name}": getattr(Pipeline(), name)
-    for name in ("schedule", "virtual_stages", "backward", "microbatches")
-}
 
 
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
     """Bindings of every mesh for these devices, and of the schedules of its pipeline."""
     whole = apply_changes(config, {"Attention.context_parallel": "ulysses"})
     in_ring = KERNELS[resolve_config(whole, target.chip.kind).attention.kernel].plain
+    # A schedule that the configuration names is rejected where there are no stages.
+    alone = {
+        f"Pipeline.{name}": getattr(Pipeline(), name)
+        for name in ("schedule", "virtual_stages", "backward", "microbatches")
+        if getattr(config.pipeline, name) != getattr(Pipeline(), name)
+    }
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
         # Of layouts with microbatches 'local' is tried once they are priced (`accumulate_locally`).
@@ -57,8 +59,7 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
         # One way around a torus of more has half of the links that a gather has.
         fast_rings = sizes["tensor"] > 1 and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
         if sizes["pipe"] == 1:
-            # A schedule that the configuration names would be rejected without stages.
-            yield _with_rings(config, {**mesh, **_NO_PIPELINE}, devices, fast=fast_rings)
+            yield _with_rings(config, {**mesh, **alone}, devices, fast=fast_rings)
             continue
         for name, chunks in _schedules(config, sizes["pipe"]):
             taken = {"Pipeline.schedule": name, "Pipeline.virtual_stages": chunks}
