@@ -262,8 +262,8 @@ class ClassedText(ClassedRows, Generic[R]):
         if self.begin is None and any(self.around):
             header["special_tokens"] = [list(part) for part in self.around]
         lengths = np.array([len(tokens) for tokens, _ in texts], np.int64)
-        told = np.concatenate([np.atleast_1d(label) for label in labels]).astype(np.int64)
-        parts = [np.concatenate([tokens for tokens, _ in texts]), lengths, told, held]
+        label_ids = np.concatenate([np.atleast_1d(label) for label in labels]).astype(np.int64)
+        parts = [np.concatenate([tokens for tokens, _ in texts]), lengths, label_ids, held]
         train, heldout = (
             Rows([texts[place] for place in np.flatnonzero(chosen)], self)
             for chosen in (~held, held)
@@ -348,11 +348,11 @@ class TaggedText(ClassedText[Sentence]):
         """
         words, tags = record
         tokens, places = self.tokens_of(words, tokenizer)
-        told = np.full(len(tokens), -1, np.int32)
+        label_ids = np.full(len(tokens), -1, np.int32)
         for place, tag in zip(places, tags, strict=True):
             if place is not None:
-                told[place] = labels[tag]
-        return np.array(tokens, np.int32), told
+                label_ids[place] = labels[tag]
+        return np.array(tokens, np.int32), label_ids
 
     def tokens_of(
         self, words: Sequence[str], tokenizer: Tokenizer

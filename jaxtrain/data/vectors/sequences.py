@@ -108,18 +108,18 @@ def _ts(path: Place, said: str, *, labelled: bool) -> Series:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{said} is no text in UTF-8: {error}") from error
-    header, x, labels, begun = dict[str, list[str]](), list[np.ndarray](), list[Labels](), False
+    header, x, labels, in_data = dict[str, list[str]](), list[np.ndarray](), list[Labels](), False
     names, has_labels = tuple[str, ...](), False
     for number, line in enumerate(lines, start=1):
         line = line.strip()
         where = f"{said}: line {number}"
         if not line or line.startswith("#"):
             continue
-        if not begun:
+        if not in_data:
             word, *values = line.split()
-            begun = word.lower() == "@data"
+            in_data = word.lower() == "@data"
             header[word.lower()] = values
-            if not begun:
+            if not in_data:
                 continue
             if _is_true(header.get("@timestamps")):
                 raise UserError(f"{said} has times beside its numbers; use one without")
@@ -138,7 +138,7 @@ def _ts(path: Place, said: str, *, labelled: bool) -> Series:
             if labelled:
                 labels.append(names.index(label))
         x.append(_of_parts(parts, where))
-    if not begun:
+    if not in_data:
         raise UserError(f"{said}: there is no line '@data' in it")
     return Series(x, labels, names)
 

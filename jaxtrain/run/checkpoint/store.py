@@ -69,8 +69,8 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
 
         async def array_by_array() -> None:
             # One after the other: Orbax adds a line to one file for each.
-            for begun in written:
-                await asyncio.to_thread(begun.result)
+            for pending in written:
+                await asyncio.to_thread(pending.result)
             for value, info, arg in there:
                 for begun in await own([value.read()], [info], [arg]):
                     await asyncio.to_thread(begun.result)
