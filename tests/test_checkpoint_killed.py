@@ -20,7 +20,6 @@ import os, shutil, signal, sys
 from pathlib import Path
 import jax, numpy as np
 from jaxtrain.run.checkpoint import manifest
-from jaxtrain.run.checkpoint import retention
 from jaxtrain.training.settings import Checkpoint
 from jaxtrain.run.checkpoint.store import Checkpoints
 

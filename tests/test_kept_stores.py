@@ -83,11 +83,12 @@ def test_of_a_mixture_the_large_sources_are_kept(large):
 def test_of_two_processes_one_makes_it_and_the_other_waits(large):
     code = """
 import sys
-from jaxtrain.data import cached_stores, file_lock
+from jaxtrain.config import files
+from jaxtrain.data import cached_stores
 from jaxtrain.data.text.stores import tokenizing
 from jaxtrain.data.text.source import TextData
 cached_stores.LARGE_BYTES, tokenizing.JOB_CHARACTERS = 5000, 1000
-file_lock._WAIT_SECONDS = 0.01
+files._WAIT_SECONDS = 0.01
 text = TextData(source=sys.argv[1], sequence_length=16)
 data = cached_stores.with_stores(text, lambda line: None)
 print(data.open(seed=0).digest)

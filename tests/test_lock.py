@@ -338,7 +338,7 @@ def test_what_is_written_replaces_whole_and_leaves_nothing_beside(tmp_path):
 
 def test_neither_lock_nor_supervisor_imports_jax(start):
     process = start(
-        "from jaxtrain.run.attempts import lifeline, lock, supervise\n"
+        "from jaxtrain.run.attempts import lock, signals, supervise\n"
         "tell([name for name in sys.modules if name.split('.')[0] in ('jax', 'numpy', 'rich')])"
     )
     assert process.line() == "[]"
