@@ -98,8 +98,8 @@ class Evaluation:
         with self._step.setup.layout.active():
             zeros = self._no_sums(self._step.eval_state(state), like)
         ones = {name: np.ones(x.shape) if x.ndim else 1.0 for name, x in zeros.items()}
-        told = self._step.setup.objective.evaluation(ones)
-        return [name for name, value in told.items() if not isinstance(value, list)]
+        metrics = self._step.setup.objective.evaluation(ones)
+        return [name for name, value in metrics.items() if not isinstance(value, list)]
 
     def _no_sums(self, state: TrainState, batch: Batch) -> Sums:
         if self._zeros is None:

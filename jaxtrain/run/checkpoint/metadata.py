@@ -281,7 +281,7 @@ def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[A
     """A run's sealed checkpoint and its ancestors, the nearest first.
 
     Raises:
-      CheckpointError: its manifest, or what stands beside its state, is damaged.
+      CheckpointError: its manifest or its metadata is damaged.
     """
     own = {
         "path": _name(workdir),

@@ -72,8 +72,8 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
             for pending in written:
                 await asyncio.to_thread(pending.result)
             for value, info, arg in there:
-                for begun in await own([value.read()], [info], [arg]):
-                    await asyncio.to_thread(begun.result)
+                for future in await own([value.read()], [info], [arg]):
+                    await asyncio.to_thread(future.result)
 
         if not there:
             return written

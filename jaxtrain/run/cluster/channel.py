@@ -145,8 +145,8 @@ class Coordinator:
         if self._stop_reason is None or self._agreed or len(ticks) < len(self._hosts):
             return
         self._agreed = True
-        told = {"kind": "until", "tick": max(ticks.values()), "reason": self._stop_reason}
-        self._broadcast(told)
+        message = {"kind": "until", "tick": max(ticks.values()), "reason": self._stop_reason}
+        self._broadcast(message)
 
     def _settle(self, cause: Cause, now: float) -> None:
         if self.cause is None:

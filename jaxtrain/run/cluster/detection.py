@@ -361,12 +361,12 @@ def tpu_vm(environment: Mapping[str, str], root: Path = Path("/")) -> Cluster | 
         )
         if endpoints is None or number is None:
             return None
-        told = _read_tpu_env(_ask(host, "tpu-env") or "")
+        metadata = _read_tpu_env(_ask(host, "tpu-env") or "")
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         return Cluster(found=f"One process: the metadata server {host} does not answer ({reason})")
     workers = [_worker_address(entry) for entry in endpoints.split(",")]
-    return _slices("TPU VM", environment, workers, int(number), {**told, **environment})
+    return _slices("TPU VM", environment, workers, int(number), {**metadata, **environment})
 
 
 def _slices(

@@ -249,10 +249,10 @@ class _HostSide:
     def _send_all_away(self, selector: selectors.BaseSelector, error: Exception) -> None:
         """Send the error to those that are there and, for a moment, to those that still come."""
         kind = "refused" if isinstance(error, UserError) else "missing"
-        told = {"kind": kind, "sentence": str(error)}
+        message = {"kind": kind, "sentence": str(error)}
         expected = self._cluster.num_processes
         for link in self._links.values():
-            link.send(told)
+            link.send(message)
         heard = len(self._hellos) + 1
 
         def reject(link: Link, _: Message) -> None:

@@ -231,10 +231,10 @@ def _text_statistics(batch: Batch, dataset: Dataset) -> "Picture":
 
 def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
     """Return an image's label; of a mixed one each label with its weight."""
-    told = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
-    if len(told) == 1:
-        return told[0]
-    parts = zip(told, np.ravel(shares).tolist(), strict=True)
+    labelled = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
+    if len(labelled) == 1:
+        return labelled[0]
+    parts = zip(labelled, np.ravel(shares).tolist(), strict=True)
     return ", ".join(f"{name} {share:.0%}" for name, share in parts if share)
 
 
