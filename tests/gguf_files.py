@@ -1,5 +1,6 @@
 """GGUF files of random Llamas, written by the package `gguf` as llama.cpp's converter does."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +70,12 @@ def write(
     said: dict[str, object],
     *,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    quantize: Callable[[np.ndarray, GGMLQuantizationType], np.ndarray] = quantize,
     architecture: str = "llama",
 ) -> Path:
-    """Writes a model with this metadata; None leaves a key out. Matrices are of one kind."""
+    """Writes a model with this metadata; None leaves a key out. Matrices are of one kind, their
+    blocks made by `quantize`, which the package does not do for K-quants.
+    """
     writer = GGUFWriter(path, architecture)
     for key, value in said.items():
         add(writer, key, value)

@@ -253,8 +253,8 @@ ONE = {"x": ((2,), F32, b"\0" * 8)}
         (gguf({}, ONE)[:40], "requires a buffer of"),
         (gguf({}, ONE)[:-32], "x ends after the file"),
         (
-            gguf({}, {"x": ((2,), 14, b"")}),
-            "x is quantized in a way that is not known here (type 14)",
+            gguf({}, {"x": ((2,), 99, b"")}),
+            "x is quantized in a way that is not known here (type 99)",
         ),
         (gguf({}, {"x": ((33,), Q8_0, b"\0" * 68)}), "x is [33]"),
         (gguf({"general.alignment": 0}, ONE), "an alignment of 0"),

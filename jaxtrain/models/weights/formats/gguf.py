@@ -3,16 +3,21 @@
 A file is a header (magic, version, counts), key-value pairs, a row for each tensor, and their bytes
 from the next multiple of the alignment on. Queries and keys stand in it with the two halves of each
 head interleaved, for another way of turning them; here they are put back.
+
+Types other than floats, Q8_0, Q4_0 and Q4_1 (Q4_K_M and its like) are dequantized by the package
+`gguf`, of jaxtrain[gguf]. Its `GGUFReader` is not used: it believes every count, so that a file of
+73 bytes fills the memory (`tests/test_gguf_types.py`), and takes 20 times as long for a vocabulary.
 Source: the format's description in ggml, docs/gguf.md, and the blocks of ggml-quants.
 """
 
 import dataclasses
 import functools
+import importlib
 import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -56,8 +61,9 @@ def _plain(block: np.ndarray) -> np.ndarray:
     return block.astype(np.float32)[:, None]
 
 
+_Kind = tuple[np.dtype, int, Callable[[np.ndarray], np.ndarray]]
 # Number of a kind -> the form of a block, the numbers in it, and what gives them back.
-_KINDS = {
+_KINDS: dict[int, _Kind] = {
     0: (np.dtype("<f4"), 1, _plain),
     1: (_HALF, 1, _plain),
     30: (np.dtype(jnp.bfloat16), 1, _plain),
@@ -65,6 +71,28 @@ _KINDS = {
     3: (np.dtype([("d", _HALF), ("m", _HALF), ("q", "u1", 16)]), 32, _q4_1),
     8: (np.dtype([("d", _HALF), ("q", "i1", 32)]), 32, _q8_0),
 }
+
+
+@functools.cache
+def _kind(number: int) -> _Kind:
+    """Return a row as in `_KINDS`, from the package gguf where there is none.
+
+    Raises:
+      ValueError: gguf cannot dequantize it either.
+      ImportError: gguf is not installed.
+    """
+    if number in _KINDS:
+        return _KINDS[number]
+    quants = importlib.import_module("gguf.quants")
+    try:
+        kind = quants.GGMLQuantizationType(number)
+        size, bytes_per_block = quants.GGML_QUANT_SIZES[kind]
+        quants.dequantize(np.zeros((1, bytes_per_block), np.uint8), kind)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"quantized in a way that is not known here (type {number})") from error
+
+    block = np.dtype([("q", "u1", bytes_per_block)])
+    return block, size, lambda blocks: quants.dequantize(blocks["q"], kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +120,7 @@ class GgufTensor:
 
     def open(self) -> np.ndarray:
         """The tensor as float32."""
-        form, size, floats = _KINDS[self.kind]
+        form, size, floats = _kind(self.kind)
         blocks = np.memmap(self.file, form, "r", self.begin, math.prod(self.shape) // size)
         values = floats(blocks).reshape(self.shape)
         if not self.heads:
@@ -137,6 +165,11 @@ class GgufFile:
         try:
             with self.path.open("rb") as stream:
                 return _Reader(self.path, stream).everything()
+        except ImportError as error:
+            raise UserError(
+                f"{self.path}: its quantized tensors need jaxtrain[gguf] ({error}); run: pip "
+                "install 'jaxtrain[gguf]'"
+            ) from error
         except (struct.error, ValueError, OverflowError) as error:
             raise UserError(
                 f"{self.path} is no GGUF file that is read here ({error}); fetch it again, or take "
@@ -240,9 +273,10 @@ class _Reader:
     def _tensor(
         self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int
     ) -> GgufTensor:
-        if kind not in _KINDS:
-            raise ValueError(f"{name} is quantized in a way that is not known here (type {kind})")
-        form, size, _ = _KINDS[kind]
+        try:
+            form, size, _ = _kind(kind)
+        except ValueError as error:
+            raise ValueError(f"{name} is {error}") from error
         count = math.prod(shape)
         if not 1 <= len(shape) <= 4 or shape[-1] % size:
             raise ValueError(f"{name} is {list(shape)}")
