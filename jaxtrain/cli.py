@@ -135,18 +135,13 @@ def _run_command(arguments: argparse.Namespace) -> int:
     share_arenas()
     import jax
 
-    from jaxtrain.config.errors import ConfigError, UserError
+    from jaxtrain.config.errors import UserError
     from jaxtrain.parallel.devices import outwait_given_cpu_devices, pass_over_libtpu
 
     pass_over_libtpu()
     outwait_given_cpu_devices()
     try:
         return _run(arguments)
-    except ConfigError as error:
-        from jaxtrain.training.preflight import preflight
-
-        # One error hides no other: those too that are looked for when all is read.
-        status, told = USER_ERROR, "\n".join([str(error), *preflight.also_wrong(error.config)])
     except UserError as error:
         status, told = USER_ERROR, error
     except _failures() as error:

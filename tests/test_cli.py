@@ -429,24 +429,27 @@ def test_mistakes_exit_with_2_and_one_message(arguments, words, run, tiny_config
     assert not (tmp_path / "new").exists()  # nothing half written
 
 
-def test_four_mistakes_of_four_kinds_are_said_together(tiny_config, tmp_path, capsys):
-    """Each is found by another part: reading, a section itself, the mesh, what fits together."""
-    wrong = {
+def test_errors_of_reading_are_said_together_and_then_those_of_the_whole(
+    tiny_config, tmp_path, capsys
+):
+    """Each is found by another part: names, types, a section itself; the batch, data and layers."""
+    unread = {
+        "Train.stepss = 1": "Train has no setting 'stepss'",
+        "Remat.policy = 1": "Remat.policy = 1 is an int",
         "GPT.num_heads = 3": "GPT.embed_dim=32 does not divide by GPT.num_heads=3",
+    }
+    wrong = {
         "Train.global_batch_size = 30": "Train.global_batch_size=30 does not divide over the 4",
         "TextData.sequence_length = 64": "TextData.sequence_length=64 is longer than GPT.context_",
         "Scan.layers_per_iteration = 3": "Scan.layers_per_iteration=3 does not divide GPT.num_la",
     }
     arguments = ["train", str(tiny_config), "--workdir", str(tmp_path / "new")]
-    bindings = [word for one in wrong for word in ("-b", one)]
-    assert main([*arguments, *bindings]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(wrong)
-    for words in wrong.values():
-        assert sum(words in line for line in lines) == 1, words
-    assert main([*arguments, *bindings, "-b", "Train.stepss = 1", "-b", "Remat.policy = 1"]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(wrong) + 2
+    for given, expected in (({**unread, **wrong}, unread), (wrong, wrong)):
+        assert main([*arguments, *(word for one in given for word in ("-b", one))]) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == len(expected)
+        for words in expected.values():
+            assert sum(words in line for line in lines) == 1, words
     assert not (tmp_path / "new").exists()
 
 

@@ -43,18 +43,6 @@ class NoCompilerError(UserError):
     """The compiler of the target machine is not installed on this one."""
 
 
-class ConfigError(UserError):
-    """Errors found while a configuration was read, one message a line.
-
-    Attributes:
-      config: the configuration as far as it was read: see `partial.as_far_as_read`.
-    """
-
-    def __init__(self, sentences: Iterable[str], config: Any) -> None:
-        super().__init__("\n".join(sentences))
-        self.config = config
-
-
 def require_at_least(least: int, settings: Any, *names: str) -> None:
     """Raise UserError for settings under `least`; None passes."""
     allowed = f"at least {least}" if least else "0 or more"

@@ -17,9 +17,8 @@ from typing import Any
 
 from gin import config_parser
 
-from jaxtrain.config.errors import ConfigError, UserError, did_you_mean, nearest
+from jaxtrain.config.errors import UserError, did_you_mean, nearest
 from jaxtrain.config.files import path_errors
-from jaxtrain.config.partial import NotRead, as_far_as_read, is_required, own_refusals
 from jaxtrain.config.registry import CONFIGURABLES, FORMER_NAMES, is_configurable
 from jaxtrain.config.registry import configurable as configurable
 from jaxtrain.config.values import (
@@ -27,12 +26,17 @@ from jaxtrain.config.values import (
     by_name,
     check_value,
     hints,
+    is_required,
     literal,
     missing,
     settings_of,
     strip_mark,
     takes_plain_values,
 )
+
+
+class _RejectedError(Exception):
+    """A value was rejected, with the reason in `_Bindings.mistakes`, and so what needs it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,16 +281,19 @@ class _Bindings:
     # -- building -----------------------------------------------------------------------------
 
     def build_root(self) -> Any:
-        """Build the root from the bindings."""
-        built = {name: self.build(cls) for name, cls in sections(self.root).items()}
-        return self.root(imports=tuple(self.imports), notes=(), **built)
+        """Build the root from the bindings; None if anything is rejected: `mistakes` says what."""
+        built = {}
+        for name, cls in sections(self.root).items():
+            with contextlib.suppress(_RejectedError):
+                built[name] = self.build(cls)
+        return None if self.mistakes else self.root(imports=tuple(self.imports), notes=(), **built)
 
     def build(self, cls: type) -> Any:
         """Build a registered dataclass, its fields from the bindings or its defaults.
 
-        Where something is rejected, `mistakes` says what, and the instance has holes.
+        All fields are read before a rejected one raises _RejectedError.
         """
-        name, values, unread = cls.__name__, {}, set()
+        name, values, is_rejected = cls.__name__, {}, False
         self._being_built.append(name)
         takes = hints(cls)
         for bound, field in settings_of(cls).items():
@@ -299,37 +306,37 @@ class _Bindings:
                     self.used_fields.add((name, bound))
                     values[field.name] = self._value(written, binding, annotation)
                 elif is_required(field):
-                    unread.add(field.name)
+                    is_rejected = True
                     if not self.lacks_bindings:
                         known = CONFIGURABLES.values()
                         self.mistakes.append(missing(written, annotation, known))
-            except NotRead:
-                unread.add(field.name)
+            except _RejectedError:
+                is_rejected = True
         self._being_built.pop()
-        if not unread:
-            try:
-                return cls(**values)
-            except ValueError:
-                pass  # `own_refusals` has the sentences
-        said, unread = own_refusals(cls, values, unread)
-        self.mistakes += said
-        return as_far_as_read(cls, values, unread)
+        if is_rejected:
+            raise _RejectedError
+        try:
+            return cls(**values)
+        except ValueError as error:
+            prefix = "" if isinstance(error, UserError) else f"{name}: "
+            self.mistakes.append(f"{prefix}{error}")
+            raise _RejectedError from error
 
     def _value(self, name: str, binding: Binding, annotation: Any) -> Any:
-        """Return a field's value; raises NotRead if it is rejected, with the reason in
-        `mistakes`.
-        """
+        """Return a field's value; raises _RejectedError if it is rejected."""
         value = None
         try:
             value = self._resolve(binding.value, binding.origin)
-            with contextlib.suppress(NotRead):  # of a section with holes: its class is what fits
-                value = check_value(name, value, annotation, binding.origin)
+            return check_value(name, value, annotation, binding.origin)
         except UserError as error:
             self.mistakes.append(str(error))
             # Of the section that it might have been nothing is read now.
             self.lacks_bindings |= value is None or not takes_plain_values(annotation)
-            raise NotRead from error
-        return value
+            raise _RejectedError from error
+        except _RejectedError:
+            # A section has read all of its own; behind the rejected one of a tuple none was read.
+            self.lacks_bindings |= not isinstance(binding.value, Reference)
+            raise
 
     def _choose(self, section: str, field: dataclasses.Field[Any], mark: ByName) -> Any:
         """Build the class that a binding names, or the default's."""
@@ -341,11 +348,11 @@ class _Bindings:
             return self.build(mark.choices()[binding.value])
         if self.lacks_modules:
             self.lacks_bindings = True
-            raise NotRead  # a module that was not imported may have it
+            raise _RejectedError  # a module that was not imported may have it
         try:
             name = self._value(f"{section}.{mark.binding}", binding, literal(mark.choices()))
             return self.build(mark.choices()[name])
-        except NotRead:
+        except _RejectedError:
             self.lacks_bindings = True  # what it names might have read some
             raise
 
@@ -360,7 +367,7 @@ class _Bindings:
         if isinstance(value, Reference):
             if value.name not in CONFIGURABLES:
                 if self.lacks_modules:
-                    raise NotRead
+                    raise _RejectedError
                 raise UserError(
                     f"{where}: {value}: unknown name{did_you_mean(value.name, CONFIGURABLES)}"
                 )
@@ -404,8 +411,7 @@ class _Bindings:
         macros = {key: one for key, one in self.macros.items() if key not in self.used_macros}
         overridden = self._overridden[::-1] if fields or macros else []
         for before, _ in overridden:
-            for cls in sections(self.root).values():
-                before.build(cls)
+            before.build_root()
 
         def overridden_by(key: str | tuple[str, str], binding: Binding) -> str | None:
             return next((others for one, others in overridden if one.has_used(key, binding)), None)
@@ -463,7 +469,7 @@ def load(
         fields that are not bound.
 
     Raises:
-      ConfigError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
+      UserError: unknown names, values of the wrong type, bindings nothing uses, a bad file:
         everything at once.
     """
     folder = file.resolve().parent if isinstance(file, Path) else Path.cwd()
@@ -479,15 +485,14 @@ def load(
         found.add_single(text)
     loaded = found.build_root()
     found.reject_unused()
-    if not found.mistakes and (more := implied(loaded, found.fields.keys())):
+    if loaded is not None and (more := implied(loaded, found.fields.keys())):
         found.fields |= {key: Binding(value, "<data>") for key, value in more.items()}
         written = ", ".join(f"{name}.{field} = {value!r}" for (name, field), value in more.items())
         found.notes.append(f"{written}: taken from the data, because not set")
         loaded = found.build_root()
-    loaded = dataclasses.replace(loaded, notes=tuple(found.notes))
     if found.mistakes:
-        raise ConfigError(found.mistakes, loaded)
-    return loaded
+        raise UserError("\n".join(found.mistakes))
+    return dataclasses.replace(loaded, notes=tuple(found.notes))
 
 
 def sections(root: type) -> dict[str, type]:

@@ -86,6 +86,11 @@ def hints(cls: type) -> dict[str, Any]:
     return {name: _spell_out(annotation) for name, annotation in found.items()}
 
 
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return field.default is field.default_factory is dataclasses.MISSING
+
+
 def strip_mark(annotation: Any) -> Any:
     """Return an annotation without its mark."""
     marked = typing.get_origin(annotation) is typing.Annotated

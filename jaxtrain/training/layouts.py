@@ -5,7 +5,6 @@ of 0 and of no document. Losses, gradients and router statistics are those of th
 them; the work on them is idle.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
-from jaxtrain.config.partial import NotRead
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.ordering.rows import without_weight
 from jaxtrain.models.model import Model
@@ -71,13 +69,11 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
     means_more = config.exchange.method != "synchronous" or own.dcn.get("fsdp", 1) > 1
     if sizes["fsdp"] == 1 or config.sharding.zero == 0 or means_more:
         return own
-    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
-        plain = _layout_on(_abstract(config, own, device_count), config)
-        share = _largest_fsdp(plain, config.train.model)
-        if share > 1:
-            rest = sizes["fsdp"] // share
-            return dataclasses.replace(own, data=sizes["data"] * rest, fsdp=share)
-    return own
+    plain = _layout_on(_abstract(config, own, device_count), config)
+    share = _largest_fsdp(plain, config.train.model)
+    if share == 1:
+        return own
+    return dataclasses.replace(own, data=sizes["data"] * (sizes["fsdp"] // share), fsdp=share)
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
@@ -144,14 +140,11 @@ def _abstract(config: Config, mesh: Mesh, device_count: int) -> jax.sharding.Abs
 
 
 def _layout_on(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, config: Config) -> Layout:
-    num_kv_heads = None
-    with contextlib.suppress(NotRead):  # of a model that was rejected: the rest is known
-        attention = config.train.model.attention
-        num_kv_heads = None if attention is None else attention.num_kv_heads
+    attention = config.train.model.attention
+    num_kv_heads = None if attention is None else attention.num_kv_heads
     found = Layout.of(mesh, config.sharding, num_kv_heads)
-    with contextlib.suppress(NotRead):
-        if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
-            return _replicate_uneven(found, config.train.model)
+    if found.mesh.shape["pipe"] > 1 or found.mesh.shape["tensor"] > 1:
+        return _replicate_uneven(found, config.train.model)
     return found
 
 

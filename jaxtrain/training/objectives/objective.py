@@ -13,8 +13,8 @@ from flax import nnx
 
 import jaxtrain.training.objectives
 from jaxtrain.config.errors import UserError, nearest
-from jaxtrain.config.partial import is_required
 from jaxtrain.config.registry import Named
+from jaxtrain.config.values import is_required
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import Inputs, Model

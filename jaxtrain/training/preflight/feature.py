@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.partial import NotRead
-from jaxtrain.training.preflight.run_context import RunContext
+from jaxtrain.training.preflight.run_context import NotApplicableError, RunContext
 
 Text = str | Callable[[RunContext], str]
 
@@ -66,10 +65,10 @@ def conflicts(features: list[Feature]) -> Iterator[Conflict]:
 
 
 def is_on(feature: Feature, context: RunContext) -> bool:
-    """Whether a run has the feature, as far as its configuration could be read."""
+    """Whether a run has the feature."""
     try:
         return feature.written(context) is not None
-    except (NotRead, UserError):  # what spoils it is reported where it is read
+    except (NotApplicableError, UserError):  # another check rejects what spoils it
         return False
 
 

@@ -5,12 +5,9 @@ and the sizes that it divides, is checked by a `validate` beside it, which yield
 for each reason; this is the list of them.
 """
 
-import contextlib
-import math
 from collections.abc import Callable, Iterable
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.partial import NotRead
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, remat
@@ -26,7 +23,7 @@ from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data
 from jaxtrain.training.preflight.compatibility import check_compatibility
-from jaxtrain.training.preflight.run_context import RunContext
+from jaxtrain.training.preflight.run_context import NotApplicableError, RunContext
 from jaxtrain.training.settings import Config
 
 
@@ -41,6 +38,8 @@ def check(
 ) -> None:
     """Raise UserError with all reasons why this configuration cannot run on these devices.
 
+    An error hides only the checks that cannot run without what it spoils.
+
     Args:
       config: the configuration.
       device_count: devices over all processes.
@@ -49,38 +48,18 @@ def check(
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
       trains: whether anything is to be trained.
     """
-    found = _refusals(RunContext(config, device_count, platform, kind, reads_data, trains))
-    if found:
-        raise UserError("\n".join(found))
-
-
-def also_wrong(config: Config) -> list[str]:
-    """Return the further errors of a configuration that was rejected while it was read
-    (`ConfigError`).
-    """
-    count = None
-    with contextlib.suppress(NotRead):
-        config = settings.settle_settings(config)
-    with contextlib.suppress(NotRead):
-        sizes = [getattr(config.mesh, axis) for axis in mesh.MESH_AXES]
-        count = config.mesh.simulated_devices or (None if -1 in sizes else math.prod(sizes))
-    return _refusals(RunContext(config, count))
-
-
-def _refusals(ctx: RunContext) -> list[str]:
-    """Return the errors of all checks; an error hides only those that cannot run without what it
-    spoils.
-    """
+    ctx = RunContext(config, device_count, platform, kind, reads_data, trains)
     found: dict[str, None] = {}
     for part in _PARTS:
         try:
             for sentence in part(ctx, ctx.config):
                 found[sentence] = None
-        except NotRead:
+        except NotApplicableError:
             continue
         except UserError as error:
             found[str(error)] = None
-    return list(found)
+    if found:
+        raise UserError("\n".join(found))
 
 
 def _context(ctx: RunContext, config: Config) -> Iterable[str]:
@@ -184,7 +163,7 @@ def _kernel(ctx: RunContext, config: Config) -> Iterable[str]:
 
 _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (
     lambda ctx, c: mesh.validate(
-        c.mesh, ctx.devices, usable=ctx.usable, model=ctx.name, reasons=ctx.reasons
+        c.mesh, ctx.device_count, usable=ctx.usable, model=ctx.name, reasons=ctx.reasons
     ),
     lambda ctx, c: check_compatibility(ctx),
     lambda ctx, c: sharding.validate(c.sharding, ctx.sizes),

@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.config.partial import NotRead
 from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model, has_stages
 from jaxtrain.parallel.mesh import usable_axes
@@ -19,16 +18,20 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.transforms import biases
 
 
+class NotApplicableError(Exception):
+    """A check reads what this run does not have, or what another check rejects."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RunContext:
     """Configuration and the devices that it is for.
 
-    What is not known raises NotRead where it is requested, what cannot be the UserError that says
-    so.
+    What the run does not have raises NotApplicableError where it is requested, what cannot be the
+    UserError that says so.
 
     Attributes:
-      config: the configuration, which may have holes.
-      device_count: devices over all processes; None is not known.
+      config: the configuration.
+      device_count: devices over all processes.
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'; None is not known.
       kind: the devices' `device_kind`; None where what they can do is not asked.
       reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
@@ -36,7 +39,7 @@ class RunContext:
     """
 
     config: Config
-    device_count: int | None = None
+    device_count: int
     platform: str | None = None
     kind: str | None = None
     reads_data: bool = True
@@ -52,29 +55,22 @@ class RunContext:
         """The model's name."""
         return type(self.config.train.model).__name__
 
-    @property
-    def devices(self) -> int:
-        """Devices over all processes."""
-        if self.device_count is None:
-            raise NotRead
-        return self.device_count
-
     @functools.cached_property
     def layout(self) -> Layout:
         """The layout on a mesh of names and sizes alone."""
-        return abstract_layout(self.config, self.devices)
+        return abstract_layout(self.config, self.device_count)
 
     @property
     def layout_if_any(self) -> Layout | None:
         """Layout as in `layout`; None if there is no such mesh."""
-        with contextlib.suppress(NotRead, UserError):
+        with contextlib.suppress(UserError):
             return self.layout
         return None
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis of Mesh."""
-        return self.config.mesh.sizes(self.devices)
+        return self.config.mesh.sizes(self.device_count)
 
     def size(self, axis: str) -> int:
         """Return the number of devices along an axis of the mesh; without a mesh, as it was
@@ -123,10 +119,10 @@ class RunContext:
 
     @functools.cached_property
     def length(self) -> int:
-        """Tokens of a sequence; raises NotRead if the data are not sequences."""
+        """Tokens of a sequence; raises NotApplicableError if the data are not sequences."""
         batch = self.config.train.data.abstract_batch(1)
         if kind_of(batch) != "tokens":
-            raise NotRead
+            raise NotApplicableError
         return batch.inputs.shape[1]
 
 
@@ -135,7 +131,7 @@ def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
     try:
         tuning = tuning_of(finetune, model.build, biases(model))
     except UserError as error:
-        raise NotRead from error  # preflight reports it, with the mesh in mind
+        raise NotApplicableError from error  # preflight reports it, with the mesh in mind
 
     def begin(shapes: nnx.State) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
