@@ -3,12 +3,15 @@
 import csv
 import dataclasses
 import gzip
+import io
 import json
 import re
 import sys
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.ipc
+import pyarrow.json
 import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
@@ -252,6 +255,22 @@ def test_the_tables_know_every_key_of_the_installed_library(tmp_path):
     assert documents(tmp_path / "shuffled")[0] == plain.shuffle(seed=1)["text"][:]
 
 
+def test_what_the_readers_of_pyarrow_lack():
+    """Why CSV and JSON lines are read by Python's csv and json: once this fails, pyarrow can."""
+    bad = io.BytesIO(b"id,text\n1,good\n2\n3,x\n")
+    skipped = []
+    options = pyarrow.csv.ParseOptions(
+        newlines_in_values=True, invalid_row_handler=lambda row: skipped.append(row) or "skip"
+    )
+    assert pyarrow.csv.read_csv(bad, parse_options=options)["text"].to_pylist() == ["good", "x"]
+    assert [row.number for row in skipped] == [None]  # no position
+    # One record that is no text, or no JSON, ends the reading of all of them.
+    for line in (b'{"text": 1}', b'{"text": "a"'):
+        lines = io.BytesIO(b'{"text": "good"}\n' + line + b'\n{"text": "x"}\n')
+        with pytest.raises(pa.ArrowInvalid, match="JSON parse error"):
+            pyarrow.json.read_json(lines)
+
+
 BAD = [
     ("a.csv", b"id,text\n1,good\n2\n3,x\n", "a.csv:3: 1 fields, where the first line names 2"),
     ("a.csv", b'id,text\n1,"two\nlines"\n\n2,b,c\n3,x\n', "a.csv:5: 3 fields"),
@@ -261,7 +280,7 @@ BAD = [
     ("a.array_record", [{"text": [b"\xff"]}], "record 2: 'text' is not UTF-8 text (byte 0)"),
     ("a.array_record", [{"text": [b"a", b"b"]}], "record 2: 'text' is no single text, but 2"),
     ("a.array_record", [{"txt": [b"a"]}], "record 2: no feature 'text'; did you mean 'txt'?"),
-    ("a.array_record", b"\x0a\x50", "record 2: no tf.train.Example (a field of 80 bytes"),
+    ("a.array_record", b"\x0a\x50", "record 2: no tf.train.Example (Error parsing message"),
     ("a.array_record", b"\x0a\xff", "record 2: no tf.train.Example"),
 ]
 

@@ -1,4 +1,9 @@
-"""Parquet and Arrow files through pyarrow: one document or record per row."""
+"""Parquet and Arrow files through pyarrow: one document or record per row.
+
+CSV and JSON lines are read by Python's csv and json, which need no extra. pyarrow's readers of both
+do not say where a bad row is, and the one of JSON ends at the first record that is no text, where
+`TextData.bad_records` names and skips it (`test_what_the_readers_of_pyarrow_lack`).
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
