@@ -121,10 +121,10 @@ def _settings_in(package: types.ModuleType, member: str) -> Iterator[type]:
 
 def _section(cls: type) -> str:
     purpose = " ".join(_docstring(cls).partition("\nAttributes:\n")[0].split())
-    takes, said = hints(cls), meanings(cls)
+    takes, texts = hints(cls), meanings(cls)
     rows = [
         f"| `{cls.__name__}.{bound}` | {_takes(takes[field.name])} | "
-        f"{_default(field, takes[field.name])} | {said[field.name].replace('|', chr(92) + '|')} |"
+        f"{_default(field, takes[field.name])} | {texts[field.name].replace('|', chr(92) + '|')} |"
         for bound, field in settings_of(cls).items()
     ]
     head = ["| binding | takes | default | meaning |", "|---|---|---|---|"]

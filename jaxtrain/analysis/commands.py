@@ -109,19 +109,19 @@ def plan(arguments: argparse.Namespace) -> int:
         side_by_side.show(console, entries)
         if all(entry.plan is None for entry in entries):
             return USER_ERROR
-        told: dict[str, Any] = {"plans": [one.to_json() for one in entries]}
+        report: dict[str, Any] = {"plans": [one.to_json() for one in entries]}
         draw_all = functools.partial(side_by_side.figure, entries)
         pages = functools.partial(plans_page, entries)
     else:
         found = _plan(arguments, console, targets[0], layouts[0])
         show_plan(console, found)
         entries = [side_by_side.Entry(targets[0].name, layouts[0].values, found)]
-        told, draw_all, pages = found.to_json(), found.plot, functools.partial(plan_page, found)
+        report, draw_all, pages = found.to_json(), found.plot, functools.partial(plan_page, found)
     if picture is not None:
         write_atomically(picture, draw_all().png())
         console.print(f"Drawn: {picture}", soft_wrap=True, markup=False)
     if file is not None:
-        write_atomically(file, json.dumps(told, indent=2).encode())
+        write_atomically(file, json.dumps(report, indent=2).encode())
     if page is not None:
         _write_page(console, page, pages(arguments.config, arguments.words))
     return _status(entries)

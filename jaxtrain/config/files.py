@@ -75,15 +75,15 @@ def write_atomically(file: Place, content: bytes) -> None:
     if isinstance(file, BucketPath):
         file.write_bytes(content)
         return
-    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with writing(file), beside.open("wb") as stream:
+        with writing(file), temporary.open("wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        beside.replace(file)
+        temporary.replace(file)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -107,10 +107,10 @@ def create(file: Place, content: bytes) -> None:
             file.create(content)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.tmp")
-    write_atomically(beside, content)
+    temporary = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.tmp")
+    write_atomically(temporary, content)
     try:
-        os.link(beside, file)
+        os.link(temporary, file)
     except FileExistsError:
         pass
     except OSError as error:
@@ -120,7 +120,7 @@ def create(file: Place, content: bytes) -> None:
         with contextlib.suppress(FileExistsError), file.open("xb") as stream:
             stream.write(content)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def remove_tree(folder: Place) -> None:

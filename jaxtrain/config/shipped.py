@@ -32,8 +32,8 @@ def find_config(name: str) -> Path:
         with path_errors(f"config {name!r}", needs="use a .gin file that can be read"):
             if path.is_file():
                 return path
-            beside = [str(p) for p in path.parent.glob("*.gin")]
-            known = [path.stem] if path.stem in shipped else [*beside, *shipped]
+            siblings = [str(p) for p in path.parent.glob("*.gin")]
+            known = [path.stem] if path.stem in shipped else [*siblings, *shipped]
         raise UserError(f"config {name!r}: no such file{did_you_mean(name, known)}")
     if name in shipped:
         return shipped[name]

@@ -88,12 +88,12 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
             f"{named} is large ({size:,} bytes): its tokens are kept in {folder} for the next "
             "starts; JAXTRAIN_CACHE moves that, jaxtrain prepare does it beforehand"
         )
-    told, known = time.monotonic(), source_characters(data)
+    reported_at, known = time.monotonic(), source_characters(data)
 
     def progress(characters: int, tokens: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > _TELL_SECONDS:
-            told = time.monotonic()
+        nonlocal reported_at
+        if time.monotonic() - reported_at > _TELL_SECONDS:
+            reported_at = time.monotonic()
             share = f"{characters:,} characters" if known is None else f"{characters / known:.0%}"
             say(f"{named}: {share} tokenized, {tokens:,} tokens")
 

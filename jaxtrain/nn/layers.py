@@ -221,9 +221,9 @@ def _norm_forward(
     x32 = x.astype(jnp.float32)
     mean = x32.mean(-1, keepdims=True) if centered else None
     # Two passes: mean(x^2) - mean(x)^2 cancels where the mean is large.
-    apart = x32 if mean is None else x32 - mean
-    inverse = jax.lax.rsqrt(jnp.square(apart).mean(-1, keepdims=True) + epsilon)
-    y = apart * inverse * factor
+    x_centered = x32 if mean is None else x32 - mean
+    inverse = jax.lax.rsqrt(jnp.square(x_centered).mean(-1, keepdims=True) + epsilon)
+    y = x_centered * inverse * factor
     y = y if bias is None else y + bias
     return y.astype(x.dtype), (x, mean, inverse, factor, bias)
 

@@ -165,8 +165,8 @@ def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]
     options = _XLA_OPTIONS.get(platform, {}) | _OF_DEVICES.get(kind, {})
     if steps >= _LONG_RUN.get(platform, math.inf):
         options = options | _OF_LONG_RUNS[platform] | _OF_LONG_RUNS_ON.get(kind, {})
-    said = set(re.findall(r"--(\w+)", chosen))
-    return {name: value for name, value in options.items() if name not in said}
+    chosen_names = set(re.findall(r"--(\w+)", chosen))
+    return {name: value for name, value in options.items() if name not in chosen_names}
 
 
 def options_of_run(
@@ -247,6 +247,6 @@ def _processor() -> str:
     described = platform.processor()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        said = [line for line in lines if line.startswith(("flags", "Features"))]
-        described += said[0] if said else ""
+        features = [line for line in lines if line.startswith(("flags", "Features"))]
+        described += features[0] if features else ""
     return f"{platform.machine()}-{hashlib.sha256(described.encode()).hexdigest()[:8]}"

@@ -274,8 +274,8 @@ def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[lis
         if hasattr(device, "slice_index"):
             known.setdefault(device.slice_index, []).append(device)
     # GPUs take each host for a slice, and in the order of hosts a mesh needs no `dcn`.
-    told = len(known) > 1 and (wanted > 1 or devices[0].platform == "tpu")
-    if told or (wanted > 1 and devices[0].platform == "tpu"):
+    is_reported = len(known) > 1 and (wanted > 1 or devices[0].platform == "tpu")
+    if is_reported or (wanted > 1 and devices[0].platform == "tpu"):
         if len(known) != wanted:
             raise UserError(
                 f"Mesh.dcn={dict(dcn)} has {wanted} {_slices(wanted)}, but the devices stand in "

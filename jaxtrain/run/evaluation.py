@@ -173,10 +173,10 @@ class Record:
         last = found.steps[-1] if found.steps else -1
         bits = np.frombuffer(np.float64(found.value).tobytes(), np.int32)
         with jax.transfer_guard("allow"):
-            said = multihost_utils.broadcast_one_to_all(
+            encoded = multihost_utils.broadcast_one_to_all(
                 np.array([last, found.since, *bits], np.int32)
             )
-        last, found.since, *bits = (int(number) for number in np.asarray(said))
+        last, found.since, *bits = (int(number) for number in np.asarray(encoded))
         found.value = float(np.frombuffer(np.array(bits, np.int32).tobytes(), np.float64)[0])
         if last >= 0 and last not in found.steps:
             found.steps = (last,)

@@ -52,10 +52,13 @@ def first_reference(
     """
     train, heldout = _pairs(dataset)
     say(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
-    told = _log_probabilities(setup, state, train), _log_probabilities(setup, state, heldout)
+    log_probabilities = (
+        _log_probabilities(setup, state, train),
+        _log_probabilities(setup, state, heldout),
+    )
     if workdir is not None and jax.process_index() == 0:
-        write_atomically(workdir / FILE, _content(dataset, *told))
-    return _with(dataset, *told)
+        write_atomically(workdir / FILE, _content(dataset, *log_probabilities))
+    return _with(dataset, *log_probabilities)
 
 
 def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
@@ -72,12 +75,12 @@ def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
         )
     try:
         found = read_npz(file, ["train", "heldout", "digest"])
-        train, heldout, said = found["train"], found["heldout"], str(found["digest"])
+        train, heldout, stored_digest = found["train"], found["heldout"], str(found["digest"])
     except MalformedError as error:
         raise UserError(
             f"{file} is damaged ({error}); put it back, or begin another run"
         ) from error
-    if said != digest({"data": dataset.digest}, [train, heldout]):
+    if stored_digest != digest({"data": dataset.digest}, [train, heldout]):
         raise UserError(
             f"{file} is damaged, or of other data than these ({dataset.digest[:16]}); put both "
             "back, or begin another run"
@@ -120,9 +123,9 @@ def _of_batch(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     assert batch.positions is not None, "a batch of text has positions"
     mask = objective.mask(batch)
     h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, setup.execution)
-    told_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
+    log_p_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
     # Whole on every device, so that each process can read them.
-    return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, told_BT, 0.0), P())
+    return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, log_p_BT, 0.0), P())
 
 
 def _content(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> bytes:

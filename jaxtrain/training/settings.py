@@ -530,6 +530,6 @@ def settle_settings(config: Config) -> Config:
     if kind_of(batch) == "tokens":
         # A context of -1 is known with the devices: preflight then has the word.
         context = max(config.mesh.context, 1)
-        loss, said = settle(loss, length=batch.inputs.shape[1], context=context)
-        notes += said
+        loss, more_notes = settle(loss, length=batch.inputs.shape[1], context=context)
+        notes += more_notes
     return dataclasses.replace(config, loss=loss, notes=tuple(notes))

@@ -245,15 +245,15 @@ def explain_error(config: Config, error: Exception) -> Exception:
     return OutOfMemory(explain(config, str(error))) if is_out_of_memory(error) else error
 
 
-def explain(config: Config, said: str) -> str:
+def explain(config: Config, message: str) -> str:
     """What fills a device by closed forms, and the cheapest fixes as bindings to paste.
 
     Args:
       config: of the run that failed, on this process's devices.
-      said: XLA's words.
+      message: XLA's words.
     """
-    if _OF_ONE_OPERATION in said:
-        return _explain_vector_memory(said)
+    if _OF_ONE_OPERATION in message:
+        return _explain_vector_memory(message)
     target = with_memory(_this_machine(), config.train.gpu_memory_fraction)
     needed = price(config, target).memory
     parts = {
@@ -269,7 +269,7 @@ def explain(config: Config, said: str) -> str:
     # The estimate may be below the room while XLA's own needs are not: then a tenth has to go.
     over = max(needed.total - (room or needed.total), needed.total // 10)
     lines = [
-        f"out of memory: {said.splitlines()[0]}",
+        f"out of memory: {message.splitlines()[0]}",
         f"By closed forms a device needs {human_bytes(needed.total)}{capacity}: {words}.",
     ]
     fixes = fixes_for(config, target, over=over)
@@ -279,9 +279,9 @@ def explain(config: Config, said: str) -> str:
     return "\n".join(lines)
 
 
-def _explain_vector_memory(said: str) -> str:
+def _explain_vector_memory(message: str) -> str:
     """A TPU's vector memory holds tiles of the operations that run: nothing of a model's size."""
-    line = next(line for line in said.splitlines() if _OF_ONE_OPERATION in line)
+    line = next(line for line in message.splitlines() if _OF_ONE_OPERATION in line)
     return (
         f"out of vector memory, which holds what a TPU works on at the moment, not the model: "
         f"{line[:300]}\n"

@@ -39,11 +39,11 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
       UserError: the configuration cannot run there, or no time is predicted for the chip.
     """
     target = dataclasses.replace(target, calibration=None)
-    said = refusal(config, target)
-    if said is not None:
+    message = refusal(config, target)
+    if message is not None:
         raise UserError(
             f"{source}: what was measured cannot run on {target.name!r}, so nothing can be "
-            f"predicted for it: {said}"
+            f"predicted for it: {message}"
         )
     predicted = price(config, target).time.seconds
     if predicted is None:

@@ -100,9 +100,9 @@ def plan(
         configuration cannot run, or a number is not finite and above 0.
     """
     validate_amounts(price, tokens)
-    asked = goodput or mtbf is not None
+    is_requested = goodput or mtbf is not None
     given = config.checkpoint.mtbf if mtbf is None else mtbf
-    reliability = Reliability(asked=asked, mtbf=given, storage=storage)
+    reliability = Reliability(is_requested=is_requested, mtbf=given, storage=storage)
     machine = parse_target(target, network=network, disk=disk)
     machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:

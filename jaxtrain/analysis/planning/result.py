@@ -170,7 +170,7 @@ class Plan:
     def goodput(self) -> Goodput | None:
         """The whole run under failures, where it was asked for or has 64 devices and more; None
         without a time."""
-        if not self.reliability.asked and self.devices < LEAST_DEVICES:
+        if not self.reliability.is_requested and self.devices < LEAST_DEVICES:
             return None
         return goodput_of(self, self.reliability)
 

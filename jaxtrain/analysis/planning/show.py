@@ -167,25 +167,27 @@ def _time(console: Console, plan: "Plan") -> None:
         table.add_column("closed forms", justify="right")
     table.add_column("share", justify="right")
 
-    def row(name: str, seconds: float | None, beside: float | None, share: str) -> None:
-        other = [] if closed is None else ["-" if beside is None else human_seconds(beside)]
+    def row(name: str, seconds: float | None, closed_form: float | None, share: str) -> None:
+        other = (
+            [] if closed is None else ["-" if closed_form is None else human_seconds(closed_form)]
+        )
         table.add_row(name, human_seconds(seconds or 0.0), *other, share)
 
     estimate = closed or time
-    for name, seconds, beside in (
+    for name, seconds, extra in (
         ("computation", time.compute, estimate.compute),
         ("communication that nothing hides", time.exposed, estimate.exposed),
         ("pipeline bubble", time.bubble, estimate.bubble),
     ):
-        row(name, seconds, beside, f"{(seconds or 0) / time.seconds:.1%}")
+        row(name, seconds, extra, f"{(seconds or 0) / time.seconds:.1%}")
     table.add_section()
     row("step", time.seconds, estimate.seconds, "" if time.mfu is None else f"MFU {time.mfu:.1%}")
     around = time.error_bar or 0.0
     row("error bar", time.seconds * around, None, f"{around:.0%}")
     unit = plan.config.train.model.inputs
-    beside = [] if closed is None else [""]
+    extra = [] if closed is None else [""]
     rate = f"{plan.tokens_per_second or 0:,.0f}"
-    table.add_row(f"{unit} a second and device", rate, *beside, f"{time.tflops or 0:.0f} TFLOP/s")
+    table.add_row(f"{unit} a second and device", rate, *extra, f"{time.tflops or 0:.0f} TFLOP/s")
     row("communication behind computation", time.hidden, estimate.hidden, "")
     console.print(table)
     if time.kernels:
@@ -203,9 +205,9 @@ def _time(console: Console, plan: "Plan") -> None:
 
 def _goodput(console: Console, plan: "Plan") -> None:
     if plan.goodput is not None:
-        shown = show_goodput if plan.reliability.asked else show_goodput_line
+        shown = show_goodput if plan.reliability.is_requested else show_goodput_line
         shown(console, plan.goodput)
-    elif plan.reliability.asked:
+    elif plan.reliability.is_requested:
         say(console, "Goodput: not known without the time of a step; name a target that has one")
 
 

@@ -40,10 +40,10 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """What `plan --json` writes of it."""
-        told: dict[str, Any] = {"target": self.target, "values": self.values}
+        content: dict[str, Any] = {"target": self.target, "values": self.values}
         if self.plan is None:
-            return {**told, "refused": self.refusal}
-        return {**told, **self.plan.to_json()}
+            return {**content, "refused": self.refusal}
+        return {**content, **self.plan.to_json()}
 
 
 def show(console: Console, entries: Sequence[Entry]) -> None:
@@ -57,7 +57,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     priced = any(plan.price is not None for plan in made)
     columns = ["devices", "memory", "of", "step", f"{unit}/s a device", "MFU"]
     columns += ["run", "device-hours", *(["dollars"] * priced), "kWh, at most"]
-    fails = any(plan.reliability.asked for plan in made)
+    fails = any(plan.reliability.is_requested for plan in made)
     columns += ["goodput", "days with failures"] * fails
     for name in columns:
         table.add_column(name, justify="right")

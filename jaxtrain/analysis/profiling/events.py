@@ -110,7 +110,7 @@ def until_done(
     starts: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:
         starts[run.name].append(run.start)
-    said = {name: sorted(moments) for name, moments in ends.items()}
+    finished = {name: sorted(moments) for name, moments in ends.items()}
     for moments in starts.values():
         moments.sort()
 
@@ -119,7 +119,7 @@ def until_done(
         return moments[place] if place < len(moments) else math.inf
 
     def completion(run: Run) -> float:
-        end, again = first(said.get(run.name, []), run.end), math.nextafter(run.start, math.inf)
+        end, again = first(finished.get(run.name, []), run.end), math.nextafter(run.start, math.inf)
         if end == math.inf or end > first(starts[run.name], again):
             return run.end  # the trace does not say, or says it of a later run
         read = min((first(starts[name], run.end) for name in readers[run.name]), default=end)

@@ -517,10 +517,10 @@ def _vectors(config: Config, own: Config, model: VectorModel) -> Config:
         widths = tuple(w if w % UNIT and w < CLASSES else min(w, CLASSES) for w in fields["widths"])
         small = dataclasses.replace(small, widths=widths)
     if np.issubdtype(own.train.data.abstract_batch(1).targets.dtype, np.integer):
-        told: dict[str, Any] = {"num_classes": max(small.outputs, 2)}
+        outputs: dict[str, Any] = {"num_classes": max(small.outputs, 2)}
     else:
-        told = {"num_classes": None, "num_targets": small.outputs}
-    vectors = VectorData(features=small.features, **told)
+        outputs = {"num_classes": None, "num_targets": small.outputs}
+    vectors = VectorData(features=small.features, **outputs)
     return dataclasses.replace(
         config, train=dataclasses.replace(config.train, model=small, data=vectors)
     )

@@ -191,12 +191,12 @@ def _labels(column: Any, path: Path, field: str) -> np.ndarray:
 def _class_names(schema: Any, field: str) -> list[str] | None:
     """Return the class names that `datasets` wrote into a file's schema, or None."""
     try:
-        said = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        metadata = parse_json((schema.metadata or {}).get(b"huggingface", b"{}"))
     except MalformedError:
         return None  # names are optional
     for name in ("info", "features", field):
-        said = said.get(name) if isinstance(said, dict) else None
-    names = said.get("names") if isinstance(said, dict) else None
+        metadata = metadata.get(name) if isinstance(metadata, dict) else None
+    names = metadata.get("names") if isinstance(metadata, dict) else None
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return names if is_list else None
 
@@ -215,9 +215,9 @@ def _load(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:  # of pyarrow, all
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{_SETTING}: {path} is no whole Arrow file ({said}); save the dataset again"
+            f"{_SETTING}: {path} is no whole Arrow file ({reason}); save the dataset again"
         ) from error
 
 
@@ -300,5 +300,5 @@ def _unpack(path: Path, opened: Any, columns: list[str], file: Path) -> None:
 
 
 def _no_parquet(path: Path, error: Exception) -> UserError:
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    return UserError(f"{_SETTING}: {path} is no whole Parquet file ({said}); make it again")
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(f"{_SETTING}: {path} is no whole Parquet file ({reason}); make it again")

@@ -147,9 +147,9 @@ class ImageData:
         """Return the shapes and dtypes of a batch, for lowering a step without data."""
         shape = (global_batch_size, *self.image_shape)
         images: Any = jax.ShapeDtypeStruct(shape, np.float32)
-        told = (global_batch_size, 2) if self.mixes else shape[:1]
-        labels: Any = jax.ShapeDtypeStruct(told, np.int32)
-        mask: Any = jax.ShapeDtypeStruct(told, np.float32)
+        label_shape = (global_batch_size, 2) if self.mixes else shape[:1]
+        labels: Any = jax.ShapeDtypeStruct(label_shape, np.int32)
+        mask: Any = jax.ShapeDtypeStruct(label_shape, np.float32)
         return Batch(images, labels, mask)
 
     def prepare(self, image: Image.Image, rng: np.random.Generator | None) -> np.ndarray:

@@ -175,8 +175,8 @@ def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
     except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
         # Pillow reports a damaged PNG chunk as a SyntaxError or a ValueError, and allocates the
         # length that one claims.
-        said = str(error) or type(error).__name__
-        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {said}") from error
+        reason = str(error) or type(error).__name__
+        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {reason}") from error
     return image
 
 

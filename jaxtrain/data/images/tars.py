@@ -243,7 +243,7 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str
     raise ValueError("no .cls or .json beside it")
 
 
-def _number(said: object) -> int:
-    if isinstance(said, bool) or not str(said).isdecimal():
-        raise ValueError(f"{said!r}, where a number from 0 on is wanted")
-    return int(str(said))
+def _number(text: object) -> int:
+    if isinstance(text, bool) or not str(text).isdecimal():
+        raise ValueError(f"{text!r}, where a number from 0 on is wanted")
+    return int(str(text))

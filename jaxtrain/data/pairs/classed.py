@@ -41,18 +41,18 @@ def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterat
     Raises:
       UserError: it has another ending, cannot be read, or a record or line holds no words and tags.
     """
-    said, name = f"{setting} = {str(path)!r}", plain_name(path)
+    origin, name = f"{setting} = {str(path)!r}", plain_name(path)
     if not name.endswith(ENDINGS):
-        raise UserError(f"{said}: it takes a file that ends in {', '.join(ENDINGS)}")
+        raise UserError(f"{origin}: it takes a file that ends in {', '.join(ENDINGS)}")
     with reading(path) as stream:
         lines = (
             line.removeprefix(BYTE_ORDER_MARK) if not number else line
             for number, line in enumerate(stream)
         )
         if name.endswith(COLUMNS):
-            yield from _of_columns(lines, said)
+            yield from _of_columns(lines, origin)
             return
-        for where, record in records(lines, said):
+        for where, record in records(lines, origin):
             words, tags = (_strings(record, one, where) for one in (words_field, tags_field))
             if len(words) != len(tags):
                 raise UserError(
@@ -70,7 +70,7 @@ def _strings(record: dict, name: str, where: str) -> list[str]:
     return [text_of(one, f"{where}: {name!r}") for one in value]
 
 
-def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:
+def _of_columns(lines: Iterator[bytes], origin: str) -> Iterator[Sentence]:
     """Yield sentences of a file with one word a line, its tag in the last column, and blank lines
     between sentences.
     """
@@ -79,7 +79,7 @@ def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:
         try:
             columns = line.decode("utf-8").split()
         except UnicodeDecodeError as error:
-            raise UserError(f"{said}: line {number} is no UTF-8 text") from error
+            raise UserError(f"{origin}: line {number} is no UTF-8 text") from error
         if not columns or columns[0] == DOCUMENT:
             if words:
                 yield words, tags
@@ -87,7 +87,7 @@ def _of_columns(lines: Iterator[bytes], said: str) -> Iterator[Sentence]:
             continue
         if len(columns) < 2:
             raise UserError(
-                f"{said}: line {number} has one column, {columns[0]!r}; a word's line ends with "
+                f"{origin}: line {number} has one column, {columns[0]!r}; a word's line ends with "
                 "its tag"
             )
         words.append(columns[0])

@@ -47,14 +47,14 @@ def read_answered(
     Raises:
       UserError: it has another ending, cannot be read, or a record of it holds no such texts.
     """
-    said, name = f"{setting} = {str(path)!r}", plain_name(path)
+    origin, name = f"{setting} = {str(path)!r}", plain_name(path)
     if not name.endswith(ENDINGS):
-        raise UserError(f"{said}: it takes a file that ends in {', '.join(ENDINGS)}")
+        raise UserError(f"{origin}: it takes a file that ends in {', '.join(ENDINGS)}")
     if columnar.is_columnar(path):
         fields = source_field, target_field
         for found in columnar.read_taken(path, lambda record: _of_record(record, fields)):
             if isinstance(found, BadRecord):
-                raise UserError(f"{setting}: {found.told}")
+                raise UserError(f"{setting}: {found.message}")
             yield found
         return
     with reading(path) as stream:
@@ -65,13 +65,13 @@ def read_answered(
         )
         if name.endswith((".tsv", ".csv")):
             delimiter = "\t" if name.endswith(".tsv") else ","
-            yield from _of_table(lines, delimiter, (source_field, target_field), said)
+            yield from _of_table(lines, delimiter, (source_field, target_field), origin)
         else:
-            for where, record in records(lines, said):
-                told = field(record, target_field, where)
-                if isinstance(told, list) and not told:
+            for where, record in records(lines, origin):
+                answer = field(record, target_field, where)
+                if isinstance(answer, list) and not answer:
                     raise UserError(f"{where}: {target_field!r} is an empty list; give a text")
-                several = told if isinstance(told, list) else [told]
+                several = answer if isinstance(answer, list) else [answer]
                 source = _string(field(record, source_field, where), source_field, where)
                 yield source, tuple(_string(one, target_field, where) for one in several)
 
@@ -80,14 +80,14 @@ def _of_record(record: dict[str, Any], fields: Texts) -> Answered:
     for field in fields:
         if field not in record:
             raise BadLineError(f"no field {field!r}{did_you_mean(field, record)}")
-    source, told = (record[field] for field in fields)
-    if told == []:
+    source, target = (record[field] for field in fields)
+    if target == []:
         raise BadLineError(f"{fields[1]!r} is an empty list")
-    several = told if isinstance(told, list) else [told]
+    several = target if isinstance(target, list) else [target]
     return string(fields[0], source), tuple(string(fields[1], one) for one in several)
 
 
-def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(lines: Iterator[bytes], origin: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the records of JSON lines, each with its position for messages.
 
     Raises:
@@ -99,10 +99,10 @@ def records(lines: Iterator[bytes], said: str) -> Iterator[tuple[str, dict[str, 
         try:
             record = parse_json(line.decode("utf-8"))
         except ValueError as error:  # covers text that is not UTF-8
-            raise UserError(f"{said}: line {number} is no JSON in UTF-8 ({error})") from error
+            raise UserError(f"{origin}: line {number} is no JSON in UTF-8 ({error})") from error
         if not isinstance(record, dict):
-            raise UserError(f"{said}: line {number} is no record in braces")
-        yield f"{said}: line {number}", record
+            raise UserError(f"{origin}: line {number} is no record in braces")
+        yield f"{origin}: line {number}", record
 
 
 def field(record: dict[str, Any], name: str, where: str) -> Any:
@@ -118,17 +118,17 @@ def _string(value: Any, name: str, where: str) -> str:
     return text_of(value, f"{where}: {name!r}")
 
 
-def text_of(text: str, said: str) -> str:
+def text_of(text: str, origin: str) -> str:
     """Return the text; UserError if it has an unpaired surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{said} is not UTF-8 text") from error
+        raise UserError(f"{origin} is not UTF-8 text") from error
     return text
 
 
 def _of_table(
-    lines: Iterator[bytes], delimiter: str, fields: Texts, said: str
+    lines: Iterator[bytes], delimiter: str, fields: Texts, origin: str
 ) -> Iterator[Answered]:
     csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for texts
     # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
@@ -138,15 +138,15 @@ def _of_table(
         header = next(rows, [])
         for field in fields:
             if field not in header:
-                raise UserError(f"{said} has no column {field!r}{did_you_mean(field, header)}")
+                raise UserError(f"{origin} has no column {field!r}{did_you_mean(field, header)}")
         columns = [header.index(field) for field in fields]
         for row in rows:
             if not row:
                 continue
-            where = f"{said}: line {rows.line_num}"
+            where = f"{origin}: line {rows.line_num}"
             if len(row) != len(header):
                 raise UserError(f"{where} has {len(row)} fields, the line of names {len(header)}")
             source, target = (text_of(row[column], where) for column in columns)
             yield source, (target,)
     except csv.Error as error:
-        raise UserError(f"{said} is no whole table (line {rows.line_num}: {error})") from error
+        raise UserError(f"{origin} is no whole table (line {rows.line_num}: {error})") from error

@@ -195,8 +195,8 @@ class PairData:
         for source, targets in texts:
             count += 1
             tokens = with_special_tokens(tokenizer, tokenizer.encode(source))
-            told = ([*tokenizer.encode(target), end] for target in targets)
-            fit = [np.array(one, np.int32) for one in told if len(one) <= self.target_length]
+            encoded = ([*tokenizer.encode(target), end] for target in targets)
+            fit = [np.array(one, np.int32) for one in encoded if len(one) <= self.target_length]
             if source and len(tokens) <= self.source_length and fit:
                 found.append((np.array(tokens, np.int32), fit))
         return found, count
@@ -289,8 +289,8 @@ class Pairs:
         source, found = self.sources[index], [one[index] for one in self.targets]
         if rng is not None:
             real = sum(len(one) > 0 for one in found)
-            told = found[int(rng.integers(real)) if real > 1 else 0]
-            return pair(source, told, self.lengths, self.begin)
+            target = found[int(rng.integers(real)) if real > 1 else 0]
+            return pair(source, target, self.lengths, self.begin)
         first, *others = (pair(source, one, self.lengths, self.begin) for one in found)
         if not others:
             return first
@@ -307,12 +307,12 @@ def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin
       lengths: of the rows [S] and [T] that are made of them, padded at their ends.
       begin: the token before the target.
     """
-    told = np.arange(lengths[1]) < len(target)
+    is_target = np.arange(lengths[1]) < len(target)
     return Batch(
         inputs=_pad(np.concatenate([[begin], target[:-1]]), lengths[1]),
         targets=_pad(target, lengths[1]),
-        loss_mask=told.astype(np.float32),
-        segment_ids=told.astype(np.int32),
+        loss_mask=is_target.astype(np.float32),
+        segment_ids=is_target.astype(np.int32),
         source=_pad(source, lengths[0]),
         source_segment_ids=(np.arange(lengths[0]) < len(source)).astype(np.int32),
     )

@@ -16,7 +16,7 @@ SHOWN = 3  # bad records that the rejection names
 class BadRecord:
     """Record without a usable text: its position and the error."""
 
-    told: str
+    message: str
 
 
 class Records:
@@ -48,7 +48,7 @@ class Records:
             if isinstance(record, BadRecord):
                 self._bad += 1
                 if len(self._first) < SHOWN:
-                    self._first.append(record.told)
+                    self._first.append(record.message)
             else:
                 self._good += 1
                 yield record

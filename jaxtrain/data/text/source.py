@@ -274,7 +274,7 @@ class TextData:
             paths,
             tokenizer,
             self.sequence_length,
-            said=self.tokenizer,
+            origin=self.tokenizer,
             separate=self.separate_documents,
             heldout_split=self.heldout_split,
             heldout_fraction=self.heldout_fraction,

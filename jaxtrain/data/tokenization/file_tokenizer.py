@@ -49,11 +49,11 @@ def library_errors(named: str) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        said = " ".join(str(error).split())
-        said = said if len(said) <= _SHOWN else f"{said[:_SHOWN]}..."
+        reason = " ".join(str(error).split())
+        reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
         raise UserError(
-            f"{named}: the installed tokenizers library cannot use it ({said}); get the file anew, "
-            "or update: pip install -U tokenizers"
+            f"{named}: the installed tokenizers library cannot use it ({reason}); get the file "
+            "anew, or update: pip install -U tokenizers"
         ) from error
 
 

@@ -122,8 +122,8 @@ def encode_texts(
     encode_pieces: Callable[[Iterable[TextPiece]], Iterator[np.ndarray]],
 ) -> Iterator[np.ndarray]:
     """Yield the token ids of each text in order; long ones are encoded in pieces."""
-    asked, counted = itertools.tee([piece for piece in cut([text], border)] for text in texts)
-    encoded = encode_pieces(piece for pieces in asked for piece in pieces)
+    to_encode, counted = itertools.tee([piece for piece in cut([text], border)] for text in texts)
+    encoded = encode_pieces(piece for pieces in to_encode for piece in pieces)
     for pieces in counted:
         yield np.concatenate([next(encoded) for _ in pieces])
 

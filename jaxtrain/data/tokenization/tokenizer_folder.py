@@ -118,22 +118,22 @@ def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder
         tokenizer.json.
     """
     folder = tokenizer.parent
-    said = read_json(folder / SETTINGS)
-    tokens = {key: value for key, value in said.items() if key.endswith("_token")}
-    plain = {key: value for key, value in said.items() if key not in tokens}
+    config = read_json(folder / SETTINGS)
+    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
+    plain = {key: value for key, value in config.items() if key not in tokens}
     where = str(folder / SETTINGS)
     validate_keys(plain, SETTINGS_KEYS, where=where)
-    conflicts = list(_conflicts(said, content))
+    conflicts = list(_conflicts(config, content))
     if conflicts:
         lines = "\n".join(f"  {one}" for one in conflicts)
         raise UserError(f"{where} contradicts {tokenizer}; correct one of them:\n{lines}")
     model = read_json(folder / MODEL_CONFIG)
     return TokenizerFolder(
         special=special_tokens(folder),
-        more=tuple(_more(said, _special_map(folder, said))),
-        split_special=said.get("split_special_tokens") is True,
+        more=tuple(_more(config, _special_map(folder, config))),
+        split_special=config.get("split_special_tokens") is True,
         ends=ends_of(read_json(folder / GENERATION)) or ends_of(model),
-        prefix=_prefix(said, model, content),
+        prefix=_prefix(config, model, content),
     )
 
 
@@ -141,16 +141,16 @@ def special_tokens(folder: Place) -> dict[str, str]:
     """Return special tokens by name, such as `eos_token`, as transformers reads them in a
     folder.
     """
-    said = read_json(folder / SETTINGS)
-    named = {**said, **_special_map(folder, said)}
+    config = read_json(folder / SETTINGS)
+    named = {**config, **_special_map(folder, config)}
     found = {name: _text(named.get(name)) for name in SPECIAL}
     return {name: text for name, text in found.items() if text is not None}
 
 
 def ends_of(content: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the ids of `eos_token_id`, which is a number, a list, or absent."""
-    said = content.get("eos_token_id")
-    ids = said if isinstance(said, list) else [said]
+    end_ids = content.get("eos_token_id")
+    ids = end_ids if isinstance(end_ids, list) else [end_ids]
     return tuple(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
 
 
@@ -166,11 +166,11 @@ def read_json(path: Place) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def _special_map(folder: Place, said: Mapping[str, Any]) -> dict[str, Any]:
+def _special_map(folder: Place, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return special_tokens_map.json, which overrides a tokenizer_config.json without listed
     tokens.
     """
-    if "added_tokens_decoder" in said:
+    if "added_tokens_decoder" in config:
         return {}
     found = read_json(folder / SPECIAL_MAP)
     plain = {key: value for key, value in found.items() if not key.endswith("_token")}
@@ -178,16 +178,16 @@ def _special_map(folder: Place, said: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _more(said: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+def _more(config: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     """Yield all tokens that the files name, in the order in which transformers adds them."""
-    listed = said.get("added_tokens_decoder")
+    listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
         for number in sorted(listed, key=lambda key: int(key) if key.isdigit() else -1):
             text = _text(listed[number])
             if text is not None:
                 one = listed[number]
                 yield text, isinstance(one, dict) and one.get("special") is True
-    named = {**said, **mapped}
+    named = {**config, **mapped}
     others = [key for key in named if key.endswith("_token") and key not in SPECIAL]
     values = [named.get(name) for name in (*SPECIAL, *others)]
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -198,10 +198,10 @@ def _more(said: Mapping[str, Any], mapped: Mapping[str, Any]) -> Iterator[tuple[
             yield text, True
 
 
-def _values(said: Any) -> list[Any]:
-    if isinstance(said, dict):
-        return list(said.values())
-    return said if isinstance(said, list) else []
+def _values(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
 
 
 def _text(token: Any) -> str | None:
@@ -210,24 +210,24 @@ def _text(token: Any) -> str | None:
 
 
 def _prefix(
-    said: Mapping[str, Any], model: Mapping[str, Any], content: Mapping[str, Any]
+    config: Mapping[str, Any], model: Mapping[str, Any], content: Mapping[str, Any]
 ) -> Literal["first", "always", "never"] | None:
     """Return where LlamaTokenizer prefixes a space, for a tokenizer.json without byte-level BPE.
 
     transformers takes that class by its name in the folder. None: as tokenizer.json has it.
     """
-    class_ = str(said.get("tokenizer_class")).removesuffix("Fast")
+    class_ = str(config.get("tokenizer_class")).removesuffix("Fast")
     if class_ != "LlamaTokenizer" or model.get("model_type") in AS_IN_FILE:
         return None
     every = [*_parts(content.get("pre_tokenizer")), *_parts(content.get("decoder"))]
     if content["model"].get("type") != "BPE" or any(one["type"] == "ByteLevel" for one in every):
         return None
-    if said.get("add_prefix_space") is False:
+    if config.get("add_prefix_space") is False:
         return "never"
-    return "always" if said.get("legacy") is True else "first"
+    return "always" if config.get("legacy") is True else "first"
 
 
-def _conflicts(said: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
+def _conflicts(config: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[str]:
     """Yield a clause for each setting that has another value in tokenizer.json."""
     compared = [
         ("normalizer", "BertNormalizer", "do_lower_case", "lowercase"),
@@ -236,11 +236,11 @@ def _conflicts(said: Mapping[str, Any], content: Mapping[str, Any]) -> Iterator[
         ("pre_tokenizer", "ByteLevel", "add_prefix_space", "add_prefix_space"),
     ]
     for part, kind, theirs, key in compared:
-        if said.get(theirs) is None:
+        if config.get(theirs) is None:
             continue
         for one in _parts(content.get(part)):
-            if one.get("type") == kind and one.get(key) != said[theirs]:
-                yield f"{theirs} = {said[theirs]!r}, but its {part} has {key} = {one.get(key)!r}"
+            if one.get("type") == kind and one.get(key) != config[theirs]:
+                yield f"{theirs} = {config[theirs]!r}, but its {part} has {key} = {one.get(key)!r}"
 
 
 def _parts(component: Any) -> Iterator[Mapping[str, Any]]:

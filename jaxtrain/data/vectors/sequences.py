@@ -36,56 +36,57 @@ class Series(NamedTuple):
     names: tuple[str, ...]
 
 
-def read(path: Place, said: str, *, labelled: bool = True) -> Series:
+def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
     """Read the sequences of a file.
 
     Args:
       path: the file, `.npz` or `.ts`.
-      said: what names it, for messages.
+      origin: what names it, for messages.
       labelled: whether labels are read, which have to be there then.
 
     Raises:
       UserError: it is neither, holds something else than numbers, or no labels.
     """
     if path.suffix == ".npz":
-        found = _npz(path, said, labelled=labelled)
+        found = _npz(path, origin, labelled=labelled)
     elif path.suffix == ".ts":
-        found = _ts(path, said, labelled=labelled)
+        found = _ts(path, origin, labelled=labelled)
     else:
-        raise UserError(f"{said}: it takes a .npz or a .ts file of sequences")
+        raise UserError(f"{origin}: it takes a .npz or a .ts file of sequences")
     if not found.x:
-        raise UserError(f"{said}: there is no sequence in it")
+        raise UserError(f"{origin}: there is no sequence in it")
     features = found.x[0].shape[1]
     for number, x_TF in enumerate(found.x):
         if not x_TF.size or x_TF.shape[1] != features:
             raise UserError(
-                f"{said}: sequence {number} has the shape {list(x_TF.shape)}; use at least one "
+                f"{origin}: sequence {number} has the shape {list(x_TF.shape)}; use at least one "
                 f"place, and {features} features as in the first"
             )
         if not np.isfinite(x_TF).all():
-            raise UserError(f"{said}: sequence {number} has what is no finite number")
+            raise UserError(f"{origin}: sequence {number} has what is no finite number")
     return found
 
 
-def _npz(path: Place, said: str, *, labelled: bool) -> Series:
+def _npz(path: Place, origin: str, *, labelled: bool) -> Series:
     try:
         arrays = read_npz(path, ["x", "y"] if labelled else ["x"], optional=["lengths"])
         x, y = arrays["x"].astype(np.float64), arrays.get("y", np.zeros((), int))
         lengths = arrays.get("lengths")
     except (ValueError, TypeError) as error:
         wanted = "arrays of numbers x and y" if labelled else "an array of numbers x"
-        raise UserError(f"{said}: it holds no {wanted}: {error}") from error
+        raise UserError(f"{origin}: it holds no {wanted}: {error}") from error
     if x.ndim == 2:
         x = x[..., None]
     if x.ndim != 3:
         raise UserError(
-            f"{said} has x {list(x.shape)}; use [examples, places, features], or [examples, places]"
+            f"{origin} has x {list(x.shape)}; use [examples, positions, features], or "
+            "[examples, positions]"
         )
     lengths = np.full(len(x), x.shape[1]) if lengths is None else lengths
     whole = np.issubdtype(lengths.dtype, np.integer) and lengths.shape == x.shape[:1]
     if not whole or (lengths < 1).any() or (lengths > x.shape[1]).any():
         raise UserError(
-            f"{said}: lengths are {lengths.dtype} {list(lengths.shape)}; use {len(x)} integers "
+            f"{origin}: lengths are {lengths.dtype} {list(lengths.shape)}; use {len(x)} integers "
             f"from 1 to {x.shape[1]}, the places of each example"
         )
     x_of_each = [x_TF[:length] for x_TF, length in zip(x, lengths, strict=True)]
@@ -94,7 +95,7 @@ def _npz(path: Place, said: str, *, labelled: bool) -> Series:
     least = 0 if y.ndim == 1 else -1
     if y.shape not in (x.shape[:1], x.shape[:2]) or (y != np.floor(y)).any() or y.min() < least:
         raise UserError(
-            f"{said} has y {list(y.shape)}; use labels 0, 1, ... of [examples], or of [examples, "
+            f"{origin} has y {list(y.shape)}; use labels 0, 1, ... of [examples], or of [examples, "
             "places] with -1 where there is none"
         )
     y, names = y.astype(np.int32), tuple(str(label) for label in range(int(y.max()) + 1))
@@ -103,16 +104,16 @@ def _npz(path: Place, said: str, *, labelled: bool) -> Series:
     return Series(x_of_each, [row[:length] for row, length in zip(y, lengths, strict=True)], names)
 
 
-def _ts(path: Place, said: str, *, labelled: bool) -> Series:
+def _ts(path: Place, origin: str, *, labelled: bool) -> Series:
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{said} is no text in UTF-8: {error}") from error
+        raise UserError(f"{origin} is no text in UTF-8: {error}") from error
     header, x, labels, in_data = dict[str, list[str]](), list[np.ndarray](), list[Labels](), False
     names, has_labels = tuple[str, ...](), False
     for number, line in enumerate(lines, start=1):
         line = line.strip()
-        where = f"{said}: line {number}"
+        where = f"{origin}: line {number}"
         if not line or line.startswith("#"):
             continue
         if not in_data:
@@ -122,12 +123,12 @@ def _ts(path: Place, said: str, *, labelled: bool) -> Series:
             if not in_data:
                 continue
             if _is_true(header.get("@timestamps")):
-                raise UserError(f"{said} has times beside its numbers; use one without")
+                raise UserError(f"{origin} has times beside its numbers; use one without")
             has_labels = _is_true(header.get("@classlabel"))
             names = tuple(header.get("@classlabel", [])[1:])
             if labelled and not names:
                 raise UserError(
-                    f"{said} names no classes: its header has no '@classLabel true ...'"
+                    f"{origin} names no classes: its header has no '@classLabel true ...'"
                 )
             continue
         parts = line.split(":")
@@ -139,7 +140,7 @@ def _ts(path: Place, said: str, *, labelled: bool) -> Series:
                 labels.append(names.index(label))
         x.append(_of_parts(parts, where))
     if not in_data:
-        raise UserError(f"{said}: there is no line '@data' in it")
+        raise UserError(f"{origin}: there is no line '@data' in it")
     return Series(x, labels, names)
 
 
@@ -252,12 +253,12 @@ class SequenceData(ClassedRows):
             "kind": "sequences", "names": list(found.names), "scaling": self.scaling,
             "settings": [self.sequence_length, self.place],
         }  # fmt: skip
-        told = np.concatenate([np.atleast_1d(label) for label in found.labels]).astype(np.int64)
+        labels = np.concatenate([np.atleast_1d(label) for label in found.labels]).astype(np.int64)
         train, heldout = (
             Rows([examples[place] for place in np.flatnonzero(chosen)], self)
             for chosen in (~held, held)
         )
-        parts = [np.concatenate(found.x), lengths, told, held]
+        parts = [np.concatenate(found.x), lengths, labels, held]
         return Dataset(train, heldout, digest(header, parts), facts, None, "vectors")
 
     def prepare(self, sequences: Sequence[np.ndarray]) -> list[Batch]:
@@ -293,17 +294,20 @@ class SequenceData(ClassedRows):
         return found, held
 
     def _read(self, setting: str) -> Series:
-        value, said = getattr(self, setting), f"SequenceData.{setting} = {getattr(self, setting)!r}"
+        value, origin = (
+            getattr(self, setting),
+            f"SequenceData.{setting} = {getattr(self, setting)!r}",
+        )
         words = ("synthetic",) if setting == "source" else ()
         path = existing_path(f"SequenceData.{setting}", value, words=words)
-        found = read(path, said)
+        found = read(path, origin)
         for name, count in (("features", found.x[0].shape[1]), ("num_classes", len(found.names))):
             # What is held out may lack the last classes, which .npz files do not name.
             fewer = setting != "source" and path.suffix == ".npz" and name == "num_classes"
             wanted = getattr(self, name)
             if count > wanted if fewer else count != wanted:
                 raise UserError(
-                    f"SequenceData.{name} = {wanted}, but {said} has {count}; set "
+                    f"SequenceData.{name} = {wanted}, but {origin} has {count}; set "
                     f"SequenceData.{name} = {count}"
                 )
         return found

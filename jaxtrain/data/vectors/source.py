@@ -76,69 +76,69 @@ def read(path: Place, columns: int) -> Table:
     Raises:
       UserError: it is neither, or holds something else than numbers.
     """
-    said = f"VectorData.source = {str(path)!r}"
+    origin = f"VectorData.source = {str(path)!r}"
     if path.suffix == ".npz":
-        x, y = _npz(path, said)
+        x, y = _npz(path, origin)
     elif path.suffix == ".csv":
-        numbers = _csv(path.read_bytes(), said)
+        numbers = _csv(path.read_bytes(), origin)
         x, y = numbers[:, :-columns], numbers[:, -columns:]
     else:
-        raise UserError(f"{said}: it takes a .npz or a .csv file")
+        raise UserError(f"{origin}: it takes a .npz or a .csv file")
     if x.ndim != 2 or not x.size or y.ndim > 2 or len(y) != len(x):
         raise UserError(
-            f"{said} has x {list(x.shape)} and y {list(y.shape)}; use x [examples, features] and "
+            f"{origin} has x {list(x.shape)} and y {list(y.shape)}; use x [examples, features] and "
             "y [examples] or [examples, numbers]"
         )
     y = y.reshape(len(x), -1)
     for name, numbers in (("x", x), ("y", y)):
         rows = np.flatnonzero(~np.isfinite(numbers).all(1))
         if len(rows):
-            raise UserError(f"{said}: {name}[{rows[0]}] has what is no finite number")
+            raise UserError(f"{origin}: {name}[{rows[0]}] has what is no finite number")
     return Table(x, y)
 
 
-def read_vectors(path: Place, said: str) -> np.ndarray:
+def read_vectors(path: Place, origin: str) -> np.ndarray:
     """Read vectors [N, D] from a .npz file's array x, or from all columns of a .csv file.
 
     Args:
       path: the file.
-      said: what names it, for messages.
+      origin: what names it, for messages.
 
     Raises:
       UserError: it is neither, or holds something else than numbers.
     """
     if path.suffix == ".csv":
-        return _csv(path.read_bytes(), said)
+        return _csv(path.read_bytes(), origin)
     if path.suffix != ".npz":
-        raise UserError(f"{said}: it takes a .npz or a .csv file of vectors")
+        raise UserError(f"{origin}: it takes a .npz or a .csv file of vectors")
     try:
         return np.atleast_2d(read_npz(path, ["x"])["x"].astype(np.float64))
     except (ValueError, TypeError) as error:
-        raise UserError(f"{said}: it holds no array of numbers x: {error}") from error
+        raise UserError(f"{origin}: it holds no array of numbers x: {error}") from error
 
 
-def _npz(path: Place, said: str) -> tuple[np.ndarray, np.ndarray]:
+def _npz(path: Place, origin: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         arrays = read_npz(path, ["x", "y"])
         return arrays["x"].astype(np.float64), arrays["y"].astype(np.float64)
     except (ValueError, TypeError) as error:
-        raise UserError(f"{said}: it holds no arrays of numbers x and y: {error}") from error
+        raise UserError(f"{origin}: it holds no arrays of numbers x and y: {error}") from error
 
 
-def _csv(content: bytes, said: str) -> np.ndarray:
+def _csv(content: bytes, origin: str) -> np.ndarray:
     try:
         rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8"))) if row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{said} is no table in UTF-8: {error}") from error
+        raise UserError(f"{origin} is no table in UTF-8: {error}") from error
     if rows and not all(map(_is_number, rows[0])):
         del rows[0]  # names of the columns
     for number, row in enumerate(rows, 1):
         if len(row) != len(rows[0]) or not all(map(_is_number, row)):
             raise UserError(
-                f"{said}: row {number} of numbers is {','.join(row)!r}; use {len(rows[0])} numbers"
+                f"{origin}: row {number} of numbers is {','.join(row)!r}; use {len(rows[0])} values"
             )
     if not rows:
-        raise UserError(f"{said}: there is no row of numbers in it")
+        raise UserError(f"{origin}: there is no row of numbers in it")
     return np.array(rows, np.float64).reshape(len(rows), -1)
 
 
@@ -190,11 +190,11 @@ class VectorData:
         """Return the shapes and dtypes of a batch, for lowering a step without data."""
         rows = (global_batch_size,)
         vectors: Any = jax.ShapeDtypeStruct((*rows, self.features), np.float32)
-        told: Any = jax.ShapeDtypeStruct(rows, np.int32)
+        labels: Any = jax.ShapeDtypeStruct(rows, np.int32)
         if self.num_classes is None:
-            told = jax.ShapeDtypeStruct((*rows, self.num_targets), np.float32)
+            labels = jax.ShapeDtypeStruct((*rows, self.num_targets), np.float32)
         mask: Any = jax.ShapeDtypeStruct(rows, np.float32)
-        return Batch(vectors, told, mask)
+        return Batch(vectors, labels, mask)
 
     def open(self, *, seed: int) -> Dataset:
         """Read and split the table.
@@ -241,11 +241,11 @@ class VectorData:
         if self.num_classes is None:
             self._check("num_targets", table.y.shape[1])
         else:
-            labels, said = table.y[:, 0], f"VectorData.source = {self.source!r}"
+            labels, origin = table.y[:, 0], f"VectorData.source = {self.source!r}"
             wrong = (labels < 0) | (labels != np.floor(labels))
             if table.y.shape[1] > 1 or wrong.any():
                 raise UserError(
-                    f"{said}: its targets are numbers, not labels 0, 1, ...; set "
+                    f"{origin}: its targets are numbers, not labels 0, 1, ...; set "
                     "VectorData.num_classes = None"
                 )
             self._check("num_classes", int(labels.max()) + 1)

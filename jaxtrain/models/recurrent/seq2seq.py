@@ -100,8 +100,8 @@ class Seq2Seq:
         means of attention."""
         S, T = shape
         read = self.num_layers * self.encoder.matmul_parameters()
-        told = self.num_layers * self.decoder.matmul_parameters()
-        told += self.vocab_size * self.embed_dim
+        parameters = self.num_layers * self.decoder.matmul_parameters()
+        parameters += self.vocab_size * self.embed_dim
         if self.looking is not None:
-            told += self.looking.matmul_parameters() + 2 * S * self.embed_dim
-        return 6.0 * (S * read + T * told)
+            parameters += self.looking.matmul_parameters() + 2 * S * self.embed_dim
+        return 6.0 * (S * read + T * parameters)

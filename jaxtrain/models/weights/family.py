@@ -36,7 +36,7 @@ class Family:
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
       counts: names of tensors that hold a whole number which is nothing here; written as 0, before
         all others.
-      beside: files that say what config.json does not, by name.
+      extra_files: contents of further files of the checkpoint, by name.
       dequantized: ways of config.json's quantization_config whose weights are read as the floats
         that they stand for.
       aliases: other names of keys of config.json -> the names here.
@@ -51,7 +51,7 @@ class Family:
     copies: Mapping[str, str]
     buffers: str = r"(?!)"
     counts: Callable[[Any], tuple[str, ...]] = lambda _: ()
-    beside: Callable[[Any], Mapping[str, bytes]] = lambda _: {}
+    extra_files: Callable[[Any], Mapping[str, bytes]] = lambda _: {}
     dequantized: tuple[str, ...] = (awq.METHOD,)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -149,9 +149,9 @@ def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, A
     has_pattern = model.attention is not None and model.attention.pattern is not None
     for family in families():
         fits = isinstance(model, family.model) and not has_pattern
-        said = family.write(model) if fits else None
-        if said is not None:
-            fitting.append((family, said))
+        content = family.write(model) if fits else None
+        if content is not None:
+            fitting.append((family, content))
     if not fitting:
         raise UserError(
             f"Train.model=@{type(model).__name__}() with these settings is no architecture that "

@@ -114,16 +114,16 @@ class Name:
             tensor = tensor[self.rows[0] :][: self._own_shape(shape)[0]]
         if self.turn is not None:
             tensor = tensor[..., self.turn[0] :: self.turn[1]]
-        apart = tensor.reshape([sizes[letter] for letter in there])
-        turned = apart.transpose([there.index(letter) for letter in self._here[named:]])
+        split = tensor.reshape([sizes[letter] for letter in there])
+        turned = split.transpose([there.index(letter) for letter in self._here[named:]])
         return turned.reshape(shape[named:])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
         """The tensor that one place of our parameter is there, or its rows or turns of it."""
         named = len(self.named)
         here, sizes = self._here[named:], self._all_sizes(part.shape, named)
-        apart = part.reshape([sizes[letter] for letter in here])
-        turned = apart.transpose([here.index(letter) for letter in "".join(self._groups)])
+        split = part.reshape([sizes[letter] for letter in here])
+        turned = split.transpose([here.index(letter) for letter in "".join(self._groups)])
         return turned.reshape([math.prod(sizes[one] for one in group) for group in self._groups])
 
 

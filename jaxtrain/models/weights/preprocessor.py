@@ -79,8 +79,8 @@ class _Reader:
             kinds = " or ".join(f"{kind}ImageProcessor" for kind in _DEFAULTS)
             self.reasons.append(f"{key} = {named!r}; here it is {kinds}")
         self.kind = known.get(str(named), default)
-        said = {key: value for key, value in content.items() if value is not None}
-        self.content = {**_DEFAULTS[self.kind], **said}
+        stated = {key: value for key, value in content.items() if value is not None}
+        self.content = {**_DEFAULTS[self.kind], **stated}
 
     def settings(self) -> dict[str, Any]:
         """Every setting that the file decides."""

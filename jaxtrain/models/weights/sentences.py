@@ -99,8 +99,8 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
 
 def read_pooling(config: ConfigFile) -> dict[str, Any]:
     """The settings of embeddings; without such files the mean, as sentence-transformers has it."""
-    beside = config.table(KEY)
-    modules = beside.content.get("modules", ["Transformer", "Pooling"])
+    pooling = config.table(KEY)
+    modules = pooling.content.get("modules", ["Transformer", "Pooling"])
     allowed = ["Transformer", "Pooling", "Normalize"]
     if modules not in (allowed[:2], allowed):
         config.reject(
@@ -108,9 +108,9 @@ def read_pooling(config: ConfigFile) -> dict[str, Any]:
             "without Normalize"
         )
     for name, table in TABLES.items():
-        for reason in check_keys(beside.table(name).content, table):
+        for reason in check_keys(pooling.table(name).content, table):
             config.reject(reason)
-    return {"pooling": _read_mode(config, beside.table("pooling").content),
+    return {"pooling": _read_mode(config, pooling.table("pooling").content),
             "normalized": "Normalize" in modules}  # fmt: skip
 
 

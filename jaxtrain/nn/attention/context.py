@@ -71,8 +71,8 @@ def specs(mask: Mask, *, exchanged: bool = False) -> Any:
 
     def spec(_: jax.Array, axes: tuple[str, ...]) -> P | None:
         found = activation_spec(axes)
-        apart = exchanged and axes == HEADS and found is not None
-        return P((*parts_of(found[0]), AXIS)) if apart else found
+        by_head = exchanged and axes == HEADS and found is not None
+        return P((*parts_of(found[0]), AXIS)) if by_head else found
 
     return _by_field(spec, mask)
 

@@ -60,9 +60,9 @@ def _of_rows(bias_CNTS: jax.Array, q_BTNH: jax.Array) -> jax.Array:
     if C == 1:
         return bias_CNTS
     rows, *parts = jax.typeof(bias_CNTS).sharding.spec
-    apart = (C, q_BTNH.shape[0] // C, *rest)
+    chunked = (C, q_BTNH.shape[0] // C, *rest)
     spread = jax.lax.broadcast_in_dim(
-        bias_CNTS, apart, (0, 2, 3, 4), out_sharding=P(rows, None, *parts)
+        bias_CNTS, chunked, (0, 2, 3, 4), out_sharding=P(rows, None, *parts)
     )
     return reshape(spread, (q_BTNH.shape[0], *rest), (rows, *parts))
 

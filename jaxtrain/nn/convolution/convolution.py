@@ -226,10 +226,10 @@ def _pool_forward(
     size, stride, rows, columns = window
     padded = jnp.pad(x_BHWC, ((0, 0), rows, columns, (0, 0)), constant_values=-jnp.inf)
     last_h, last_w = (padded.shape[i] - size + 1 for i in (1, 2))
-    those = [padded[:, i : i + last_h : stride, j : j + last_w : stride]
+    windows = [padded[:, i : i + last_h : stride, j : j + last_w : stride]
              for i in range(size) for j in range(size)]  # fmt: skip
-    largest, index = those[0], jnp.zeros(those[0].shape, jnp.uint8)
-    for k, pixel in enumerate(those[1:], 1):
+    largest, index = windows[0], jnp.zeros(windows[0].shape, jnp.uint8)
+    for k, pixel in enumerate(windows[1:], 1):
         index = jnp.where(pixel > largest, jnp.uint8(k), index)
         largest = jnp.maximum(largest, pixel)
     return largest, (index, x_BHWC[:, :, :, :0])

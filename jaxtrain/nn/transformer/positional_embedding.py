@@ -78,8 +78,8 @@ class Sinusoidal(InStream):
         place_T = (start + jnp.arange(x_BTD.shape[1])).astype(jnp.float32)
         angle_T = place_T[:, None] * rates.astype(np.float32)
         both = jnp.stack([jnp.sin(angle_T), jnp.cos(angle_T)], -1)
-        told_TD = both.reshape(len(place_T), -1)[:, : self.dim]
-        return x_BTD + told_TD.astype(x_BTD.dtype)
+        embedding_TD = both.reshape(len(place_T), -1)[:, : self.dim]
+        return x_BTD + embedding_TD.astype(x_BTD.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ class Learned(InStream):
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
         """As in `Places`."""
-        told_PD = gather(own["embedding"])
-        told_TD = jax.lax.dynamic_slice_in_dim(told_PD, start, x_BTD.shape[1])
-        return x_BTD + told_TD.astype(x_BTD.dtype)
+        embedding_PD = gather(own["embedding"])
+        embedding_TD = jax.lax.dynamic_slice_in_dim(embedding_PD, start, x_BTD.shape[1])
+        return x_BTD + embedding_TD.astype(x_BTD.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,8 +148,8 @@ class Relative:
         """As in `Places`, float32."""
         query_T1 = start + jnp.arange(queries)[:, None]
         bucket_TS = self.bucket(jnp.arange(keys)[None, :] - query_T1)
-        told_CRN = _for_each_device(gather(own["distances"]).astype(jnp.float32))
-        return jnp.moveaxis(jnp.take(told_CRN, bucket_TS, axis=1), -1, 1)
+        bias_CRN = _for_each_device(gather(own["distances"]).astype(jnp.float32))
+        return jnp.moveaxis(jnp.take(bias_CRN, bucket_TS, axis=1), -1, 1)
 
     def bucket(self, ahead_TS: jax.Array) -> jax.Array:
         """Return the bucket of keys `ahead_TS` positions ahead of the query (behind it: < 0)."""
@@ -174,7 +174,7 @@ class Relative:
         return np.where(far < single, far, np.minimum(grown, count - 1)).astype(np.int32)
 
 
-def _for_each_device(told_RN: jax.Array) -> jax.Array:
+def _for_each_device(bias_RN: jax.Array) -> jax.Array:
     """As many equal copies [C, R, N] as devices split the rows, one on each.
 
     So each adds up by itself what its rows' scores say of the table, and R N numbers cross the mesh
@@ -182,8 +182,8 @@ def _for_each_device(told_RN: jax.Array) -> jax.Array:
     """
     layout = current_layout()
     if layout is None:
-        return told_RN[None]
+        return bias_RN[None]
     rows = layout.activation(("batch",))[0]
-    spec = P(rows, *jax.typeof(told_RN).sharding.spec)
-    shape = (layout.size(rows), *told_RN.shape)
-    return jax.lax.broadcast_in_dim(told_RN, shape, (1, 2), out_sharding=spec)
+    spec = P(rows, *jax.typeof(bias_RN).sharding.spec)
+    shape = (layout.size(rows), *bias_RN.shape)
+    return jax.lax.broadcast_in_dim(bias_RN, shape, (1, 2), out_sharding=spec)

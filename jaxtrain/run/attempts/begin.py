@@ -227,7 +227,7 @@ class _End:
 
     def report_stalled(self, activity: Activity, deadline: float) -> None:
         """This process makes no progress."""
-        told = (
+        message = (
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
             f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
         )
@@ -235,18 +235,18 @@ class _End:
             if self._peers.process_id == 0 and self._lock.still_owned():
                 self._attempt.goodput.record(self._attempt.step, stalled=activity)
         behind = self._behind()
-        cause = self._peers.report_failure(f"{told}{behind}")
+        cause = self._peers.report_failure(f"{message}{behind}")
         mine = cause.process_id == self._peers.process_id
-        self._abort(f"{told}{behind}" if mine else str(cause))
+        self._abort(f"{message}{behind}" if mine else str(cause))
 
     def report_interrupted(self) -> None:
         """A second Ctrl-C: whoever sits there does not want to wait."""
         step = self._attempt.step
         when = f"after step {step}" if step else "before the first step"
-        told = f"stopped by a second Ctrl-C {when}, without saving"
-        cause = self._peers.report_failure(told)
+        message = f"stopped by a second Ctrl-C {when}, without saving"
+        cause = self._peers.report_failure(message)
         mine = cause.process_id == self._peers.process_id
-        self._abort(told if mine else str(cause), with_stacks=False)
+        self._abort(message if mine else str(cause), with_stacks=False)
 
     def _behind(self) -> str:
         """Which process has come less far than the others, in words."""

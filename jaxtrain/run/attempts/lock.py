@@ -219,11 +219,11 @@ class _Holder:
         if isinstance(self._file, BucketPath):
             write_atomically(self._file, self._content())
             return None
-        beside = self._file.with_name(f".{LOCK_FILE}.{self._claim.token}.tmp")
-        stream = beside.open("wb", buffering=0)
+        temporary = self._file.with_name(f".{LOCK_FILE}.{self._claim.token}.tmp")
+        stream = temporary.open("wb", buffering=0)
         stream.write(self._content())
         os.fsync(stream.fileno())
-        beside.replace(self._file)
+        temporary.replace(self._file)
         return stream
 
     def _run(self) -> None:

@@ -133,11 +133,11 @@ def notice(host: str, timeout_seconds: float = 2.0) -> str | None:
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_seconds) as answer:
-                said = answer.read(256).decode("ascii", "replace").strip()
+                reply = answer.read(256).decode("ascii", "replace").strip()
         except (OSError, http.client.HTTPException, urllib.error.URLError):
             continue
-        if said in alarms:
-            return f"{path} {said}"
+        if reply in alarms:
+            return f"{path} {reply}"
     return None
 
 

@@ -397,11 +397,11 @@ class _Ending:
             step_after=self.step_after,
             seconds=self.seconds,
         )
-        told = records.read(workdir / records.EXIT_FILE) or {}
+        record = records.read(workdir / records.EXIT_FILE) or {}
         status = _STATUS_WORDS.get(self.status, "failed")
         # A run that said it was done or preempted, and then failed, did not end so.
-        contradicts = told.get("status") in _STATUS_WORDS.values() and told["status"] != status
-        if told.get("attempt") != self.attempt or contradicts:
+        contradicts = record.get("status") in _STATUS_WORDS.values() and record["status"] != status
+        if record.get("attempt") != self.attempt or contradicts:
             self._write_exit(workdir, status, self.cause, self.attempt)
 
     def write_last(self, workdir: Place, status: str, reason: str) -> None:
@@ -466,13 +466,13 @@ def _run(
             child.kill()
     child.kill()  # what it started goes with it
     child.close()
-    attempt, told = None, f"ended with status {status}"
+    attempt, outcome = None, f"ended with status {status}"
     with contextlib.suppress(BucketError):
         if attempt_before is not None:
             attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
-        told = _cause(workdir, status, attempt)
+        outcome = _cause(workdir, status, attempt)
     return _Ending(
-        cause=cause or told,
+        cause=cause or outcome,
         status=status,
         attempt=attempt,
         step_before=step_before,
@@ -508,10 +508,10 @@ def _cause(workdir: Place, status: int, attempt: int | None) -> str:
     """Why a command ended of itself, in its own words where it left some."""
     if status < 0:
         return f"killed by {_name(-status)}"
-    told = records.read(workdir / records.EXIT_FILE) or {}
-    if status == DONE or attempt is None or told.get("attempt") != attempt:
+    record = records.read(workdir / records.EXIT_FILE) or {}
+    if status == DONE or attempt is None or record.get("attempt") != attempt:
         return f"ended with status {status}"
-    return f"ended with status {status}: {str(told.get('reason')).partition(chr(10))[0][:300]}"
+    return f"ended with status {status}: {str(record.get('reason')).partition(chr(10))[0][:300]}"
 
 
 def _wait(seconds: float, poll_seconds: float, stop: list[int]) -> bool:

@@ -233,8 +233,8 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
     Most may change, such as the mesh; others change what the same parameters compute, such as the
     frequencies of positions, which no array shape shows. What `other_rate` reports is left out.
     """
-    told = ("Train.steps", *_OF_RATES) if any(other_rate(extra, config, step)) else ()
-    found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(told)]
+    names = ("Train.steps", *_OF_RATES) if any(other_rate(extra, config, step)) else ()
+    found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(names)]
     if found:
         changed = ", ".join(f"{name} = {now} (was {before})" for name, before, now in found)
         yield f"Set otherwise than for the checkpoint of step {step}: {changed}"

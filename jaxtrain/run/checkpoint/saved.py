@@ -200,8 +200,8 @@ def restore_parameters(
       setup: what they are for.
       unread: names of those that are left out, with what stands beside them.
     """
-    said = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
-    saved = load(_Tuned, None, said, search_path=Path())
+    saved_bindings = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
+    saved = load(_Tuned, None, saved_bindings, search_path=Path())
     tuning = tuning_of(saved.finetune, setup.build, biases_of(setup.build))
     source = base_step(setup.replace(tuning=tuning))
 

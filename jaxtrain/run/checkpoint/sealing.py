@@ -81,21 +81,22 @@ def delete(root: Place, step: int) -> None:
 
 def put_aside(root: Place, step: int) -> Place:
     """Renames a damaged checkpoint, so that its step may be saved again; returns the new place."""
-    aside, count = root / f"{_DAMAGED}{step}", 1
-    while aside.exists():
+    target, count = root / f"{_DAMAGED}{step}", 1
+    while target.exists():
         count += 1
-        aside = root / f"{_DAMAGED}{step}-{count}"
+        target = root / f"{_DAMAGED}{step}-{count}"
     folder = root / str(step)
     if not isinstance(folder, BucketPath):
-        folder.rename(folder.with_name(aside.name))
-        return aside
+        folder.rename(folder.with_name(target.name))
+        return target
     # A bucket renames nothing: copied, within the storage, and deleted. A kill while it is copied
     # leaves the checkpoint, to be found damaged again; one while it is deleted leaves the copy.
     in_threads(
-        lambda row: (folder / row.name).copy_to(root / aside.name / row.name), folder.list_objects()
+        lambda row: (folder / row.name).copy_to(root / target.name / row.name),
+        folder.list_objects(),
     )
     delete(root, step)
-    return aside
+    return target
 
 
 def leftovers(root: Place) -> list[Place]:

@@ -214,8 +214,8 @@ class Checkpoints:
             return None
         # Without any the run would restart, and its metrics with it.
         newest, *before = sorted(self._bad, reverse=True)
-        those = "that of step" if len(before) == 1 else "those of steps"
-        nor = f", nor can {those} {', '.join(map(str, before))}" if before else ""
+        steps = "that of step" if len(before) == 1 else "those of steps"
+        nor = f", nor can {steps} {', '.join(map(str, before))}" if before else ""
         raise CheckpointError(
             f"{self._bad[newest]}{nor}: no good one is left, and nothing was changed; bring one "
             f"back from a copy, or delete {self.folder} to begin at step 0"
@@ -232,8 +232,8 @@ class Checkpoints:
             renamed = ""
             if not self._read_only and jax.process_index() == 0:
                 self._may_write()
-                aside = sealing.put_aside(self.folder, step)
-                renamed = f"it is now {aside}, to be looked at and deleted; "
+                moved_to = sealing.put_aside(self.folder, step)
+                renamed = f"it is now {moved_to}, to be looked at and deleted; "
             self._report(f"{error}; {renamed}the one before it is used")
         if not self._read_only:
             self._bad.clear()

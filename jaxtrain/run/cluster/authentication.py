@@ -150,15 +150,15 @@ def _store(file: Place, content: bytes) -> None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     # Of mode 0600 from the first moment, and renamed when it is whole.
-    handle, beside = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(handle)
-        Path(beside).replace(file)
+        Path(temporary).replace(file)
     finally:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
 
 
 PROTOCOL = b"jaxtrain-peers-2"
@@ -209,7 +209,7 @@ class Handshake(abc.ABC):
         """Return the bytes to send before any are received."""
 
     @abc.abstractmethod
-    def receive(self, said: bytes) -> bytes:
+    def receive(self, message: bytes) -> bytes:
         """Takes the bytes that it waited for; what is answered.
 
         Raises:
@@ -225,14 +225,14 @@ class ClientHandshake(Handshake):
     def begin(self) -> bytes:
         return PROTOCOL + self._own
 
-    def receive(self, said: bytes) -> bytes:
+    def receive(self, message: bytes) -> bytes:
         if self._keys is None:
-            _same_protocol(said[: len(PROTOCOL)])
-            self._keys = _Keys.of(self._token, self._own, said[len(PROTOCOL) :])
+            _same_protocol(message[: len(PROTOCOL)])
+            self._keys = _Keys.of(self._token, self._own, message[len(PROTOCOL) :])
             self.wants = _PROOF
             return self._keys.joiner_proof
         self.wants = 0
-        if not hmac.compare_digest(said, self._keys.zero_proof):
+        if not hmac.compare_digest(message, self._keys.zero_proof):
             self.is_rejected = True
             raise UnauthenticatedError("has another token")
         self.message_keys = MessageKey(self._keys.to_zero), MessageKey(self._keys.from_zero)
@@ -247,17 +247,17 @@ class ServerHandshake(Handshake):
     def begin(self) -> bytes:
         return b""
 
-    def receive(self, said: bytes) -> bytes:
+    def receive(self, message: bytes) -> bytes:
         if self.wants == len(PROTOCOL):
-            _same_protocol(said)
+            _same_protocol(message)
             self.wants = _RANDOM
             return b""
         if self._keys is None:
-            self._keys = _Keys.of(self._token, said, self._own)
+            self._keys = _Keys.of(self._token, message, self._own)
             self.wants = _PROOF
             return PROTOCOL + self._own
         self.wants = 0
-        if not hmac.compare_digest(said, self._keys.joiner_proof):
+        if not hmac.compare_digest(message, self._keys.joiner_proof):
             self.is_rejected = True
             return _REFUSED
         self.message_keys = MessageKey(self._keys.from_zero), MessageKey(self._keys.to_zero)
@@ -280,10 +280,10 @@ class _Keys:
         return cls(*(_mac(token, name, both) for name in names))
 
 
-def _same_protocol(said: bytes) -> None:
-    if said != PROTOCOL:
+def _same_protocol(message: bytes) -> None:
+    if message != PROTOCOL:
         raise UnauthenticatedError("sent what is no handshake of this program")
 
 
-def _mac(key: bytes, label: bytes, said: bytes) -> bytes:
-    return hmac.digest(key, label + b"\0" + said, "sha256")
+def _mac(key: bytes, label: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, label + b"\0" + message, "sha256")

@@ -39,10 +39,10 @@ def integer(environment: Environment, name: str) -> int:
 
 def address(environment: Environment, host: str, port: int) -> str:
     """The coordinator's address: JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT come first."""
-    said = environment.get("JAX_COORDINATOR_ADDRESS")
-    if said:
-        split_address(said)
-        return said
+    address_text = environment.get("JAX_COORDINATOR_ADDRESS")
+    if address_text:
+        split_address(address_text)
+        return address_text
     if environment.get("JAX_COORDINATOR_PORT"):
         port = integer(environment, "JAX_COORDINATOR_PORT")
     return join_address(host, port)

@@ -150,7 +150,7 @@ class _HostSide:
     def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
         """Wait for all; on any failure send it to all that are there, and raise."""
         until = time.monotonic() + timeout_seconds
-        said = ""
+        reported = ""
         next_report = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener.socket, selectors.EVENT_READ, None)
@@ -163,9 +163,9 @@ class _HostSide:
                         next_report = now + _REPORT_SECONDS
                         missing = name_processes(self._missing(), self._cluster.hosts)
                         waiting = f"waiting for {missing}"
-                        if waiting != said:
+                        if waiting != reported:
                             self._report(waiting)
-                        said = waiting
+                        reported = waiting
                         for link in self._links.values():
                             link.send({"kind": "waiting"})
                     seconds = min(until, next_report) - now
@@ -343,7 +343,7 @@ def _join(
     without_token_until = float("inf")
     until = time.monotonic() + timeout_seconds
     next_report = time.monotonic() + _REPORT_SECONDS
-    why, said = "it does not answer", ""
+    why, reported = "it does not answer", ""
     while True:
         now = time.monotonic()
         if now > until:
@@ -354,9 +354,9 @@ def _join(
         if now >= next_report:
             next_report = now + _REPORT_SECONDS
             waiting = f"waiting for the coordinator at {cluster.coordinator}: {why}"
-            if waiting != said:
+            if waiting != reported:
                 report(waiting)
-            said = waiting
+            reported = waiting
         try:
             connection = socket.create_connection((host, port), timeout=max(until - now, 0.1))
         except OSError as error:

@@ -130,10 +130,10 @@ class Link:
         """Takes the handshake one step on, when what it waits for is whole."""
         if len(self._came) < self._handshake.wants:
             return
-        said = bytes(self._came)
+        received = bytes(self._came)
         self._came.clear()
         try:
-            self._queue(self._handshake.receive(said))
+            self._queue(self._handshake.receive(received))
         except UnauthenticatedError as error:
             self.closed = str(error)
         else:

@@ -330,12 +330,12 @@ def add_run_commands(add: Add) -> None:
 
 
 def _add_generation_options(command: argparse.ArgumentParser) -> None:
-    asked = command.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", metavar="TEXT", help="text to continue")
-    asked.add_argument(
+    prompts = command.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompts.add_argument(
         "--prompts", metavar="FILE", help='JSON lines {"prompt": TEXT}; the answers are JSON lines'
     )
-    asked.add_argument(
+    prompts.add_argument(
         "--chat",
         action="store_true",
         help="chat: answer lines of standard input, with the model's chat template",

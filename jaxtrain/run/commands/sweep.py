@@ -53,8 +53,8 @@ class Point:
         Raises:
           UserError: it has, with another configuration.
         """
-        told = records.read(self.folder / records.EXIT_FILE) or {}
-        if told.get("status") != "done" or told.get("step", 0) < self.config.train.steps:
+        record = records.read(self.folder / records.EXIT_FILE) or {}
+        if record.get("status") != "done" or record.get("step", 0) < self.config.train.steps:
             return False
         before = (self.folder / CONFIG_FILE).read_text(encoding="utf-8").splitlines()
         now = self.config.operative().splitlines()
@@ -99,9 +99,9 @@ def sweep(arguments: argparse.Namespace) -> int:
             say(console, f"{name}: stopped; run the same command again to go on")
             return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
         if status != DONE:
-            told = records.read(point.folder / records.EXIT_FILE) or {}
-            refused = status == USER_ERROR or "reason" not in told
-            failed[point.folder] = f"status {status}" if refused else str(told["reason"])
+            record = records.read(point.folder / records.EXIT_FILE) or {}
+            refused = status == USER_ERROR or "reason" not in record
+            failed[point.folder] = f"status {status}" if refused else str(record["reason"])
         seconds = clock(time.monotonic() - started)
         say(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
     _show(console, points, failed, workdir)

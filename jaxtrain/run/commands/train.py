@@ -107,9 +107,9 @@ def train(
                 account = attempt.goodput.account()
                 account.show(console)
                 if (
-                    told := advise_on_waiting(account, config.train.data, trainer.dataset)
+                    message := advise_on_waiting(account, config.train.data, trainer.dataset)
                 ) is not None:
-                    say(console, told)
+                    say(console, message)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config, trainer.steps_done)
@@ -122,10 +122,10 @@ def train(
         console.print(line)
         return PREEMPTED
     except jax.errors.JaxRuntimeError as error:
-        told = explained(config, error)
-        if told is error:
+        message = explained(config, error)
+        if message is error:
             raise
-        raise told from error
+        raise message from error
     return DONE
 
 
@@ -145,8 +145,10 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
 
 def _chooses_devices(bindings: Sequence[str], flags: Flags) -> bool:
     """Whether the quickstart's devices are ours to choose: one process, and no word on them."""
-    said = any(one.replace(" ", "").startswith("Mesh.simulated_devices=") for one in bindings)
-    return not said and detect(os.environ, flags).num_processes == 1
+    is_simulated = any(
+        one.replace(" ", "").startswith("Mesh.simulated_devices=") for one in bindings
+    )
+    return not is_simulated and detect(os.environ, flags).num_processes == 1
 
 
 def _quickstart_devices(console: Console) -> list[str]:
@@ -173,8 +175,8 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdi
         source = source_S[example.source_segment_ids > 0].tolist()
         answer: Any = trainer.generate(source, temperature=0.0)
         console.print("A held-out source, and the predicted target:")
-        told = f"{tokenizer.decode(source)} -> {tokenizer.decode(answer)}"
-        console.print(escape(printable(told)), highlight=False)
+        text = f"{tokenizer.decode(source)} -> {tokenizer.decode(answer)}"
+        console.print(escape(printable(text)), highlight=False)
     elif tokenizer is not None and model.cached:
         prompt = "def "
         sample = trainer.generate(prompt, temperature=0.7)
@@ -238,8 +240,8 @@ def predict(arguments: argparse.Namespace) -> int:
     """
     skipped = list[UserError]()
     trainer = open_run(arguments)
-    for told in trainer.predict(arguments.inputs, top=arguments.top, skip=skipped.append):
-        print(told)  # noqa: T201
+    for prediction in trainer.predict(arguments.inputs, top=arguments.top, skip=skipped.append):
+        print(prediction)  # noqa: T201
     for error in skipped:
         print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
     return USER_ERROR if skipped else DONE
@@ -289,8 +291,8 @@ def _existing_run(workdir: str, step: int | None) -> Place:
     with path_errors(f"--workdir {workdir}", needs="use a run's folder that can be read"):
         if not (folder / "config.gin").is_file():
             if isinstance(folder, BucketPath):
-                beside = folder.parent
-                runs = [str(path) for path in beside.iterdir()] if beside.is_dir() else []
+                siblings = folder.parent
+                runs = [str(path) for path in siblings.iterdir()] if siblings.is_dir() else []
             else:
                 inside = runs_in(folder, "config.gin") if folder.is_dir() else []
                 if inside:

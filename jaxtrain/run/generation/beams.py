@@ -75,7 +75,7 @@ class Candidate(NamedTuple):
     total: np.float32
     beam: int
     token: int
-    told: float
+    log_p: float
 
 
 class Hypothesis(NamedTuple):
@@ -83,7 +83,7 @@ class Hypothesis(NamedTuple):
 
     score: np.float32
     tokens: list[int]
-    told: list[float]
+    log_probabilities: list[float]
 
 
 class Search:
@@ -120,7 +120,9 @@ class Search:
         length = len(self.running[0].tokens) + 1
         for rank, one in enumerate(candidates):
             before = self.running[one.beam]
-            after = Hypothesis(one.total, [*before.tokens, one.token], [*before.told, one.told])
+            after = Hypothesis(
+                one.total, [*before.tokens, one.token], [*before.log_probabilities, one.log_p]
+            )
             if one.token in self._ends or length == self._limit:
                 if rank < settings.beams:
                     score = np.float32(one.total / np.float32(length**settings.length_penalty))
@@ -145,11 +147,11 @@ class Search:
 
     def answer(self) -> Answer:
         """The best continuation that is finished."""
-        score, tokens, told = self.finished[0]
+        score, tokens, log_probabilities = self.finished[0]
         length = length_before_end(tokens, list(self._ends))
         return Answer(
             tokens=tokens[:length],
-            log_probabilities=told[:length],
+            log_probabilities=log_probabilities[:length],
             ended="length" if length == len(tokens) else "end",
             score=float(score),
         )
@@ -230,15 +232,15 @@ def grow(
         for row, one in enumerate(searches):
             totals_PW[row] = [beam.score for beam in one.running]
         ranked = _rank(logits_BV, totals_PW, seen_BV, drawing, count=K)
-        totals_PK, places_PK, told_PK = (np.asarray(part) for part in ranked)
+        totals_PK, places_PK, log_p_PK = (np.asarray(part) for part in ranked)
         parents_B, drawn_B = every_B * W, np.zeros(rows * W, np.int32)
         for row, one in enumerate(searches):
             if one.done:
                 continue
             candidates = [
-                Candidate(total, int(place) // V, int(place) % V, float(told))
-                for total, place, told in zip(
-                    totals_PK[row], places_PK[row], told_PK[row], strict=True
+                Candidate(total, int(place) // V, int(place) % V, float(log_p))
+                for total, place, log_p in zip(
+                    totals_PK[row], places_PK[row], log_p_PK[row], strict=True
                 )
             ]
             beams = one.take(candidates)
@@ -265,11 +267,11 @@ def _rank(
     """The best continuations of each prompt: their sums, their places among [W V], and the model's
     log-probabilities of their last tokens; [P, K] each."""
     rows, W = totals_PW.shape
-    told_BV = jax.nn.log_softmax(logits_BV, axis=-1)
-    all_BV = adjust_logits(told_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
+    log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+    all_BV = adjust_logits(log_p_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
     totals_PK, places_PK = jax.lax.top_k(all_BV.reshape(rows, -1), count)
-    told_PK = jnp.take_along_axis(told_BV.reshape(rows, -1), places_PK, axis=-1)
-    return totals_PK, places_PK, told_PK
+    log_p_PK = jnp.take_along_axis(log_p_BV.reshape(rows, -1), places_PK, axis=-1)
+    return totals_PK, places_PK, log_p_PK
 
 
 @functools.partial(

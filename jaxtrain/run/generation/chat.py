@@ -86,22 +86,22 @@ class Chat:
         Raises:
           UserError: the template rejects it, or it does not fit into the context.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        text, count = self._prompt(asked)
+        messages = [*self.messages, {"role": "user", "content": question}]
+        text, count = self._prompt(messages)
         room = self._context // _KEPT if self._most is None else self._most
-        while count + room > self._context and len(asked) >= self._first + 3:
-            del asked[self._first : self._first + 2]
-            text, count = self._prompt(asked)
+        while count + room > self._context and len(messages) >= self._first + 3:
+            del messages[self._first : self._first + 2]
+            text, count = self._prompt(messages)
         most = self._most or max(1, min(MOST_TOKENS, self._context - count))
         program, train = self._trainer.program, self._trainer.config.train
         ends = ends_of_run(self._trainer.config, self._trainer.workdir)
         (answer,) = write(
             program.setup, train, program.eval_state(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
-            seed=self._seed + len(asked), prefix_cache=self.prefix_cache, special_tokens=False,
+            seed=self._seed + len(messages), prefix_cache=self.prefix_cache, special_tokens=False,
             ends=ends,
         )  # fmt: skip
-        self.messages = [*asked, {"role": "assistant", "content": answer.text or ""}]
+        self.messages = [*messages, {"role": "assistant", "content": answer.text or ""}]
         return answer
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[str, int]:

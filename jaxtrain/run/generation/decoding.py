@@ -171,7 +171,7 @@ class Texts:
       finished_B: rows whose draws are not wanted any more.
       limit_B: how many tokens a row may draw.
       drawn_BN: the tokens, int32.
-      told_BN: the model's log-probability of each, before anything was adjusted.
+      log_p_BN: the model's log-probability of each, before anything was adjusted.
       count: how many were drawn.
     """
 
@@ -182,7 +182,7 @@ class Texts:
     finished_B: jax.Array
     limit_B: jax.Array
     drawn_BN: jax.Array
-    told_BN: jax.Array
+    log_p_BN: jax.Array
     count: jax.Array
 
 
@@ -309,8 +309,8 @@ def advance(
         keys_of_draw_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, texts.count)
         adjusted_BV = adjust_logits(texts.logits_BV, texts.seen_BV, drawing)
         token_B = draw(adjusted_BV, keys_of_draw_B, drawing)
-        told_BV = jax.nn.log_softmax(texts.logits_BV, axis=-1)
-        told_B1 = jnp.take_along_axis(told_BV, token_B[:, None], axis=-1)
+        log_p_BV = jax.nn.log_softmax(texts.logits_BV, axis=-1)
+        log_p_B1 = jnp.take_along_axis(log_p_BV, token_B[:, None], axis=-1)
         seen_BV = texts.seen_BV
         if seen_BV is not None:
             seen_BV |= token_B[:, None] == jnp.arange(seen_BV.shape[1])
@@ -328,8 +328,8 @@ def advance(
             drawn_BN=jax.lax.dynamic_update_slice_in_dim(
                 texts.drawn_BN, token_B[:, None], texts.count, axis=1
             ),
-            told_BN=jax.lax.dynamic_update_slice_in_dim(
-                texts.told_BN, told_B1, texts.count, axis=1
+            log_p_BN=jax.lax.dynamic_update_slice_in_dim(
+                texts.log_p_BN, log_p_B1, texts.count, axis=1
             ),
             count=count,
         )

@@ -214,7 +214,7 @@ def _complete_batch(
         finished_B=jnp.arange(rows) >= count,
         limit_B=jnp.asarray(_pad(limits, rows, 0)),
         drawn_BN=jnp.zeros((rows, new), jnp.int32),
-        told_BN=jnp.zeros((rows, new), jnp.float32),
+        log_p_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
     answers, texts = write_answers(
@@ -271,13 +271,17 @@ def write_answers(
             texts = dataclasses.replace(texts, finished_B=jnp.asarray(finished_B))
         if finished_B.all() or until == most:
             break
-    told_BN, answers = np.asarray(texts.told_BN), []
+    log_p_BN, answers = np.asarray(texts.log_p_BN), []
     for row, limit in enumerate(limits):
         ended: Ended = "length" if lengths[row] == limit else "end"
         if row in stops:
             lengths[row], ended = stops[row], "stop"
-        tokens, told = drawn_BN[row, : lengths[row]], told_BN[row, : lengths[row]]
-        answers.append(Answer(tokens=tokens.tolist(), log_probabilities=told.tolist(), ended=ended))
+        tokens, log_probabilities = drawn_BN[row, : lengths[row]], log_p_BN[row, : lengths[row]]
+        answers.append(
+            Answer(
+                tokens=tokens.tolist(), log_probabilities=log_probabilities.tolist(), ended=ended
+            )
+        )
     return answers, texts
 
 

@@ -137,31 +137,35 @@ def published_defaults(config: Config, workdir: Place | None) -> Defaults:
     folder = published_folder(config, workdir)
     if folder is None or not (folder / GENERATION).is_file():
         return Defaults()
-    said, where = read_json(folder / GENERATION), str(folder / GENERATION)
-    validate_keys(said, GENERATION_KEYS, where=where)
+    content, where = read_json(folder / GENERATION), str(folder / GENERATION)
+    validate_keys(content, GENERATION_KEYS, where=where)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "num_beams",
                  "length_penalty"):  # fmt: skip
-        value = said.get(name)
+        value = content.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"{where}: {name} = {value!r} is no number; correct it, or remove it")
     options: dict[str, Any] = {}
-    if said.get("repetition_penalty") not in (None, 1):
-        options["repetition_penalty"] = float(said["repetition_penalty"])
-    beams = int(said.get("num_beams") or 1)
+    if content.get("repetition_penalty") not in (None, 1):
+        options["repetition_penalty"] = float(content["repetition_penalty"])
+    beams = int(content.get("num_beams") or 1)
     if beams > 1:
-        if said.get("do_sample"):
+        if content.get("do_sample"):
             raise UserError(
                 f"{where}: num_beams = {beams} with do_sample = True, beams that are drawn, are "
                 "not done here; give --beams, or remove one of them from the file"
             )
-        stopping = {True: "true", False: "false"}.get(said.get("early_stopping") or False, "never")
-        options |= {"length_penalty": said.get("length_penalty"), "early_stopping": stopping}
+        stopping = {True: "true", False: "false"}.get(
+            content.get("early_stopping") or False, "never"
+        )
+        options |= {"length_penalty": content.get("length_penalty"), "early_stopping": stopping}
         return Defaults(options, beams)
-    if said.get("do_sample") is False:
+    if content.get("do_sample") is False:
         options["temperature"] = 0.0
-    elif said.get("do_sample"):
-        top_k = said.get("top_k")
-        options["temperature"] = float(said.get("temperature") or 1.0)
+    elif content.get("do_sample"):
+        top_k = content.get("top_k")
+        options["temperature"] = float(content.get("temperature") or 1.0)
         options["top_k"] = (TOP_K if top_k is None else int(top_k)) or None
-        options |= {name: said[name] for name in ("top_p", "min_p") if said.get(name) is not None}
+        options |= {
+            name: content[name] for name in ("top_p", "min_p") if content.get(name) is not None
+        }
     return Defaults(options)

@@ -208,7 +208,7 @@ def speculate(
     new = limit + K + 1  # the last pass may accept more than the limit
     draft.begin(text, new=new, drawing=drawing)
     drawn: list[int] = []
-    told: list[float] = []
+    log_probabilities: list[float] = []
     passes = guessed = 0
     with setup.layout.active(), setup.precision.products():
         logits_BV, kept = _read(setup, sizes, state, text, new)
@@ -219,9 +219,9 @@ def speculate(
             key, of_guess, of_draw = jax.random.split(key, 3)
             seen_V = _seen_tokens(text, V, drawing)
             found = _accept(logits_TV, guesses_K, from_KV, seen_V, drawing, of_draw)
-            count, tokens_T, told_T = (np.asarray(part) for part in found)
+            count, tokens_T, log_p_T = (np.asarray(part) for part in found)
             drawn += tokens_T[: count + 1].tolist()
-            told += told_T[: count + 1].tolist()
+            log_probabilities += log_p_T[: count + 1].tolist()
             text += tokens_T[: count + 1].tolist()
             length = length_before_end(drawn[:limit], ends)
             if length < len(drawn) or len(drawn) == limit:
@@ -236,7 +236,7 @@ def speculate(
             kept = dataclasses.replace(kept, cache=cache)
     answer = Answer(
         tokens=drawn[:length],
-        log_probabilities=told[:length],
+        log_probabilities=log_probabilities[:length],
         ended="length" if length == limit else "end",
     )
     accepted = len(drawn) - 1 - passes
@@ -367,5 +367,5 @@ def _accept(
     last = jax.random.categorical(of_last, jnp.log(left_V)).astype(jnp.int32)
     guesses_T = jnp.concatenate([guesses_K, jnp.zeros(1, jnp.int32)])
     tokens_T = jnp.where(jnp.arange(K + 1) < count, guesses_T, last)
-    told_TV = jax.nn.log_softmax(logits_TV, axis=-1)
-    return count, tokens_T, jnp.take_along_axis(told_TV, tokens_T[:, None], axis=-1)[:, 0]
+    log_p_TV = jax.nn.log_softmax(logits_TV, axis=-1)
+    return count, tokens_T, jnp.take_along_axis(log_p_TV, tokens_T[:, None], axis=-1)[:, 0]

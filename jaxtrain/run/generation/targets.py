@@ -101,21 +101,21 @@ def write_targets(
             f"generate: {section}.source = 'synthetic' are random tokens, which tell nothing; bind "
             f"{section}.source and {section}.tokenizer"
         )
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "begin": train.data.begin, "ends": ends, "max_new_tokens": max_new_tokens,
         "sampling": sampling, "seed": seed, "batch_size": batch_size,
     }  # fmt: skip
     sizes = pair_model(train.model)
     if tokenizer is None or not texts:
         ids: list[Any] = list(prompts)
-        return targets(setup, sizes, state, ids, **asked)
+        return targets(setup, sizes, state, ids, **request)
     ids = [encode_prompt(tokenizer, text) for text in texts]
     # A target begins with nothing: it is the text of its own tokens alone.
     watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
-    answers = targets(setup, sizes, state, ids, **asked, watch=watch if stop or show else None)
-    told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
-    watch.show_rest(told[0].text or "")
-    return told
+    answers = targets(setup, sizes, state, ids, **request, watch=watch if stop or show else None)
+    written = [watch.answer(number, answer) for number, answer in enumerate(answers)]
+    watch.show_rest(written[0].text or "")
+    return written
 
 
 def targets(
@@ -250,7 +250,7 @@ def _begin(
         finished_B=jnp.arange(rows) >= len(limits),
         limit_B=jnp.full(rows, max(limits), jnp.int32),
         drawn_BN=jnp.zeros((rows, new), jnp.int32),
-        told_BN=jnp.zeros((rows, new), jnp.float32),
+        log_p_BN=jnp.zeros((rows, new), jnp.float32),
         count=jnp.zeros((), jnp.int32),
     )
 

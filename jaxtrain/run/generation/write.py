@@ -75,10 +75,10 @@ def write(
         watch=watch if stop or show else None,
         prefix_cache=prefix_cache,
     )
-    told = [watch.answer(number, answer) for number, answer in enumerate(answers)]
-    if told and told[0].text is not None:
-        watch.show_rest(told[0].text)
-    return told
+    written = [watch.answer(number, answer) for number, answer in enumerate(answers)]
+    if written and written[0].text is not None:
+        watch.show_rest(written[0].text)
+    return written
 
 
 def respond(

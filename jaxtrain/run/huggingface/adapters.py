@@ -96,9 +96,9 @@ def write_adapter(
     shapes = their_shapes(names, _shapes(setup, tuning))
     made = (tensor for _, tensor in their_tensors(names, state.params, setup.layer_order))
     content = _adapter_config(config, tuning, pairs)
-    with new_folder(out) as (folder, beside):
-        safetensors.write(beside / WEIGHTS, shapes, "F32", made)
-        write_atomically(beside / CONFIG, json.dumps(content, indent=2).encode())
+    with new_folder(out) as (folder, temporary):
+        safetensors.write(temporary / WEIGHTS, shapes, "F32", made)
+        write_atomically(temporary / CONFIG, json.dumps(content, indent=2).encode())
     say(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
 
 
@@ -110,12 +110,12 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
     """
     tuning, folder = _tuning(setup, f"Finetune.adapter={source!r}"), on_disk(source)
     with path_errors(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
-        said = read_json_object(folder / CONFIG)
+        content = read_json_object(folder / CONFIG)
         stored = safetensors.read_header(folder / WEIGHTS)
     pairs = _names(config, setup, tuning)
     names = tuple(name for pair in pairs for name in pair[1:])
     shapes = _shapes(setup, tuning)
-    reasons = list(_setting_differences(said, config, tuning))
+    reasons = list(_setting_differences(content, config, tuning))
     wanted, there = their_shapes(names, shapes), _targets(stored, config)
     if there and there != tuning.targets:
         reasons.append(
@@ -273,31 +273,31 @@ def _is_stored_by_input(line: Name, down: Name) -> bool:
     return first == _group(down.form.split("->")[1])[1]
 
 
-def _setting_differences(said: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
+def _setting_differences(content: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
     """Return settings of an adapter_config.json that differ here."""
     for key in ("r", "lora_alpha"):
-        value = said.get(key, 8)  # as peft has it
+        value = content.get(key, 8)  # as peft has it
         if type(value) not in (int, float) or not value > 0:
             return [f"{key} is {value!r}, which is no positive number"]
-    settings, rank, alpha = config.finetune, said.get("r", 8), said.get("lora_alpha", 8)
-    found = list(check_keys(said, KEYS))
-    scale = alpha / (math.sqrt(rank) if said.get("use_rslora") else rank)
+    settings, rank, alpha = config.finetune, content.get("r", 8), content.get("lora_alpha", 8)
+    found = list(check_keys(content, KEYS))
+    scale = alpha / (math.sqrt(rank) if content.get("use_rslora") else rank)
     ours = settings.lora_alpha / (
         math.sqrt(tuning.rank) if settings.lora_scale == "sqrt_rank" else tuning.rank
     )
-    if said.get("peft_type") != "LORA":
-        found.append(f"peft_type is {said.get('peft_type')!r}, here 'LORA'")
+    if content.get("peft_type") != "LORA":
+        found.append(f"peft_type is {content.get('peft_type')!r}, here 'LORA'")
     if rank != tuning.rank:
         found.append(f"r is {rank}; use Finetune.lora_rank={rank}")
     elif not math.isclose(scale, ours):
-        kind = "sqrt_rank" if said.get("use_rslora") else "rank"
+        kind = "sqrt_rank" if content.get("use_rslora") else "rank"
         found.append(
-            f"lora_alpha is {alpha} and use_rslora {said.get('use_rslora')}; use "
+            f"lora_alpha is {alpha} and use_rslora {content.get('use_rslora')}; use "
             f"Finetune.lora_alpha={alpha} and Finetune.lora_scale={kind!r}"
         )
-    if bool(said.get("use_dora")) != tuning.magnitudes:
+    if bool(content.get("use_dora")) != tuning.magnitudes:
         found.append(
-            f"use_dora is {said.get('use_dora')}; use Finetune.lora_magnitudes="
-            f"{bool(said.get('use_dora'))}"
+            f"use_dora is {content.get('use_dora')}; use Finetune.lora_magnitudes="
+            f"{bool(content.get('use_dora'))}"
         )
     return found

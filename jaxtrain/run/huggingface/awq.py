@@ -87,7 +87,7 @@ def export_awq(
         )
     model, carried = config.train.model, companion_files(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
-    family, said = family_for(model, content.get("model_type"))
+    family, config_json = family_for(model, content.get("model_type"))
     with setup.layout.active():
         params = _split_codes(tuning, state.frozen)
     names = _names(family.names(model), tuning, setup, family.architecture)
@@ -102,26 +102,26 @@ def export_awq(
         "quant_method": awq.METHOD, "version": "gemm", "bits": 4, "group_size": tuning.group,
         "zero_point": True, "modules_to_not_convert": None,
     }  # fmt: skip
-    with new_folder(out) as (folder, beside):
+    with new_folder(out) as (folder, temporary):
         made = their_tensors(names, params, order)
-        write_weights(beside, theirs, dtypes, ((name, _tensor(name, x)) for name, x in made))
-        whole = config_json_settings(content, family, said, config, "float16")
+        write_weights(temporary, theirs, dtypes, ((name, _tensor(name, x)) for name, x in made))
+        whole = config_json_settings(content, family, config_json, config, "float16")
         carried |= generation_files(config, workdir, carried, whole)
         for name, copied in carried.items():
-            write_atomically(beside / name, copied)
+            write_atomically(temporary / name, copied)
         whole["quantization_config"] = quantization
-        write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
+        write_atomically(temporary / CONFIG, json.dumps(whole, indent=2).encode())
         made = ((name, _tensor(name, x)) for name, x in their_tensors(names, params, order))
-        found = _compare(beside, family.architecture, made, setup, model, state, called=folder)
+        found = _compare(temporary, family.architecture, made, setup, model, state, called=folder)
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         written = json.dumps(found.to_json(), indent=1).encode()
-        write_atomically(beside / RECEIPT, written)
+        write_atomically(temporary / RECEIPT, written)
     found.show(console)
     return found
 
 
 def _compare(
-    beside: Path,
+    temporary: Path,
     architecture: str,
     made: Iterable[tuple[str, np.ndarray]],
     setup: Setup,
@@ -135,7 +135,7 @@ def _compare(
 
     transformers reads such a folder only with a package of kernels for GPUs.
     """
-    stored = {name: x for file in beside.glob("*.safetensors") for name, x in
+    stored = {name: x for file in temporary.glob("*.safetensors") for name, x in
               read_header(file).items()}  # fmt: skip
     digests, differing = receipt.compare_tensors(stored, made)
     shapes = shapes_of(setup)
@@ -143,7 +143,7 @@ def _compare(
     found = None
     if count <= receipt.MOST_PARAMETERS:
         tokens, _ = receipt.draw_input(model)
-        params = read_parameters(Folder(beside), setup, model)
+        params = read_parameters(Folder(temporary), setup, model)
         theirs = receipt.logits_of(setup.replace(tuning=Tuning()), model, params, tokens)
         ours = receipt.logits_of_state(setup, model, _in_half(state), tokens)
         against = "this run's codes, the rest in float16, beside the floats of the written folder"

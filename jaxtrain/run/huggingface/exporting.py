@@ -53,15 +53,15 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {out} is there already; name a folder that is new")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-        beside.mkdir()
+        temporary = folder.absolute().with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+        temporary.mkdir()
     try:
-        yield folder, beside
+        yield folder, temporary
         if folder.exists():
             folder.rmdir()
-        beside.rename(folder)
+        temporary.rename(folder)
     finally:
-        remove_tree(beside)
+        remove_tree(temporary)
 
 
 def require_one_process(out: str) -> None:
@@ -113,29 +113,29 @@ def export_run(
     model = config.train.model
     carried = companion_files(config, workdir)
     content = json.loads(carried.pop(CONFIG, b"{}"))
-    family, said = family_for(model, content.get("model_type"))
+    family, config_json = family_for(model, content.get("model_type"))
     names = family.names(model)
-    with new_folder(out) as (folder, beside):
+    with new_folder(out) as (folder, temporary):
         shapes, counts = their_shapes(names, shapes_of(setup)), family.counts(model)
         dtypes = dict.fromkeys(counts, "I64") | dict.fromkeys(shapes, _WRITTEN[dtype])
         made = their_tensors(names, params, setup.layer_order)
         zeros = ((name, np.zeros((), np.int64)) for name in counts)
         every = dict.fromkeys(counts, ()) | shapes
-        write_weights(beside, every, dtypes, itertools.chain(zeros, made), file_bytes)
-        whole = config_json_settings(content, family, said, config, dtype)
+        write_weights(temporary, every, dtypes, itertools.chain(zeros, made), file_bytes)
+        whole = config_json_settings(content, family, config_json, config, dtype)
         carried |= generation_files(config, workdir, carried, whole)
-        for name, copied in {**carried, **family.beside(model)}.items():
-            (beside / name).parent.mkdir(exist_ok=True)
-            write_atomically(beside / name, copied)
-        write_atomically(beside / CONFIG, json.dumps(whole, indent=2).encode())
+        for name, copied in {**carried, **family.extra_files(model)}.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            write_atomically(temporary / name, copied)
+        write_atomically(temporary / CONFIG, json.dumps(whole, indent=2).encode())
         made = their_tensors(names, params, setup.layer_order)
-        stored = {name: x for name, x in Folder(beside).tensors().items() if name in shapes}
+        stored = {name: x for name, x in Folder(temporary).tensors().items() if name in shapes}
         found = receipt.compare(
-            beside, family.architecture, stored, made, setup, model, params, called=folder
+            temporary, family.architecture, stored, made, setup, model, params, called=folder
         )
         found = dataclasses.replace(found, ancestors=tuple(ancestors))
         content = json.dumps(found.to_json(), indent=1).encode()
-        write_atomically(beside / RECEIPT, content)
+        write_atomically(temporary / RECEIPT, content)
     found.show(console)
     return found
 
@@ -175,7 +175,7 @@ _NOT_CARRIED = ("rope_parameters", "original_max_position_embeddings", "quantiza
 def config_json_settings(
     carried: Mapping[str, Any],
     family: Family,
-    said: Mapping[str, Any],
+    content: Mapping[str, Any],
     config: Config,
     dtype: str,
 ) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def config_json_settings(
     Args:
       carried: an earlier one.
       family: what it is to be of.
-      said: what the sizes say.
+      content: what the sizes say.
       config: the run's configuration.
       dtype: of the files' floats, as PyTorch calls it.
     """
@@ -192,11 +192,11 @@ def config_json_settings(
         carried = {"bos_token_id": None, "eos_token_id": _end_of_text(config)}
     # Names of classes that came along stay, where there are as many.
     named = [table for table in ("id2label", "label2id")
-             if len(carried.get(table) or {}) == len(said.get(table, {}))]  # fmt: skip
-    said = {key: value for key, value in said.items() if key not in named}
+             if len(carried.get(table) or {}) == len(content.get(table, {}))]  # fmt: skip
+    content = {key: value for key, value in content.items() if key not in named}
     ours = {
         **{name: value for name, value in carried.items() if name not in _NOT_CARRIED},
-        **said,
+        **content,
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "torch_dtype": dtype,
@@ -278,13 +278,13 @@ def generation_files(
         if SETTINGS not in carried:
             found[SETTINGS] = _format({"tokenizer_class": _CLASS, **tokenizer.special_names()})
     ends = ends_of_run(config, workdir) if tokenizer is not None else ()
-    said = json.loads(carried.get(GENERATION, b"{}"))
-    if ends and set(ends_of(said)) != set(ends):
+    content = json.loads(carried.get(GENERATION, b"{}"))
+    if ends and set(ends_of(content)) != set(ends):
         ids = {key: settings[key] for key in _IDS if settings.get(key) is not None}
         if isinstance(tokenizer, FileTokenizer) and tokenizer.before:
             ids.setdefault("bos_token_id", tokenizer.before[0])
         end = ends[0] if len(ends) == 1 else list(ends)
-        found[GENERATION] = _format({**ids, **said, "eos_token_id": end})
+        found[GENERATION] = _format({**ids, **content, "eos_token_id": end})
     return found
 
 

@@ -191,9 +191,11 @@ def compare(
             if theirs.ndim < ours.ndim:
                 ours = ours[:, 0]  # a text's class is predicted at its first token
             version = importlib.metadata.version("transformers")
-            told = math.prod(next(iter(given.values())).shape[: 1 if reads_images(model) else 2])
+            num_positions = math.prod(
+                next(iter(given.values())).shape[: 1 if reads_images(model) else 2]
+            )
             against = f"transformers {version}"
-            found = Logits.of(ours, theirs, told, against, independent=True)
+            found = Logits.of(ours, theirs, num_positions, against, independent=True)
     return Receipt(str(called or folder), architecture, count, digests, differing, found, why_not)
 
 
@@ -286,8 +288,8 @@ def _logits_of_transformers(
         return f"transformers cannot load it ({str(error).splitlines()[0]})"
     with torch.no_grad():
         given = {name: torch.from_numpy(tokens) for name, tokens in inputs.items()}
-        told = model.eval()(**given)
-        if "logits" not in told:  # without a head: those that the transposed embedding makes
+        output = model.eval()(**given)
+        if "logits" not in output:  # without a head: those that the transposed embedding makes
             embedding_VD = model.get_input_embeddings().weight
-            return (told.last_hidden_state @ embedding_VD.T).float().numpy()
-        return told.logits.float().numpy()
+            return (output.last_hidden_state @ embedding_VD.T).float().numpy()
+        return output.logits.float().numpy()

@@ -77,8 +77,8 @@ class Prediction:
         return self.classes[0][0]
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} ({probability:.1%})" for name, probability in self.classes)
-        return f"{self.name}: {told}"
+        classes = ", ".join(f"{name} ({probability:.1%})" for name, probability in self.classes)
+        return f"{self.name}: {classes}"
 
 
 # Of one input.
@@ -214,17 +214,17 @@ def _classes(
     """The likeliest classes."""
     classes = token_classes_of(model)
     if reads_images(model) and isinstance(data, ImageData):
-        asked = _of_images(given, model, data, logits, skip)
+        logits_of_parts = _of_images(given, model, data, logits, skip)
     elif classes is not None and isinstance(data, LabelledText):
-        asked = _of_texts(given, model, data, logits, classes)
+        logits_of_parts = _of_texts(given, model, data, logits, classes)
     elif classes is not None and isinstance(data, TaggedText):
-        asked = _of_words(given, model, data, logits, classes)
+        logits_of_parts = _of_words(given, model, data, logits, classes)
     elif classes is not None and isinstance(data, SequenceData):
-        asked = _of_sequences(given, model, data, logits, classes)
+        logits_of_parts = _of_sequences(given, model, data, logits, classes)
     elif reads_vectors(model) and isinstance(data, VectorData):
-        asked = _of_vectors(given, model, data, logits)
+        logits_of_parts = _of_vectors(given, model, data, logits)
     elif reads_tokens(model) and isinstance(data, TextSource):
-        asked = _of_hidden(given, model, data, logits)
+        logits_of_parts = _of_hidden(given, model, data, logits)
     else:
         raise UserError(
             f"predict: Train.data=@{type(data).__name__}() does not say how what "
@@ -233,23 +233,23 @@ def _classes(
     if top < 1:
         raise UserError(f"--top {top}: name at least 1 class")
     try:
-        names = asked.names()
+        names = logits_of_parts.names()
     except UserError as error:
-        names = [str(number) for number in range(asked.classes)]
+        names = [str(number) for number in range(logits_of_parts.classes)]
         say(f"Classes are printed by number, since the data cannot be opened: {error}")
-    for begin in range(0, len(asked.called), AT_ONCE):
-        part = range(begin, min(begin + AT_ONCE, len(asked.called)))
+    for begin in range(0, len(logits_of_parts.called), AT_ONCE):
+        part = range(begin, min(begin + AT_ONCE, len(logits_of_parts.called)))
         # The last ones are filled up: one program serves all.
         missing = 0 if begin == 0 else AT_ONCE - len(part)
-        found = asked.logits([*part, *[part[-1]] * missing])
+        found = logits_of_parts.logits([*part, *[part[-1]] * missing])
         for number, row in zip(part, found, strict=False):
-            if number in asked.broken:
+            if number in logits_of_parts.broken:
                 continue
             likely = np.exp(row - row.max())
             likely /= likely.sum()
             order = np.argsort(-likely, kind="stable")[:top]
-            told = tuple((names[label], float(likely[label])) for label in order)
-            yield Prediction(asked.called[number], told)
+            ranked = tuple((names[label], float(likely[label])) for label in order)
+            yield Prediction(logits_of_parts.called[number], ranked)
 
 
 def _of_images(
@@ -353,12 +353,12 @@ def _of_words(
             places.append((number, at))
             called.append(word if len(given) == 1 else f"text {number + 1}, {word}")
         rows.append(data.row(tokens))
-    told_BTC = np.concatenate(
+    logits_BTC = np.concatenate(
         [logits(stack(rows[begin : begin + AT_ONCE])) for begin in range(0, len(rows), AT_ONCE)]
     )
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        return np.stack([told_BTC[places[number]] for number in numbers])
+        return np.stack([logits_BTC[places[number]] for number in numbers])
 
     return _Request(called, of, data.class_names, classes)
 
@@ -371,9 +371,9 @@ def _of_hidden(
     rows, called, places = fill_masks(given, model, tokenizer)
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        asked = [places[number] for number in numbers]
-        told_BTV = logits(stack([rows[row] for row, _ in asked]))
-        return told_BTV[np.arange(len(asked)), [place for _, place in asked]]
+        positions = [places[number] for number in numbers]
+        logits_BTV = logits(stack([rows[row] for row, _ in positions]))
+        return logits_BTV[np.arange(len(positions)), [place for _, place in positions]]
 
     return _Request(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
 
@@ -416,8 +416,8 @@ def _sequences(
         name, sequences = "sequence", [source.reshape(len(source), -1)]
     else:
         path = existing_path("predict INPUT", str(source))
-        said, name = f"predict INPUT = {str(path)!r}", str(path)
-        sequences = read_sequences(path, said, labelled=False).x
+        origin, name = f"predict INPUT = {str(path)!r}", str(path)
+        sequences = read_sequences(path, origin, labelled=False).x
     features = sequences[0].shape[1]
     if features != data.features:
         raise UserError(
@@ -434,8 +434,8 @@ def _logits_of_labels(
 
     def of(numbers: Sequence[int]) -> np.ndarray:
         batch = stack([rows[number] for number in numbers])
-        told_BTC = logits(batch)
-        return told_BTC[np.arange(len(told_BTC)), batch.loss_mask.argmax(-1)]
+        logits_BTC = logits(batch)
+        return logits_BTC[np.arange(len(logits_BTC)), batch.loss_mask.argmax(-1)]
 
     return of
 

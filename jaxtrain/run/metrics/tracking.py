@@ -160,9 +160,9 @@ def open_service(
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - each service has errors of its own
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"Tracker.name = {settings.name!r}: it cannot be reached ({said}); log in or set its "
+            f"Tracker.name = {settings.name!r}: it cannot be reached ({reason}); log in or set its "
             "environment variables, or use Tracker.name = None"
         ) from error
 
@@ -206,13 +206,13 @@ class Tracking:
         self._metrics = None if folder is None else folder / METRICS_FILE
         self._file = None if folder is None else folder / f"tracker_{name}.json"
         self._lines, self._say = lines, say
-        said: dict[str, Any] = {"run": None, "done": 0}
+        position: dict[str, Any] = {"run": None, "done": 0}
         if self._file is not None and self._file.is_file():
-            said = _position(self._file)
-        self._done = said["done"]  # bytes of metrics.jsonl, or lines
-        self._service = service(said["run"])
+            position = _position(self._file)
+        self._done = position["done"]  # bytes of metrics.jsonl, or lines
+        self._service = service(position["run"])
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"tracker {name}")
-        if self._file is not None and said["run"] != self._service.run:
+        if self._file is not None and position["run"] != self._service.run:
             self._save()
 
     def go_on(self) -> None:
@@ -270,15 +270,15 @@ class Tracking:
 
     def _save(self) -> None:
         assert self._file is not None, "a run with a folder"
-        said = {"run": self._service.run, "done": self._done}
-        write_atomically(self._file, json.dumps(said).encode())
+        position = {"run": self._service.run, "done": self._done}
+        write_atomically(self._file, json.dumps(position).encode())
 
 
 def _position(file: Path) -> dict[str, Any]:
     """Read the position that `Tracking` has written; UserError if the file is damaged."""
     advice = "remove it: the service then gets all lines again, as another run"
-    said = read_json_object(file, advice=advice)
-    run, done = said.get("run"), said.get("done")
+    position = read_json_object(file, advice=advice)
+    run, done = position.get("run"), position.get("done")
     if not (run is None or isinstance(run, str)) or not isinstance(done, int) or done < 0:
         raise UserError(f"{file} is damaged; {advice}")
     return {"run": run, "done": done}

@@ -115,8 +115,8 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
             lines = lines_of(workdir)
             if not lines:
                 near = workdir.parent if isinstance(workdir, Path) else Path()
-                beside = [str(file.parent) for file in near.glob(f"*/{METRICS_FILE}")]
-                hint = did_you_mean(folder, beside) if beside else ""
+                runs_below = [str(file.parent) for file in near.glob(f"*/{METRICS_FILE}")]
+                hint = did_you_mean(folder, runs_below) if runs_below else ""
                 raise UserError(f"plot {folder}: no metrics there (no {METRICS_FILE}){hint}")
         found.append((str(workdir).rstrip("/").split("/"), lines))
     depth = 1

@@ -68,20 +68,20 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
     """Prints what a batch of text is made of: padding, documents a row, its commonest tokens."""
     ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
     size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
-    told = [
+    fractions = [
         f"{size:,} tokens in {len(batch.inputs):,} rows",
         f"{1 - len(ids) / size:.1%} padding",
         f"{counted:.1%} of the targets count",
     ]
     if batch.segment_ids is not None:
-        told.append(f"{batch.segment_ids.max(axis=1).mean():.2f} documents a row")
+        fractions.append(f"{batch.segment_ids.max(axis=1).mean():.2f} documents a row")
     if tokenizer is not None:
         characters = len(tokenizer.decode(ids.tolist()))
-        told.append(f"{characters / max(1, len(ids)):.2f} characters a token")
+        fractions.append(f"{characters / max(1, len(ids)):.2f} characters a token")
     found, counts = np.unique(ids, return_counts=True)
     known = dataset.facts.get("vocab_size")  # data of your own need not tell it
-    told.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
-    say(f"The first batch: {', '.join(told)}")
+    fractions.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
+    say(f"The first batch: {', '.join(fractions)}")
     most = np.argsort(-counts, kind="stable")[:MOST]
     names = [
         (repr(tokenizer.decode([int(found[place])])) if tokenizer else str(found[place]))
@@ -112,12 +112,12 @@ def draw_row(example: Batch) -> list[str]:
 
 def _numbers(example: Batch, dataset: Dataset) -> str:
     numbers, what = example.inputs, "pixels" if dataset.unit == "images" else "numbers"
-    size, told = " x ".join(map(str, numbers.shape)), example.targets
+    size, targets = " x ".join(map(str, numbers.shape)), example.targets
     if example.positions is not None:  # a sequence: without padding, and labels where they count
-        numbers, told = numbers[example.segment_ids > 0], told[example.loss_mask > 0]
+        numbers, targets = numbers[example.segment_ids > 0], targets[example.loss_mask > 0]
         size = " x ".join(map(str, numbers.shape))
     return (
-        f"{_format_targets(told, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
+        f"{_format_targets(targets, dataset.facts)}, {size} {what} from {numbers.min():.3g} to "
         f"{numbers.max():.3g}, mean {numbers.mean():.3g}, standard deviation {numbers.std():.3g}"
     )
 
@@ -126,20 +126,20 @@ def _format_targets(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
     if not np.issubdtype(targets.dtype, np.integer):
         return "targets " + " ".join(f"{number:.3g}" for number in targets)
     names = str(facts["class_names"]).split(", ") if "class_names" in facts else []
-    told = [
+    lines = [
         f"label {label}" + (f" ({names[label]})" if label < len(names) else "")
         for label in np.ravel(targets).tolist()
     ]
-    return " and ".join(told)
+    return " and ".join(lines)
 
 
 def _tokens(example: Batch) -> str:
     counted, length = int((example.loss_mask > 0).sum()), len(example.inputs)
-    told = f"{length} tokens, {counted} targets that count"
+    line = f"{length} tokens, {counted} targets that count"
     if example.segment_ids is None:
-        return told
+        return line
     documents = len(np.unique(example.segment_ids[example.segment_ids > 0]))
-    return f"{told}, of {documents} document{'s' * (documents > 1)}"
+    return f"{line}, of {documents} document{'s' * (documents > 1)}"
 
 
 def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:

@@ -86,7 +86,7 @@ def parameter_table(state: TrainState, waits: Unfreezing = _NO_WAIT) -> Table:
     """Every parameter: shape, logical axes, where they lie, bytes on each device; and, where some
     are not, whether it is trained, or from which step on."""
     rows, trained = parameter_rows(state), by_name(state.params)
-    tells = bool(by_name(state.frozen)) or bool(waits.steps)
+    shows_trained = bool(by_name(state.frozen)) or bool(waits.steps)
     table = Table(title="Parameters", title_justify="left", show_footer=True)
     total = f"{sum(row[4] for row in rows):,}"
     per_device = human_bytes(sum(row[5] for row in rows))
@@ -95,13 +95,13 @@ def parameter_table(state: TrainState, waits: Unfreezing = _NO_WAIT) -> Table:
     table.add_column("logical axes", overflow="fold")
     table.add_column("placement", overflow="fold")
     table.add_column("bytes per device", footer=per_device, justify="right")
-    if tells:
+    if shows_trained:
         count = sum(row[4] for row in rows if row[0] in trained)
         table.add_column("trained", footer=f"{count:,}", justify="right")
     for name, shape, axes, placement, _, size in rows:
         row = [name, " x ".join(map(str, shape)), axes, placement, human_bytes(size)]
-        told = _when(waits, name, trained[name]) if name in trained else "frozen"
-        table.add_row(*row, *([told] if tells else []))
+        trained_from = _when(waits, name, trained[name]) if name in trained else "frozen"
+        table.add_row(*row, *([trained_from] if shows_trained else []))
     return table
 
 
@@ -246,8 +246,8 @@ def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
     """Prints what is known of the data, and which files and records of it are left out."""
     words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
-    told = f"{', '.join(words)}; " if words else ""
-    console.print(f"Data: {told}sha256 {digest[:16]}", soft_wrap=True)
+    prefix = f"{', '.join(words)}; " if words else ""
+    console.print(f"Data: {prefix}sha256 {digest[:16]}", soft_wrap=True)
     say(console, *sentences(facts))
 
 

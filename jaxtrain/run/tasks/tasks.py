@@ -126,8 +126,8 @@ def scores(
     with setup.layout.active(), setup.precision.products():
         for numbers in batches([len(pair.tokens) for pair in pairs], sizes, batch_size):
             batch = [pairs[number] for number in numbers]
-            told = _batch_scores(setup, sizes, state, batch)
-            found.update(zip(numbers, told, strict=True))
+            batch_scores = _batch_scores(setup, sizes, state, batch)
+            found.update(zip(numbers, batch_scores, strict=True))
     return [found[number] for number in range(len(pairs))]
 
 
@@ -142,9 +142,9 @@ def _batch_scores(
         targets_BC[row, -len(pair.continuation) :] = pair.continuation
         wanted_BC[row, -len(pair.continuation) :] = True
     found = _log_probabilities(setup, sizes, state, tokens_BT, padding_B, targets_BC, wanted_BC)
-    told_B, greedy_B = (np.asarray(part) for part in found)
+    log_p_B, greedy_B = (np.asarray(part) for part in found)
     return [
-        Score(log_likelihood=float(told_B[row]), greedy=bool(greedy_B[row]))
+        Score(log_likelihood=float(log_p_B[row]), greedy=bool(greedy_B[row]))
         for row in range(len(pairs))
     ]
 
@@ -167,10 +167,10 @@ def _log_probabilities(
         setup.model(state), tokens_BT, cache, padding_B, setup.execution,
         room=room, last=places,
     )  # fmt: skip
-    told_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
-    told_BC = jnp.take_along_axis(told_BCV, targets_BC[..., None], axis=-1)[..., 0]
+    log_p_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
+    log_p_BC = jnp.take_along_axis(log_p_BCV, targets_BC[..., None], axis=-1)[..., 0]
     right_BC = (logits_BCV.argmax(-1) == targets_BC) | ~wanted_BC
-    return jnp.where(wanted_BC, told_BC, 0).sum(-1), right_BC.all(-1)
+    return jnp.where(wanted_BC, log_p_BC, 0).sum(-1), right_BC.all(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,12 +325,12 @@ def evaluate_tasks(arguments: argparse.Namespace) -> int:
     train, program = trainer.config.train, trainer.program.setup
     tokenizer, sizes = tokenizer_of(train, command="evaluate-tasks"), token_model(train.model)
     state = trainer.program.eval_state(trainer.state)
-    asked = [
+    questions = [
         pairs(task, tokenizer, delimiter=arguments.delimiter, length=sizes.context_length)
         for task in tasks
     ]
-    for task, own in zip(tasks, asked, strict=True):
-        told = scores(program, sizes, state, own, batch_size=arguments.batch_size)
-        line = {"step": trainer.steps_done, **results(task, own, told)}
+    for task, own in zip(tasks, questions, strict=True):
+        answers = scores(program, sizes, state, own, batch_size=arguments.batch_size)
+        line = {"step": trainer.steps_done, **results(task, own, answers)}
         print(json.dumps(strict(line), allow_nan=False), flush=True)  # noqa: T201
     return DONE

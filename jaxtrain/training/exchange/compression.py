@@ -135,10 +135,10 @@ class TopK:
         values_C, places_C, lost_P = self._split(sums_P)
         left_kP = [x.at[rank].set(lost) for x, lost in zip(left_kP, lost_P, strict=True)]
         messages = [jnp.concatenate(x) for x in (values_C, places_C)]
-        told = [jnp.split(jax.lax.all_gather(x, "data"), ends, -1) for x in messages]
+        gathered = [jnp.split(jax.lax.all_gather(x, "data"), ends, -1) for x in messages]
         sent_kP = [
             jnp.put_along_axis(jnp.zeros_like(x), places, values, -1, inplace=False)
-            for x, values, places in zip(left_kP, *told, strict=True)
+            for x, values, places in zip(left_kP, *gathered, strict=True)
         ]
         return _without_padding(sent_kP, pending), _without_padding(left_kP, pending)
 

@@ -85,11 +85,11 @@ class PowerSGD:
         found = {}
         for name, variable in by_name(params).items():
             shape, axes = variable.get_value().shape, logical_axes(variable)
-            told = narrow(shape, axes, self.rank)
-            if told is not None:
-                kept = (*told.stack, *told.columns)
+            narrowed = narrow(shape, axes, self.rank)
+            if narrowed is not None:
+                kept = (*narrowed.stack, *narrowed.columns)
                 key = jax.random.fold_in(jax.random.key(0), zlib.crc32(name.encode()))
-                drawn = jax.random.normal(key, (*(shape[i] for i in kept), told.rank))
+                drawn = jax.random.normal(key, (*(shape[i] for i in kept), narrowed.rank))
                 found[name] = nnx.Param(drawn, axes=(*(axes[i] for i in kept), "rank"))
         return found
 
@@ -108,11 +108,11 @@ class PowerSGD:
         for (path, param), variable in zip(named, leaves, strict=True):
             name = name_of(path)
             x, axes = variable.get_value(), logical_axes(param)
-            told = narrow(x.shape[1:], axes, self.rank)
-            if told is None:
+            narrowed = narrow(x.shape[1:], axes, self.rank)
+            if narrowed is None:
                 arrived, rest = x.sum(0), jnp.zeros_like(x)
             else:
-                arrived, rest, new = _exchange(x, basis[name].get_value(), told)
+                arrived, rest, new = _exchange(x, basis[name].get_value(), narrowed)
                 basis[name] = basis[name].replace(new)
             sent.append(param.replace(arrived))
             left.append(variable.replace(rest))
@@ -120,10 +120,12 @@ class PowerSGD:
         return of_params.unflatten(sent), {"left": structure.unflatten(left), "basis": basis}
 
 
-def _exchange(x: jax.Array, q: jax.Array, told: Narrow) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _exchange(
+    x: jax.Array, q: jax.Array, narrowed: Narrow
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the low-rank sum of the matrices [k, ...], each replica's residual, and the next Q."""
     letters = string.ascii_lowercase
-    stack, rows, columns = ("".join(letters[i] for i in part) for part in told[:3])
+    stack, rows, columns = ("".join(letters[i] for i in part) for part in narrowed[:3])
     whole = letters[: x.ndim - 1]
     spec: dict[str, Any] = {"R": None}
     spec.update(zip("K" + whole, jax.typeof(x).sharding.spec, strict=True))

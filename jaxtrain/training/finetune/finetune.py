@@ -252,7 +252,7 @@ def tuning_of(
         return of
     from jaxtrain.training.finetune.lora import LoRA, targets_of
 
-    targets = {name for _, those in targets_of(settings.lora_targets, shapes) for name in those}
+    targets = {name for _, matches in targets_of(settings.lora_targets, shapes) for name in matches}
     divisor = rank if settings.lora_scale == "rank" else math.sqrt(rank)
     return LoRA(
         **vars(of), targets=frozenset(targets), rank=rank, scale=settings.lora_alpha / divisor,

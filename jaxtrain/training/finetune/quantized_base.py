@@ -74,18 +74,18 @@ class QuantizedBase(Tuning):
     def as_declared(self, frozen: nnx.State) -> dict[Any, Any]:
         """Return the frozen parameters by path, quantized ones as `Quantized`."""
         found: dict[Any, Any] = {}
-        beside: dict[Any, dict[str, Any]] = {}
+        siblings: dict[Any, dict[str, Any]] = {}
         for path, variable in nnx.to_flat_state(frozen):
             if role_of(variable) != "quantized":
                 found[path] = variable
             else:
-                beside.setdefault(path[:-1], {})[str(path[-1])] = variable
-        for path, those in beside.items():
-            value = {name: (one.get_value(), logical_axes(one)) for name, one in those.items()}
-            axes = logical_axes(those["codes"])
+                siblings.setdefault(path[:-1], {})[str(path[-1])] = variable
+        for path, parts in siblings.items():
+            value = {name: (one.get_value(), logical_axes(one)) for name, one in parts.items()}
+            axes = logical_axes(parts["codes"])
             summed = tuple(i - len(axes) for i in sides_of(axes)[0])
             made = of_arrays(value, summed, self.kind)
-            found[path] = those["codes"].replace(made, role=None)
+            found[path] = parts["codes"].replace(made, role=None)
         return found
 
     def join(self, weights: Weights) -> nnx.State:

@@ -73,14 +73,14 @@ def confusion(predicted: jax.Array, targets: jax.Array, mask: jax.Array, classes
     """
     places = jnp.arange(classes)
     label = (targets[..., None] == places) & (mask != 0)[..., None]
-    said = predicted[..., None] == places
+    is_predicted = predicted[..., None] == places
     letters = "bt"[: predicted.ndim]
     # Zeros and ones: exact in float32, and on a GPU or TPU in what its float32 products are made
     # of, up to 2^24 of a kind in one batch.
     counts = jnp.einsum(
         f"{letters}c,{letters}d->cd",
         label.astype(jnp.float32),
-        said.astype(jnp.float32),
+        is_predicted.astype(jnp.float32),
         out_sharding=None if jax.sharding.get_abstract_mesh().empty else P(None, None),
     )
     return counts.astype(jnp.int32)
@@ -139,8 +139,8 @@ class Classification(AnswerObjective, TellsLogits[Predictor]):
         """Return `loss` and `accuracy` (top-1), and for held-out examples the sums of
         `evaluation_sums`.
         """
-        told_B = answers_BC.argmax(-1)
-        right = [(told_B == label_B) * mask_B for label_B, mask_B in labels(batch)]
+        predicted_B = answers_BC.argmax(-1)
+        right = [(predicted_B == label_B) * mask_B for label_B, mask_B in labels(batch)]
         sums = {
             "loss": label_loss(answers_BC, batch, settings, train=train),
             "accuracy": sum(right, jnp.zeros(())).sum(),

@@ -117,19 +117,19 @@ class Distillation(TokenObjective):
 
     def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
         """Yield errors for another vocabulary, and for features that do not support a teacher."""
-        theirs, said = self.sizes, f"Distillation.teacher={self.teacher!r}"
+        theirs, origin = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
             yield (
-                f"{said} has {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
+                f"{origin} has {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
                 f"{model.vocab_size}; both have one tokenizer, and as many logits"
             )
         if theirs.context_length < length:
             yield (
-                f"{said} reads {theirs.context_length} tokens at most, and rows have {length}; "
+                f"{origin} reads {theirs.context_length} tokens at most, and rows have {length}; "
                 "use shorter ones"
             )
         if theirs.attention is not None and not theirs.attention.causal:
-            yield f"{said} sees the tokens that it is to tell; name a model that looks back"
+            yield f"{origin} sees the tokens that it is to tell; name a model that looks back"
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
         """Return the two parts of the loss; the cross entropy has the text's baseline."""

@@ -147,7 +147,7 @@ class MultiToken(NextToken):
     name: ClassVar[str] = "multi_token"
     minimized: ClassVar[tuple[str, ...]] = (*NextToken.minimized, "multi_token_loss")
     own: ClassVar[tuple[str, ...]] = (*NextToken.own, "multi_token_loss")
-    tells_further: ClassVar[bool] = True
+    multi_token_prediction: ClassVar[bool] = True
 
     def of(self, model: Model) -> "MultiToken":
         """Return the objective with the model's number of tokens and weight."""

@@ -272,13 +272,13 @@ class Objective(abc.ABC, Generic[M]):
         kept = (*self.evaluated, CONFUSION)
         found = [n for n in sums if n not in kept and self.over(n) in self.evaluated]
         means = {name: sums[name] / sums[self.over(name)] for name in found}
-        told = {**means, **self.more_of_evaluation(means)}
+        metrics = {**means, **self.more_of_evaluation(means)}
         if CONFUSION in sums:
             # Imported here: most objectives predict no classes.
             from jaxtrain.training.objectives.classification import metrics_of
 
-            told |= metrics_of(sums[CONFUSION])
-        return {f"eval_{name}": value for name, value in told.items()}
+            metrics |= metrics_of(sums[CONFUSION])
+        return {f"eval_{name}": value for name, value in metrics.items()}
 
     @final
     def validate_inputs(self, model: Model) -> Iterator[str]:

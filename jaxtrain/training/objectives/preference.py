@@ -79,8 +79,8 @@ class DPO(TokenObjective):
             counts_BT = batch.loss_mask != 0
             h_BTD = jnp.where(counts_BT[..., None], h_BTD, 0)
             targets_BT = jnp.where(counts_BT, batch.targets, 0)
-            told_BT = -cross_entropy(logits(model, h_BTD), targets_BT)
-            gained_BT = jnp.where(counts_BT, told_BT - batch.reference, 0.0)
+            log_p_BT = -cross_entropy(logits(model, h_BTD), targets_BT)
+            gained_BT = jnp.where(counts_BT, log_p_BT - batch.reference, 0.0)
             signs_BT = jnp.where(batch.segment_ids == CHOSEN, 1.0, -1.0)
             margin_B = self.beta * sum_of_sequence((signs_BT * gained_BT).sum(-1))
             pair_B = sum_of_sequence(counts_BT.sum(-1)) > 0

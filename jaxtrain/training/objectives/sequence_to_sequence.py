@@ -71,13 +71,15 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
         h_BTD = _generate(model, batch, memory, execution)
         found = self.of_hidden(model, h_BTD, batch, settings, train=train)
         if batch.answers is not None and not train:
-            told_B = _exact_matches(_right(padded_logits(model, h_BTD), model, batch), batch)
+            exact_B = _exact_matches(_right(padded_logits(model, h_BTD), model, batch), batch)
             for answer in _answers(batch):
                 h_BTD = _generate(model, answer, memory, execution)
-                told_B |= _exact_matches(_right(padded_logits(model, h_BTD), model, answer), answer)
+                exact_B |= _exact_matches(
+                    _right(padded_logits(model, h_BTD), model, answer), answer
+                )
             # A row of which nothing counts is there for the sake of the batch's size.
-            told_B &= (batch.loss_mask != 0).any(-1)
-            found["exact_match"] = told_B.sum(dtype=jnp.float32)
+            exact_B &= (batch.loss_mask != 0).any(-1)
+            found["exact_match"] = exact_B.sum(dtype=jnp.float32)
         return found, statistics
 
     def of_hidden(
@@ -97,12 +99,12 @@ class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
             # matrix's gradient as 0 x NaN.
             h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
             logits_BTV, size = padded_logits(model, h_BTD), vocabulary(model)
-            told_BT = losses(
+            losses_BT = losses(
                 logits_BTV, batch.targets, mask_BT, settings, train=train, classes=size
             )
             right_BT = _right(logits_BTV, model, batch)
         return {
-            "loss": told_BT.sum(),
+            "loss": losses_BT.sum(),
             "accuracy": (right_BT * mask_BT).sum(),
             "exact_match": _exact_matches(right_BT, batch).sum(dtype=jnp.float32),
         }

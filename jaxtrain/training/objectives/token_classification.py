@@ -46,11 +46,11 @@ class TokenClassification(TokenObjective):
             # As in `tokens.token_loss`.
             h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
             logits_BTC = logits(model, h_BTD)
-            told_BT = losses(
+            losses_BT = losses(
                 logits_BTC, batch.targets, mask_BT, settings, train=train, over="classes"
             )
             right_BT = logits_BTC.argmax(-1) == batch.targets
-        sums = {"loss": told_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
+        sums = {"loss": losses_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
         return sums if train else sums | evaluation_sums(logits_BTC, batch.targets, mask_BT)
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:

@@ -60,7 +60,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
       own: the sums of `of_hidden`; all others are the layers'.
       reserved: last tokens of the model's vocabulary that the data do not have.
       labels: whether targets are labels, and no tokens.
-      tells_further: whether modules that tell tokens after the next one are trained.
+      multi_token_prediction: whether modules that predict tokens after the next one are trained.
     """
 
     inputs: ClassVar[tuple[Inputs, ...]] = ("tokens",)
@@ -69,7 +69,7 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     own: ClassVar[tuple[str, ...]] = ("loss",)
     reserved: ClassVar[int] = 0
     labels: ClassVar[bool] = False
-    tells_further: ClassVar[bool] = False
+    multi_token_prediction: ClassVar[bool] = False
 
     @abc.abstractmethod
     def of_hidden(
@@ -120,12 +120,12 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
         """
         yield from self.validate_inputs(model)
         name = type(model).__name__
-        if not self.tells_further:
-            told = tokens_per_position(model)
-            if told > 1:
+        if not self.multi_token_prediction:
+            per_position = tokens_per_position(model)
+            if per_position > 1:
                 yield (
-                    f"{name}.predicted_tokens={told}, but the objective {self.name!r} trains no "
-                    f"module that predicts further tokens; use {name}.predicted_tokens=1"
+                    f"{name}.predicted_tokens={per_position}, but the objective {self.name!r} "
+                    f"trains no module that predicts further tokens; use {name}.predicted_tokens=1"
                 )
         if model.attention is not None and model.attention.causal != self.causal:
             yield (
@@ -251,23 +251,25 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
 def _validate_length(
     length: int, model: TokenModel, settings: Loss, layout: Layout
 ) -> Iterator[str]:
-    said = f"Batch.inputs has sequences of {length} tokens"
+    message = f"Batch.inputs has sequences of {length} tokens"
     if length > model.context_length:
         name = type(model).__name__
-        yield f"{said}; use at most {model.context_length} ({name}.context_length)"
+        yield f"{message}; use at most {model.context_length} ({name}.context_length)"
     for of, parts in (
         ("the devices that split a sequence", layout.size(layout.activation(RESIDUAL)[1])),
         ("Loss.chunk_size", settings.chunk_size or 1),
     ):
         if length % parts:
             nearest = nearest_multiple(length, parts)
-            yield f"{said}, no multiple of {parts} ({of}); the nearest is {nearest}"
+            yield f"{message}, no multiple of {parts} ({of}); the nearest is {nearest}"
 
 
-def _validate_tokens(batch: Batch, model: TokenModel, told: tuple[str, int]) -> Iterator[str]:
+def _validate_tokens(
+    batch: Batch, model: TokenModel, per_position: tuple[str, int]
+) -> Iterator[str]:
     from jaxtrain.training.objectives.own_batch import validate_values
 
-    name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, told
+    name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, per_position
     of_targets = f" ({name}.{setting}={count})"
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
     of_context = f" ({name}.context_length={model.context_length})"

@@ -218,8 +218,8 @@ def _with_devices_cut(
         )
         for eqn in jaxpr.eqns:
             inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-            apart = both.get(id(eqn))
-            results = _run(eqn, inputs) if apart is None else _on_devices_apart(eqn, inputs, apart)
+            split = both.get(id(eqn))
+            results = _run(eqn, inputs) if split is None else _on_devices_apart(eqn, inputs, split)
             values.update(zip(eqn.outvars, results, strict=True))
         return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 

@@ -251,7 +251,7 @@ class TextParts(Parts):
     @property
     def head_has_layers(self) -> bool:
         """Whether the head has multi-token prediction modules, as in `Parts`."""
-        return self.objective.tells_further
+        return self.objective.multi_token_prediction
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:
         """Return the sums of the final hidden states, as in `Parts`."""

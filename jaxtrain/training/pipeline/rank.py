@@ -147,10 +147,10 @@ class Rank:
             found = dataclasses.replace(found, halves=backward.halves(params, self._x, context))
         return found
 
-    def _places(self, tree: Any, apart: Callable[[Any], tuple[Any, Any]]) -> list[int]:
+    def _places(self, tree: Any, split: Callable[[Any], tuple[Any, Any]]) -> list[int]:
         """Return the indices, among a tree's leaves, of those that belong to its first part."""
         leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.leaves(apart(jax.tree.unflatten(structure, range(len(leaves))))[0])
+        return jax.tree.leaves(split(jax.tree.unflatten(structure, range(len(leaves))))[0])
 
     # -- one tick -------------------------------------------------------------------------------
 
@@ -360,8 +360,8 @@ class Rank:
             self._of_outer,
             before,
         )
-        of_outer, told = transpose(gradient)
-        return _add(outer, of_outer), {**jax.tree.map(jnp.zeros_like, gradient), **told}
+        of_outer, of_inputs = transpose(gradient)
+        return _add(outer, of_outer), {**jax.tree.map(jnp.zeros_like, gradient), **of_inputs}
 
     def _before(self, number: int, x: Stream) -> Stream:
         """Return the outputs of the earlier passes in a stream."""

@@ -51,8 +51,8 @@ class Conflict(NamedTuple):
         )
         why = why or text_of(self.taking.takes[self.property], context)
         ways = dict.fromkeys((text_of(self.taking.off, context), way_out))
-        said, other = self.needing.written(context), self.taking.written(context)
-        return f"{said} with {other}: {why}; use {' or '.join(ways)}"
+        needing, other = self.needing.written(context), self.taking.written(context)
+        return f"{needing} with {other}: {why}; use {' or '.join(ways)}"
 
 
 def conflicts(features: list[Feature]) -> Iterator[Conflict]:

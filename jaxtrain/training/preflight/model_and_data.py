@@ -194,8 +194,8 @@ def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
         more = " and sentinels" * _is_a(data, "SpanData")
         whose = f"{type(data).__name__}'s {vocab_size} tokens"
         if "tokenizer" in dir(data):  # data of your own may have none
-            said = f"{_section(data)}.tokenizer={data.tokenizer!r}"
-            whose = f"the tokenizer's {vocab_size} tokens{more} ({said})"
+            setting = f"{_section(data)}.tokenizer={data.tokenizer!r}"
+            whose = f"the tokenizer's {vocab_size} tokens{more} ({setting})"
         yield (
             f"{name}.vocab_size={model.vocab_size} is smaller than {whose}; use at least "
             f"{vocab_size}"

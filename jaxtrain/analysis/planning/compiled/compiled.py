@@ -184,7 +184,7 @@ def _facts(
     layout: Layout,
     target: Target,
     compiled: jax.stages.Compiled,
-    said: str,
+    compiler_log: str,
     seconds: float,
 ) -> Compiled:
     stats: Any = compiled.memory_analysis()
@@ -205,14 +205,14 @@ def _facts(
         host_bytes=host,
         refusal=None,
         text=compiled.as_text() or "",
-        warnings=(*partitioner_warnings(said), *elsewhere),
+        warnings=(*partitioner_warnings(compiler_log), *elsewhere),
         seconds=seconds,
     )
 
 
-def partitioner_warnings(said: str) -> tuple[str, ...]:
+def partitioner_warnings(compiler_log: str) -> tuple[str, ...]:
     """Return the lines in which XLA reports an involuntary full rematerialization."""
-    lines = [line for line in said.splitlines() if "nvoluntary full remat" in line]
+    lines = [line for line in compiler_log.splitlines() if "nvoluntary full remat" in line]
     return tuple(re.sub(r"^.*?\] ", "", line) for line in lines)
 
 
@@ -277,14 +277,14 @@ def _read(key: str) -> Compiled | None:
     return Compiled(**fields)
 
 
-def _write(key: str, compiled: Compiled, said: str) -> None:
+def _write(key: str, compiled: Compiled, compiler_log: str) -> None:
     """A folder that cannot be written costs the next plan its time, nothing else."""
     folder = cache_folder()
     fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
     fields.pop("cached")
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compiler.log").write_text(said)
+        (folder / "compiler.log").write_text(compiler_log)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(gzip.compress(json.dumps(fields).encode()))
         os.replace(file.name, folder / f"{key}.json.gz")

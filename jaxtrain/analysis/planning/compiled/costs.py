@@ -88,7 +88,7 @@ def readers(module: Module) -> dict[str, frozenset[str]]:
             origins[name] = {name}
             for operation in set().union(*given) & found.keys():
                 found[operation].add(name)
-    return {name: frozenset(those & operations.keys()) for name, those in found.items()}
+    return {name: frozenset(names & operations.keys()) for name, names in found.items()}
 
 
 def _of_call(module: Module, call: Instruction) -> Cost:

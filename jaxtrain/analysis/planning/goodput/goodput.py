@@ -43,13 +43,13 @@ class Reliability:
     """What a user says about failures and storage; None where the table or an assumption holds.
 
     Attributes:
-      asked: whether the whole section is to be shown.
+      is_requested: whether the whole section is to be shown.
       mtbf: device-hours per interruption.
       storage: GB/s of checkpoints that each host reads or writes.
       seed: of the simulation.
     """
 
-    asked: bool = False
+    is_requested: bool = False
     mtbf: float | None = None
     storage: float | None = None
     seed: int = 0

@@ -93,8 +93,8 @@ def gpu_devices(
             "pip install 'jaxtrain[cuda13]' (4.4 GB)"
         ) from error
     except RuntimeError as error:
-        said = f"{error} {noise()}".strip()
-        raise UserError(f"target {name!r}: the CUDA compiler rejects it: {said}") from error
+        message = f"{error} {noise()}".strip()
+        raise UserError(f"target {name!r}: the CUDA compiler rejects it: {message}") from error
     return list(description.devices)
 
 

@@ -222,8 +222,8 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
                 f"target {target.name!r} is compiled by libtpu, which is not installed; "
                 "pip install 'jaxtrain[tpu]'"
             ) from error
-        said = f"{error} {noise()}".strip()
-        raise UserError(f"target {target.name!r}: libtpu rejects it: {said}") from error
+        message = f"{error} {noise()}".strip()
+        raise UserError(f"target {target.name!r}: libtpu rejects it: {message}") from error
     return list(description.devices)
 
 

@@ -142,11 +142,11 @@ def search(
                     best[kind] = min(best.get(kind, math.inf), one.price.seconds)
                 local = _locally(config, layout, one, Facts(one.config, found.layout).passes)
                 if local is not None:
-                    said = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
-                    if said is None:
+                    message = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
+                    if message is None:
                         heapq.heappush(left, local)
                     else:
-                        refused[said] = refused.get(said, 0) + 1
+                        refused[message] = refused.get(message, 0) + 1
             else:
                 large.append((layout, found))
             priced, too_large = priced + tried, too_large + over
@@ -283,9 +283,9 @@ def _list_layouts(
     waits: dict[tuple[Any, ...], float] = {}
     for mesh in meshes_and_schedules(config, target, devices):
         counted = list(counts(config, mesh))
-        said = _refusal(config, {**mesh, **counted[0]}, target, slices)
-        if said is not None:
-            refused[said] = refused.get(said, 0) + 1
+        message = _refusal(config, {**mesh, **counted[0]}, target, slices)
+        if message is not None:
+            refused[message] = refused.get(message, 0) + 1
             continue
         sizes = tuple(value for name, value in mesh.items() if name.startswith("Mesh."))
         split = mesh["Mesh.data"] * mesh["Mesh.fsdp"] * mesh["Mesh.expert"]
@@ -326,9 +326,9 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
         variant = apply_changes(config, changes)
     except UserError as error:
         return str(error)
-    said = refusal(variant, target)
-    if said is not None:
-        return said.splitlines()[0]
+    message = refusal(variant, target)
+    if message is not None:
+        return message.splitlines()[0]
     sharded = dataclasses.replace(variant, sharding=dataclasses.replace(variant.sharding, zero=3))
     if layouts.shared_mesh(sharded, target.devices * slices) != variant.mesh:
         return f"Mesh.fsdp={variant.mesh.fsdp}: the same as with fewer, and more Mesh.data"

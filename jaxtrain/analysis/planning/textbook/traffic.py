@@ -103,12 +103,15 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
 def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
     """Of each matrix P and Q, of a vector itself."""
     for weight in facts.weights:
-        told, axes = narrow(weight.shape, weight.axes, rank), weight.axes
+        narrowed, axes = narrow(weight.shape, weight.axes, rank), weight.axes
         parts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [(weight.shape, axes)]
-        if told is not None:
-            sides = ((*told.stack, *told.rows), (*told.stack, *told.columns))
+        if narrowed is not None:
+            sides = ((*narrowed.stack, *narrowed.rows), (*narrowed.stack, *narrowed.columns))
             parts = [
-                ((*(weight.shape[i] for i in side), told.rank), (*(axes[i] for i in side), "rank"))
+                (
+                    (*(weight.shape[i] for i in side), narrowed.rank),
+                    (*(axes[i] for i in side), "rank"),
+                )
                 for side in sides
             ]
         for shape, names in parts:

@@ -54,10 +54,12 @@ def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
 
     def over(tile: tuple[int, int]) -> float:
         tiles = alike * math.ceil(m / tile[0]) * math.ceil(n / tile[1])
-        asked = alike * m * n / (tile[0] * tile[1])
+        fractional = alike * m * n / (tile[0] * tile[1])
         if tiles < cores:
-            tiles, asked = (x * min(cores // tiles, max(k // _SPLIT, 1)) for x in (tiles, asked))
-        return math.ceil(tiles / cores) * cores / asked
+            tiles, fractional = (
+                x * min(cores // tiles, max(k // _SPLIT, 1)) for x in (tiles, fractional)
+            )
+        return math.ceil(tiles / cores) * cores / fractional
 
     return min(map(over, _TILES))
 

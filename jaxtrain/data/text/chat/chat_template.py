@@ -349,10 +349,10 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     """Return the message with its reasoning under the names that templates read, as transformers
     does.
     """
-    said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-    if said is None:
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is None:
         return dict(message)
-    return {"thinking": said, **message, "reasoning_content": said}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _without_marks(rendered: str) -> tuple[str, list[Span]]:

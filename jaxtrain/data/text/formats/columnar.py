@@ -126,9 +126,9 @@ def _load(path: Place, kind: str) -> Iterator[None]:
         yield
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
         # A damaged length asks for more memory than there is.
-        said = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"TextData.source: {path} is no whole {kind} file ({said}); make it again, or remove "
+            f"TextData.source: {path} is no whole {kind} file ({reason}); make it again, or remove "
             "it from the source"
         ) from error
 

@@ -183,7 +183,7 @@ def open_token_files(
     tokenizer: Tokenizer,
     sequence_length: int,
     *,
-    said: str,
+    origin: str,
     separate: bool,
     heldout_split: str | None,
     heldout_fraction: float,
@@ -194,7 +194,7 @@ def open_token_files(
       paths: the files, in the order of their tokens.
       tokenizer: what made them; says the ids that there are, and the one between documents.
       sequence_length: of rows.
-      said: TextData.tokenizer.
+      origin: TextData.tokenizer.
       separate: as `PackedText.separate`.
       heldout_split: the files with this word in their names are held out; None: the last part is,
         from where a document begins.
@@ -221,7 +221,7 @@ def open_token_files(
         [file for file, out in zip(files, held, strict=True) if out == wanted]
         for wanted in (False, True)
     ]
-    known = _load_or_read(groups, tokenizer, said, None if any(held) else heldout_fraction)
+    known = _load_or_read(groups, tokenizer, origin, None if any(held) else heldout_fraction)
     tokens = [Joined([file.tokens for file in group]) for group in groups if group]
     if len(tokens) == 1:
         cut = known.cut
@@ -270,7 +270,7 @@ class _Known:
 def _load_or_read(
     groups: list[list[TokenFile]],
     tokenizer: Tokenizer,
-    said: str,
+    origin: str,
     fraction: float | None,
 ) -> _Known:
     """Return the facts of token files from the cache folder, or by reading the files."""
@@ -284,7 +284,7 @@ def _load_or_read(
     def look() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with alone(folder), writing(folder):
-            known = _read_through(groups, tokenizer, said, fraction)
+            known = _read_through(groups, tokenizer, origin, fraction)
             for file, array in zip(arrays, known.offsets, strict=True):
                 np.save(file, array)
             fields = {name: value for name, value in vars(known).items() if name != "offsets"}
@@ -306,7 +306,7 @@ def _state(path: Path) -> tuple[str, int, int]:
 def _read_through(
     groups: list[list[TokenFile]],
     tokenizer: Tokenizer,
-    said: str,
+    origin: str,
     fraction: float | None,
 ) -> _Known:
     starts = [_starts(group, tokenizer) for group in groups if group]
@@ -315,8 +315,9 @@ def _read_through(
         least, most = _bounds(file.tokens)
         if least < 0 or most >= tokenizer.vocab_size:
             raise UserError(
-                f"TextData.tokenizer = {said!r} has the ids 0 to {tokenizer.vocab_size - 1:,}, and "
-                f"{file.path} holds {least:,} to {most:,}; name the tokenizer.json that made them"
+                f"TextData.tokenizer = {origin!r} has the ids 0 to "
+                f"{tokenizer.vocab_size - 1:,}, and {file.path} holds {least:,} to {most:,}; "
+                "name the tokenizer.json that made them"
             )
     cut = -1
     if fraction is not None:

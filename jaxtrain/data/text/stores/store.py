@@ -113,13 +113,13 @@ class Store:
         return _map(file, dtype, part.tokens)
 
     def settle_tokenizer(
-        self, tokenizer: Tokenizer, said: str, *, ends: bool, surrounds: bool
+        self, tokenizer: Tokenizer, origin: str, *, ends: bool, surrounds: bool
     ) -> None:
         """Give the run's tokenizer the store's end of a document and special tokens around one.
 
         Args:
           tokenizer: the run's.
-          said: TextData.tokenizer.
+          origin: TextData.tokenizer.
           ends: whether TextData.end_of_text is set.
           surrounds: whether TextData.add_special_tokens is set.
 
@@ -130,7 +130,7 @@ class Store:
             copy = self.folder / TOKENIZER_FILE
             use = str(copy) if copy.is_file() else "byte"
             raise UserError(
-                f"TextData.tokenizer = {said!r} did not make the tokens of the store "
+                f"TextData.tokenizer = {origin!r} did not make the tokens of the store "
                 f"{self.folder}; use TextData.tokenizer = {use!r}, or prepare the text anew"
             )
         if ends and tokenizer.end_of_text != self.end_of_text:
@@ -201,18 +201,18 @@ def _parse_description(folder: Path, tokens_in: BucketPath | None, file: Path) -
     Raises:
       UserError: it is damaged, or of another version.
     """
-    said = read_json_object(file, advice="prepare the text anew")
-    written = said.pop("format", None)
+    content = read_json_object(file, advice="prepare the text anew")
+    written = content.pop("format", None)
     if written not in _READ:
         raise UserError(
             f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
         )
     try:
-        rows = said.pop("parts")
+        rows = content.pop("parts")
         parts = {split: Part(**rows.pop(split)) for split in SPLITS}
         if rows or any(_misfits(part, _OF_PART) for part in parts.values()):
             raise ValueError("parts")  # noqa: TRY301
-        store = Store(folder=folder, parts=parts, tokens_in=tokens_in, **said)
+        store = Store(folder=folder, parts=parts, tokens_in=tokens_in, **content)
         if wrong := _misfits(store, _OF_STORE):
             raise ValueError(", ".join(wrong))
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -212,19 +212,19 @@ def _validate_others(folder: Path) -> None:
 def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
     """Return the journal of an earlier attempt in a folder, or a new one."""
     try:
-        said = parse_json((folder / _JOURNAL).read_bytes())
+        content = parse_json((folder / _JOURNAL).read_bytes())
     except FileNotFoundError:
         journal = _Journal({split: Written() for split in SPLITS})
         write_atomically(folder / _JOURNAL, journal.text(identity))
         return journal
     except ValueError as error:
         raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {_ANEW}") from error
-    if said["identity"] != identity:
-        changed = [name for name in identity if said["identity"].get(name) != identity[name]]
+    if content["identity"] != identity:
+        changed = [name for name in identity if content["identity"].get(name) != identity[name]]
         what = "other texts or settings" if "texts" in changed else "another tokenizer"
         raise UserError(f"--out {folder}: it was started with {what}; {_ANEW}")
-    parts: dict[Split, Written] = {split: Written(**said["parts"][split]) for split in SPLITS}
-    return _Journal(parts, said["jobs"], said["characters"])
+    parts: dict[Split, Written] = {split: Written(**content["parts"][split]) for split in SPLITS}
+    return _Journal(parts, content["jobs"], content["characters"])
 
 
 # -- jobs ---------------------------------------------------------------------------------------

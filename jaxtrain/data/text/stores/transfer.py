@@ -60,12 +60,12 @@ def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPa
         whole = of_tokens <= WHOLE_BYTES
         wanted = [file.name for file in (*others, *(tokens if whole else ()))]
         wanted += [*(checksums_of(folder, split).name for split in SPLITS), *TOKENIZER_FILES]
-        said = f"TextData.source = {str(store)!r}"
+        origin = f"TextData.source = {str(store)!r}"
         say(
-            f"{said}: fetched to {folder}, for the next starts too"
+            f"{origin}: fetched to {folder}, for the next starts too"
             if whole
-            else f"{said}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are read "
-            f"there; where documents begin is fetched to {folder}"
+            else f"{origin}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are "
+            f"read there; where documents begin is fetched to {folder}"
         )
 
         def fetch() -> None:

@@ -152,7 +152,7 @@ _bare_encoder = {
     "prefix": "",
     "copies": {},
     "buffers": r"embeddings\.position_ids|pooler\..*",
-    "beside": sentences.write_sentence_files,
+    "extra_files": sentences.write_sentence_files,
 }
 FAMILIES = (
     _bert(

@@ -122,12 +122,12 @@ def _read_rope(config: ConfigFile) -> dict[str, Any]:
     far |= {**both.table(GLOBAL).content, **scaling}
     kind = rope.validate_type(config, far, ("default", "linear"))
     rope.validate_type(config, near, ("default",))
-    local, far_said = config.inner(near), config.inner(far)
-    for one in (local, far_said):
+    local, far_rope = config.inner(near), config.inner(far)
+    for one in (local, far_rope):
         rope.reject_fraction(one)
     return {
-        "rope_theta": far_said.number("rope_theta"),
-        "rope_scaling": far_said.number("factor") if kind == "linear" else 1.0,
+        "rope_theta": far_rope.number("rope_theta"),
+        "rope_scaling": far_rope.number("factor") if kind == "linear" else 1.0,
         "local_rope_theta": local.number("rope_theta"),
     }
 

@@ -65,10 +65,10 @@ class AwqTensor:
         group = self.codes.shape[0] // len(scales_GO)
         codes_GSO = unpack_codes(self.codes.open()).reshape(len(scales_GO), group, -1)
         # int8: a code less its zero is between -15 and 15.
-        apart_GSO = (
+        unpacked_GSO = (
             codes_GSO.astype(np.int8) - unpack_codes(self.zeros.open()).astype(np.int8)[:, None]
         )
-        return (apart_GSO * scales_GO[:, None]).reshape(self.codes.shape[0], -1).T
+        return (unpacked_GSO * scales_GO[:, None]).reshape(self.codes.shape[0], -1).T
 
 
 def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | AwqTensor]:
@@ -87,9 +87,9 @@ def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Awq
                 f"{where}: {name} has no {stem}{ZEROS} and {stem}{SCALES} beside it; fetch it again"
             )
         if not _fit(*three):
-            said = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in three)
+            shapes = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in three)
             raise UserError(
-                f"{where}: {name} with its zeros and scales is {said}; in AutoAWQ's layout it is "
+                f"{where}: {name} with its zeros and scales is {shapes}; in AutoAWQ's layout it is "
                 f"[in, out / {len(ORDER)}] of I32, [in / group, out / {len(ORDER)}] of I32 and "
                 "[in / group, out] of F16"
             )

@@ -226,20 +226,20 @@ class _Reader:
         if self._stream.read(4) != MAGIC or self._number("I") not in (2, 3):
             raise ValueError("it does not begin as one of version 2 or 3")
         count, pairs = self._count(), self._count()
-        said: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._text()
-            if key in said:
+            if key in metadata:
                 raise ValueError(f"it has the key {key} twice")
-            said[key] = self._value(self._number("I"))
+            metadata[key] = self._value(self._number("I"))
         rows = [self._row() for _ in range(count)]
         if len({row[0] for row in rows}) < count:
             raise ValueError("it has two tensors of one name")
-        align = said.get("general.alignment", 32)
+        align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
             raise ValueError(f"an alignment of {align!r}")
         start = -(-self._stream.tell() // align) * align
-        return said, {_name(row[0]): self._tensor(start, *row) for row in rows}
+        return metadata, {_name(row[0]): self._tensor(start, *row) for row in rows}
 
     def _number(self, form: str) -> Any:
         return struct.unpack(f"<{form}", self._stream.read(struct.calcsize(form)))[0]

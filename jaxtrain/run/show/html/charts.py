@@ -105,14 +105,14 @@ def _bar(
         if limit <= scale:
             x = f"{1000 * limit / scale:.2f}"
             pieces.append(element("line", x1=x, x2=x, y1=0, y2=1, class_="limit"))
-    said = "; ".join(f"{part} {human(value)}" for part, value in parts.items())
+    label = "; ".join(f"{part} {human(value)}" for part, value in parts.items())
     svg = element(
         "svg",
         *pieces,
         viewBox="0 0 1000 1",
         preserveAspectRatio="none",
         role="img",
-        aria_label=f"{name}: {said or human(0)}",
+        aria_label=f"{name}: {label or human(0)}",
     )
     head = element("div", element("span", name), element("span", *words), class_="name")
     return element("div", head, svg, class_="bar")
