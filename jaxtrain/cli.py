@@ -198,8 +198,8 @@ def _of_full_disk(error: OSError) -> str | None:
     reason = full_disk(error)
     if reason is None:
         return None
-    place = Path(error.filename or ".")
-    return f"{place}: {reason}; {room(place)}"
+    path = Path(error.filename or ".")
+    return f"{path}: {reason}; {room(path)}"
 
 
 def _run(arguments: argparse.Namespace) -> int:

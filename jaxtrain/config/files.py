@@ -43,8 +43,8 @@ def path_errors(named: str, *, needs: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        place = "" if error.filename is None else f" ({error.filename})"
-        raise UserError(f"{named}: {error.strerror}{place}; {needs}") from error
+        where = "" if error.filename is None else f" ({error.filename})"
+        raise UserError(f"{named}: {error.strerror}{where}; {needs}") from error
 
 
 def writable(option: str, name: str | None) -> Path | None:
@@ -163,11 +163,11 @@ def full_disk(error: BaseException) -> str | None:
 
 def room(path: Path) -> str:
     """Return the free space at a path and its file system, as "0 bytes are free there, of ... "."""
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    usage = shutil.disk_usage(place)
-    mounted = place.resolve()
+    folder = path.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    mounted = folder.resolve()
     while not mounted.is_mount():
         mounted = mounted.parent
     return (

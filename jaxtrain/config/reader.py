@@ -228,7 +228,7 @@ class _Bindings:
         """
         from jaxtrain.config.synonyms import CHOSEN, suggest_section, suggest_setting
 
-        chosen = {key: cls for key, place in CHOSEN.items() if (cls := self._section_of(*place))}
+        chosen = {key: cls for key, where in CHOSEN.items() if (cls := self._section_of(*where))}
         used = {cls.__name__: cls for cls in sections(self.root).values()}
         if section is not None and section not in CONFIGURABLES:
             close = suggest_section(section, chosen) or nearest(section, used, cutoff=0.7)
@@ -272,9 +272,9 @@ class _Bindings:
                 import_trusted(module, (self.folder, Path.cwd()))
         except ImportError as error:
             self.lacks_modules = True
-            places = " (looked for beside the config, in this folder and where Python looks; "
-            places = "" if is_own else f"{places}PYTHONPATH adds folders)"
-            raise UserError(f"{where}: import {module}: {error}{places}") from error
+            searched = " (looked for beside the config, in this folder and where Python looks; "
+            searched = "" if is_own else f"{searched}PYTHONPATH adds folders)"
+            raise UserError(f"{where}: import {module}: {error}{searched}") from error
         if module not in self.imports:
             self.imports.append(module)
 

@@ -201,14 +201,14 @@ def read_example(
       BadRecordError: too many cannot be read, or none can.
     """
     count = len(examples)
-    for place in range(index, index + count):
+    for candidate in range(index, index + count):
         try:
-            one = examples.example(place % count, rng if place == index else None)
+            one = examples.example(candidate % count, rng if candidate == index else None)
         except UNREADABLE as error:
             cause = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-            bad.add(BadRecord(split, place % count, cause), error)
+            bad.add(BadRecord(split, candidate % count, cause), error)
         else:
-            return one if place == index else weightless(one)
+            return one if candidate == index else weightless(one)
     raise BadRecordError(f"none of the {count} {split} examples can be read; repair the data")
 
 

@@ -48,7 +48,7 @@ class ClassedRows(abc.ABC):
         check_heldout_fraction(f"{self.section}.heldout_fraction", self.heldout_fraction)
 
     @abc.abstractmethod
-    def row(self, places: Any, label: Any = 0) -> Batch:
+    def row(self, content: Any, label: Any = 0) -> Batch:
         """Return one example as a row [T]: labels are at the predicted positions, and nothing else
         counts."""
 
@@ -60,19 +60,19 @@ class ClassedRows(abc.ABC):
     def pad_row(self, row: np.ndarray, label_T: np.ndarray, is_labeled_T: np.ndarray) -> Batch:
         """Return a row [T] or [T, F], padded to `sequence_length`, with labels at the predicted
         positions."""
-        place_T = np.arange(self.sequence_length, dtype=np.int32)
+        position_T = np.arange(self.sequence_length, dtype=np.int32)
         return Batch(
-            np.pad(row, ((0, len(place_T) - len(row)), *((0, 0),) * (row.ndim - 1))),
+            np.pad(row, ((0, len(position_T) - len(row)), *((0, 0),) * (row.ndim - 1))),
             np.where(is_labeled_T, label_T, 0).astype(np.int32),
             is_labeled_T.astype(np.float32),
-            (place_T < len(row)).astype(np.int32),
-            place_T,
+            (position_T < len(row)).astype(np.int32),
+            position_T,
         )
 
     def label_sequence(self, row: np.ndarray, label: int) -> Batch:
         """Return a row with one label."""
-        place = 0 if self.place == "first" else len(row) - 1
-        is_labeled_T = np.arange(self.sequence_length) == place
+        position = 0 if self.place == "first" else len(row) - 1
+        is_labeled_T = np.arange(self.sequence_length) == position
         return self.pad_row(row, np.full(self.sequence_length, label), is_labeled_T)
 
     def label_tokens(self, row: np.ndarray, labels: Labels, *, first: int = 0) -> Batch:
@@ -121,5 +121,5 @@ class Rows(Generic[S]):
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Return example `index`, a row [T]; the same for any `rng`."""
         del rng
-        places, label = self.each[index]
-        return self.data.row(places, label)
+        content, label = self.each[index]
+        return self.data.row(content, label)

@@ -232,8 +232,8 @@ class Concatenated:
         of = np.searchsorted(ends, indices, side="right")
         order, found = list[np.ndarray](), list[Batch]()
         for number in np.unique(of).tolist():
-            part, places = self.parts[number], np.flatnonzero(of == number)
-            order.append(places)
-            found.append(part.examples(indices[places] - (ends[number] - len(part))))
+            part, rows = self.parts[number], np.flatnonzero(of == number)
+            order.append(rows)
+            found.append(part.examples(indices[rows] - (ends[number] - len(part))))
         back = np.argsort(np.concatenate(order))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[back], *found)

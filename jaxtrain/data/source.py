@@ -81,14 +81,14 @@ class Part:
     """Consecutive examples of a split; implements Examples."""
 
     of: Examples
-    places: range
+    indices: range
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Return example `index` of the part."""
-        return self.of.example(self.places[index], rng)
+        return self.of.example(self.indices[index], rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,14 +135,14 @@ def hold_out(count: int, fraction: float) -> np.ndarray:
     return held
 
 
-def is_held_out(place: int, fraction: float) -> bool:
+def is_held_out(position: int, fraction: float) -> bool:
     """Whether `is_heldout` holds out this position, independent of the count."""
-    return bool(np.diff(_count_held_out(np.arange(place, place + 2), fraction))[0] > 0)
+    return bool(np.diff(_count_held_out(np.arange(position, position + 2), fraction))[0] > 0)
 
 
-def _count_held_out(places: np.ndarray, fraction: float) -> np.ndarray:
+def _count_held_out(positions: np.ndarray, fraction: float) -> np.ndarray:
     # The rounding keeps products such as 0.29 * 100 = 28.999999999999996 on the right side.
-    return np.floor(np.round(places * fraction, 9))
+    return np.floor(np.round(positions * fraction, 9))
 
 
 def check_heldout_fraction(name: str, fraction: float) -> None:
@@ -320,7 +320,7 @@ def glob_files(source: str, setting: str) -> list[Place]:
 def _root(source: str) -> str:
     """Return the deepest folder that contains all possible matches of a pattern."""
     parts = source.split("/")
-    first = next(place for place, part in enumerate(parts) if re.search(r"[*?\[]", part))
+    first = next(index for index, part in enumerate(parts) if re.search(r"[*?\[]", part))
     return "/".join(parts[:first]) or ("/" if source.startswith("/") else ".")
 
 

@@ -84,9 +84,9 @@ def _zeros(one: Cached, layers: int, rows: int, room: int, dtype: jnp.dtype) -> 
         size * copies_of_kv_heads(size) if axis == "kv_heads" else size
         for axis, size in zip(one.axes, one.shape, strict=True)
     ]
-    places, place_axes = ((room,), ("length",)) if one.every_token else ((), ())
-    zeros = jnp.zeros((one.leading + layers, rows, *places, *shape), one.dtype or dtype)
-    return shard(zeros, ("layers", "inner_batch", *place_axes, *one.axes))
+    room_shape, room_axes = ((room,), ("length",)) if one.every_token else ((), ())
+    zeros = jnp.zeros((one.leading + layers, rows, *room_shape, *shape), one.dtype or dtype)
+    return shard(zeros, ("layers", "inner_batch", *room_axes, *one.axes))
 
 
 def extend_cache(

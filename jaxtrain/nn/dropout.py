@@ -36,7 +36,7 @@ def dropout(
     x: jax.Array,
     rate: float,
     draws: Draws | None,
-    place: int,
+    site: int,
     layer: jax.Array | int | None = None,
 ) -> jax.Array:
     """x with each number 0 with probability `rate`, the others over 1 - rate.
@@ -47,12 +47,12 @@ def dropout(
       x: [B, ...].
       rate: of what is dropped, 0 to below 1.
       draws: of this step; None is evaluation, which drops nothing.
-      place: which dropout of the model this is, counted as the model likes: each draws its own.
+      site: which dropout of the model this is, counted as the model likes: each draws its own.
       layer: the number of the layer that it is in, where layers are alike.
     """
     if draws is None or rate == 0:
         return x
-    key = jax.random.fold_in(draws.key, place)
+    key = jax.random.fold_in(draws.key, site)
     if layer is not None:
         key = jax.random.fold_in(key, layer)
 

@@ -47,7 +47,7 @@ def embed(
     inputs: jax.Array,
     table: nnx.Param,
     out: tuple[str, ...] = ("batch", "length", "embed"),
-    places: tuple[jax.Array, nnx.Param] | None = None,
+    learned: tuple[jax.Array, nnx.Param] | None = None,
 ) -> jax.Array:
     """Rows of a [V, D] table for tokens [B, T]: a stream [B, T, D].
 
@@ -58,9 +58,9 @@ def embed(
       inputs: tokens or vectors.
       table: the table, or the map.
       out: logical axes of the stream.
-      places: positions [B, T] and the table whose rows are added for them.
+      learned: positions [B, T] and the table whose rows are added for them.
     """
-    lookups = [] if places is None else [places]
+    lookups = [] if learned is None else [learned]
     if jnp.issubdtype(inputs.dtype, jnp.integer):
         return _rows([(inputs, table), *lookups], out)
     x_BTD = contract("BTF,FD->BTD", inputs, table, out)
@@ -128,14 +128,14 @@ class _Split:
     def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Which of the device's rows each token has, and whether it is the device's at all."""
         axes = parts_of(self.vocabulary)
-        place_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
-        here_BT = (place_BT >= 0) & (place_BT < self.rows)
-        return jnp.where(here_BT, place_BT, 0), here_BT[..., None]
+        position_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
+        here_BT = (position_BT >= 0) & (position_BT < self.rows)
+        return jnp.where(here_BT, position_BT, 0), here_BT[..., None]
 
     def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
         """On each device: [B, T, D] of its places, out of its rows and the others'."""
-        place_BT, here_BT1 = self.places(tokens_BT)
-        found_BTD = jnp.where(here_BT1, rows_VD[place_BT], 0)
+        position_BT, here_BT1 = self.places(tokens_BT)
+        found_BTD = jnp.where(here_BT1, rows_VD[position_BT], 0)
         if not self.vocabulary:
             return found_BTD
         if self.scattered:
@@ -144,9 +144,9 @@ class _Split:
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
         """On each device: the gradient of its rows, out of its tokens and the others'."""
-        place_BT, here_BT1 = self.places(tokens_BT)
+        position_BT, here_BT1 = self.places(tokens_BT)
         rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
-        rows_VD = rows_VD.at[place_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
+        rows_VD = rows_VD.at[position_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
         return _sum_over(self.tokens, rows_VD)
 
 

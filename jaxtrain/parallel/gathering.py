@@ -99,7 +99,7 @@ def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: La
     dim, split = axes.index("vocab"), dataclasses.replace(layout, whole=frozenset())
     spec = split.weight(axes)
     more = -weight.shape[dim] % layout.size(spec[dim])
-    rows = [(0, more if place == dim else 0) for place in range(weight.ndim)]
+    rows = [(0, more if axis == dim else 0) for axis in range(weight.ndim)]
     return jax.sharding.reshard(jax.numpy.pad(weight, rows), spec)
 
 

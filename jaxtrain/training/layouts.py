@@ -193,9 +193,9 @@ def with_filling_rows(batch: Batch, config: Config, layout: Layout) -> Batch:
         raise UserError(
             "\n".join(f"{does_not}, and Train.fill_batch=True {reason}" for reason in reasons)
         )
-    places = np.arange(held)
-    last = jax.tree.map(lambda leaf: leaf[np.minimum(places, rows - 1)], batch)
-    return without_weight(last, places >= rows)
+    slots = np.arange(held)
+    last = jax.tree.map(lambda leaf: leaf[np.minimum(slots, rows - 1)], batch)
+    return without_weight(last, slots >= rows)
 
 
 def fill_batch(config: Config, layout: Layout) -> Config:

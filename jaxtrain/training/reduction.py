@@ -120,12 +120,12 @@ def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Bat
     sizes, k = [layout.size(axis) for axis in over], layout.size(outer)
 
     def one(x: jax.Array) -> jax.Array:
-        places = jax.typeof(x).sharding.spec[1:]
+        rest = jax.typeof(x).sharding.spec[1:]
         shape = (*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
-        x = jax.lax.reshape(x, shape, out_sharding=P(*over, None, *places))
+        x = jax.lax.reshape(x, shape, out_sharding=P(*over, None, *rest))
         x = x.transpose(*order, *range(len(order), x.ndim))
         shape = (k, math.prod(x.shape[: len(over) + 1]) // k, *x.shape[len(over) + 1 :])
-        return jax.lax.reshape(x, shape, out_sharding=P(outer, inner, *places))
+        return jax.lax.reshape(x, shape, out_sharding=P(outer, inner, *rest))
 
     return jax.tree.map(one, batch)
 

@@ -76,10 +76,10 @@ def update_biases(
     own = [p for p, one in found.items() if role_of(one) == "balance" and p[0] != TEACHER]
     alone = [path for path in own if not is_layer(found[path])]
     stacked = load_LE.shape[0] - len(alone)
-    places = np.arange(stacked) if order is None else np.maximum(order, 0)
+    layers = np.arange(stacked) if order is None else np.maximum(order, 0)
     for path in own:
         bias = found[path].get_value()
-        load = load_LE[stacked + alone.index(path) if path in alone else places]
+        load = load_LE[stacked + alone.index(path) if path in alone else layers]
         load = jax.sharding.reshard(load, jax.typeof(bias).sharding.spec)
         found[path] = found[path].replace(update_bias(bias, load.astype(jnp.float32), speed))
     return nnx.from_flat_state(found)

@@ -138,10 +138,10 @@ def figure(entries: Sequence[Entry]) -> Picture:
     memory, days, cost = picture.subplots(1, 3, sharey=True)
     bar: dict[str, Any] = {"height": 0.55, "color": "#5b9bd5"}
     memory.barh(names, [plan.total / _GIB for _, plan in made], **bar)
-    for place, (_, plan) in enumerate(made):
+    for index, (_, plan) in enumerate(made):
         if plan.target.chip.hbm_bytes is not None:
             capacity = plan.target.chip.hbm_bytes / _GIB
-            memory.plot([capacity, capacity], [place - 0.4, place + 0.4], color="black")
+            memory.plot([capacity, capacity], [index - 0.4, index + 0.4], color="black")
     memory.set_xlabel("GiB of a device; line: capacity")
     runs = [plan.whole_run for _, plan in made]
     days.barh(names, [0.0 if run is None else run.days for run in runs], **bar)

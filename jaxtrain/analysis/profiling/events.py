@@ -115,8 +115,8 @@ def until_done(
         moments.sort()
 
     def first(moments: Sequence[float], after: float) -> float:
-        place = bisect.bisect_left(moments, after)
-        return moments[place] if place < len(moments) else math.inf
+        position = bisect.bisect_left(moments, after)
+        return moments[position] if position < len(moments) else math.inf
 
     def completion(run: Run) -> float:
         end, again = first(finished.get(run.name, []), run.end), math.nextafter(run.start, math.inf)

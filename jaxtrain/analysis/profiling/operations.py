@@ -42,7 +42,7 @@ class Operation:
 
     name: str
     opcode: str
-    place: Origin
+    origin: Origin
     figures: Figures
 
 
@@ -100,9 +100,9 @@ class Profile:
                 {
                     "name": one.name,
                     "opcode": one.opcode,
-                    "scope": one.place.scope,
-                    "pass": one.place.stage,
-                    "operation": one.place.operation,
+                    "scope": one.origin.scope,
+                    "pass": one.origin.stage,
+                    "operation": one.origin.operation,
                     **dataclasses.asdict(one.figures),
                 }
                 for one in self.operations
@@ -187,7 +187,7 @@ def _layers(
 ) -> tuple[ScopePass, ...]:
     groups: dict[tuple[str, str], list[Figures]] = collections.defaultdict(list)
     for one in operations:
-        groups[one.place.scope, one.place.stage].append(one.figures)
+        groups[one.origin.scope, one.origin.stage].append(one.figures)
     layers = []
     for (scope, stage), parts in groups.items():
         seconds = sum(part.seconds for part in parts)

@@ -35,8 +35,8 @@ def show(console: Console, found: Profile) -> None:
         layers.add_row(one.scope, one.stage, *_cells(one.figures))
     layers.add_row("no operation", "waiting", "", f"{found.elsewhere:.1%}")
     for one in found.operations[:ROWS]:
-        where = f"{one.place.scope} {one.place.stage}"
-        operations.add_row(one.name, where, one.place.operation, *_cells(one.figures))
+        where = f"{one.origin.scope} {one.origin.stage}"
+        operations.add_row(one.name, where, one.origin.operation, *_cells(one.figures))
     console.print(layers)
     console.print(operations)
     say(console, f"Per device; {limits}")

@@ -172,8 +172,8 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         # gradient by the mask is each loss.
         find, all_count = jax.grad(losses, argnums=(0, 1)), jnp.ones_like(batch.loss_mask)
         in_order_BT = jnp.zeros_like(batch.targets) + jnp.arange(batch.targets.shape[1])
-        places_BT = along_context(in_order_BT, method)
-        return *find(all_count, shift_BTD, state, batch), places_BT
+        positions_BT = along_context(in_order_BT, method)
+        return *find(all_count, shift_BTD, state, batch), positions_BT
 
     created = bench.one_device.created
     state = program.current_state(jax.device_put(created, program.shardings(created)))
@@ -184,10 +184,10 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
 
     def per_token(batch: Batch) -> PerToken:
         found = jax.block_until_ready(compiled(state, mesh.place(batch), shift_BTD))
-        losses_BT, moved_BTD, places_BT = (np.asarray(x) for x in found)
+        losses_BT, moved_BTD, positions_BT = (np.asarray(x) for x in found)
         # A ring works on another order of the tokens.
         gradients_BTD = np.empty_like(moved_BTD)
-        np.put_along_axis(gradients_BTD, places_BT[..., None], moved_BTD, axis=1)
+        np.put_along_axis(gradients_BTD, positions_BT[..., None], moved_BTD, axis=1)
         return losses_BT, gradients_BTD
 
     return per_token

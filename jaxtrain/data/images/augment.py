@@ -217,7 +217,7 @@ class Augment:
                 found.append((change, float(rng.uniform(max(0.0, 1 - most), 1 + most))))
         if self.hue:
             found.append((hue, float(rng.uniform(-self.hue, self.hue))))
-        return [found[place] for place in rng.permutation(len(found))]
+        return [found[index] for index in rng.permutation(len(found))]
 
     def mix(
         self, own: np.ndarray, other: np.ndarray, rng: np.random.Generator

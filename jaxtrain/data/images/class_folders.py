@@ -69,9 +69,9 @@ def has_colors(image: Image.Image) -> bool:
 
 def sample_images(images: FileImages) -> Iterable[Image.Image]:
     """Yield some images, evenly spaced, without damaged ones, which training reports."""
-    for place in _sample_evenly(range(len(images))):
+    for index in _sample_evenly(range(len(images))):
         with contextlib.suppress(UserError):
-            yield images.read(place)[0]
+            yield images.read(index)[0]
 
 
 def open_folder(root: Place) -> tuple[FileImages, list[str]]:
@@ -123,8 +123,8 @@ def _first_image(folder: Path) -> Path | None:
 
 
 def _sample_evenly(items: Sequence[T]) -> list[T]:
-    places = np.unique(np.linspace(0, len(items) - 1, min(_SAMPLED, len(items))).astype(int))
-    return [items[place] for place in places.tolist()]
+    indices = np.unique(np.linspace(0, len(items) - 1, min(_SAMPLED, len(items))).astype(int))
+    return [items[index] for index in indices.tolist()]
 
 
 def _validate_one_level_too_high(root: Path, names: list[str]) -> None:

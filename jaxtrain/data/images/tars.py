@@ -195,12 +195,12 @@ def _has_example(members: Collection[str]) -> bool:
     return "cls" in members or bool(last & (_ENDINGS | _OTHER_IMAGES))
 
 
-def _validate_no_end(path: Path, place: int) -> None:
+def _validate_no_end(path: Path, offset: int) -> None:
     """Raise EOFError unless a block of zeros, which ends a tar file, follows the members."""
     with path.open("rb") as file:
-        file.seek(place)
+        file.seek(offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise EOFError(f"it breaks off at byte {place:,}")
+            raise EOFError(f"it breaks off at byte {offset:,}")
 
 
 def _samples(tar: tarfile.TarFile) -> Iterator[tuple[str, dict[str, tarfile.TarInfo]]]:

@@ -104,8 +104,8 @@ class Mixing:
           int64 [n].
         """
         first = batch * global_batch_size
-        places = np.arange(first, first + int(rows.max(initial=-1)) + 1)
-        of_places = self._source(places, global_batch_size, seed)
+        positions = np.arange(first, first + int(rows.max(initial=-1)) + 1)
+        of_places = self._source(positions, global_batch_size, seed)
         before = self._before(first, global_batch_size, seed)
         found = np.empty(len(rows), np.int64)
         offset = 0
@@ -118,10 +118,10 @@ class Mixing:
             offset += one.rows
         return found
 
-    def whose(self, place: int, *, seed: int) -> tuple[int, int]:
+    def whose(self, position: int, *, seed: int) -> tuple[int, int]:
         """Return the index of the source at a position, and how many earlier positions it has."""
-        number = int(self._source(np.array([place]), 1, seed)[0])
-        return number, self._before(place, 1, seed)[number]
+        number = int(self._source(np.array([position]), 1, seed)[0])
+        return number, self._before(position, 1, seed)[number]
 
     def count_seen(self, batches: int, *, global_batch_size: int, seed: int) -> dict[str, Seen]:
         """Return how far each source is read after `batches`."""
@@ -139,39 +139,39 @@ class Mixing:
             for source, end in zip(self.sources, ends, strict=True)
         }
 
-    def _source(self, places: np.ndarray, global_batch_size: int, seed: int) -> np.ndarray:
+    def _source(self, positions: np.ndarray, global_batch_size: int, seed: int) -> np.ndarray:
         """Return the index of the source at each position."""
         segments, offset = _segments(self, global_batch_size, seed)
         # Modulo 2**64, of which `_WHOLE` is a divisor: an overflow changes nothing.
         with np.errstate(over="ignore"):
-            parts = places.astype(np.uint64) * np.uint64(_STEP) + np.uint64(offset)
+            parts = positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(offset)
         parts = (parts % np.uint64(_WHOLE)).astype(np.int64)
         begins = np.array([segment.begin for segment in segments])
-        own = np.searchsorted(begins, places, side="right") - 1
-        found = np.empty(len(places), np.int64)
+        own = np.searchsorted(begins, positions, side="right") - 1
+        found = np.empty(len(positions), np.int64)
         for number in np.unique(own).tolist():
             here = own == number
-            found[here] = _among(segments[number], places[here], parts[here])
+            found[here] = _among(segments[number], positions[here], parts[here])
         return found
 
-    def _before(self, place: int, global_batch_size: int, seed: int) -> tuple[int, ...]:
+    def _before(self, position: int, global_batch_size: int, seed: int) -> tuple[int, ...]:
         """Return how many positions before this one each source has."""
         segments, offset = _segments(self, global_batch_size, seed)
-        segment = next(one for one in reversed(segments) if one.begin <= place)
-        return _count(segment, place, offset)
+        segment = next(one for one in reversed(segments) if one.begin <= position)
+        return _count(segment, position, offset)
 
 
 @functools.lru_cache(maxsize=16)
 def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_Segment], int]:
     """Return the segments of a run's stream in order, and the offset of its sequence."""
     offset = int(np.random.SeedSequence((seed, STREAM)).generate_state(1)[0])
-    places = [step * global_batch_size for step, _ in mixing.stages]
+    positions = [step * global_batch_size for step, _ in mixing.stages]
     segments: list[_Segment] = []
     gone = [False] * len(mixing.sources)
     before = (0,) * len(mixing.sources)
     for number, (_, shares) in enumerate(mixing.stages):
-        begin, last = places[number], number + 1 == len(places)
-        end = None if last else places[number + 1]
+        begin, last = positions[number], number + 1 == len(positions)
+        end = None if last else positions[number + 1]
         later = mixing.stages[number + 1][1] if mixing.linear and not last else shares
         while end is None or begin < end:
             cuts = _cuts(shares, gone)
@@ -180,21 +180,21 @@ def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_
             segment = _Segment(begin, cuts, tuple(moved), length, before)
             segments.append(segment)
             dry = [
-                (place, one)
+                (position, one)
                 for one, source in enumerate(mixing.sources)
                 if mixing.once[one] and not gone[one]
-                and (place := _dry_at(segment, one, source.rows, offset, end)) is not None
+                and (position := _dry_at(segment, one, source.rows, offset, end)) is not None
             ]  # fmt: skip
             if not dry:
                 if end is not None:
                     before = _count(segment, end, offset)
                 break
-            place, one = min(dry)
-            share = (place - begin) / length
+            position, one = min(dry)
+            share = (position - begin) / length
             if later is not shares:
                 shares = tuple(a + (b - a) * share for a, b in zip(shares, later, strict=True))
             gone[one] = True
-            begin, before = place, _count(segment, place, offset)
+            begin, before = position, _count(segment, position, offset)
     return segments, offset
 
 
@@ -206,16 +206,16 @@ def _cuts(shares: Sequence[float], gone: Sequence[bool]) -> tuple[int, ...]:
     return (0, *ends)
 
 
-def _among(segment: _Segment, places: np.ndarray, parts: np.ndarray) -> np.ndarray:
+def _among(segment: _Segment, positions: np.ndarray, parts: np.ndarray) -> np.ndarray:
     """Return the index of the source whose weight interval contains each part.
 
     Args:
       segment: holds the places.
-      places: neighbours, [n].
+      positions: neighbours, [n].
       parts: where on [0, `_WHOLE`) each is.
     """
-    found = np.zeros(len(places), np.int64)
-    after, steps = int(places[0]) - segment.begin, places - places[0]
+    found = np.zeros(len(positions), np.int64)
+    after, steps = int(positions[0]) - segment.begin, positions - positions[0]
     for cut, moved in zip(segment.cuts[1:-1], segment.moved[1:-1], strict=True):
         # The bound rounded up, which is the same to a whole number below it. By hand: the product
         # of a place and a bound has more than 64 bits.
@@ -247,9 +247,9 @@ def _dry_at(segment: _Segment, number: int, rows: int, offset: int, end: int | N
     return None if low == end else low
 
 
-def _count(segment: _Segment, place: int, offset: int) -> tuple[int, ...]:
+def _count(segment: _Segment, position: int, offset: int) -> tuple[int, ...]:
     """Return how many positions of the segment before this one each source has."""
-    count, first = place - segment.begin, offset + _STEP * segment.begin
+    count, first = position - segment.begin, offset + _STEP * segment.begin
     under = [
         _under(cut, moved, segment.length, count, first)
         for cut, moved in zip(segment.cuts, segment.moved, strict=True)

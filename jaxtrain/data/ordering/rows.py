@@ -46,7 +46,7 @@ class ByLength:
 
     @functools.cached_property
     def _mixing(self) -> Mixing:
-        sources = tuple(Source(str(place), rows, 0, 0) for place, rows in enumerate(self.rows))
+        sources = tuple(Source(str(index), rows, 0, 0) for index, rows in enumerate(self.rows))
         shares = tuple(rows / sum(self.rows) for rows in self.rows)
         return Mixing(sources, ((0, shares),), (False,) * len(sources))
 
@@ -97,12 +97,12 @@ class TrainingRows:
         # Rows are mixed in pairs of neighbours, which stand on one machine but for odd shares: a
         # row that is here for the other's sake alone is read and left out.
         others = np.minimum(rows ^ 1, self.global_batch_size - 1)
-        needed, places = np.unique(np.concatenate([rows, others]), return_inverse=True)
+        needed, inverse = np.unique(np.concatenate([rows, others]), return_inverse=True)
         plain = self._rows_without_mixing(number, needed, bad)
         mixed = [
             examples.mix(_row(plain, own), _row(plain, other), self._rng(PAIR_STREAM, number, r))
             for own, other, r in zip(
-                places[: len(rows)], places[len(rows) :], rows.tolist(), strict=True
+                inverse[: len(rows)], inverse[len(rows) :], rows.tolist(), strict=True
             )
         ]
         return stack(mixed)
@@ -110,13 +110,13 @@ class TrainingRows:
     def _rows_without_mixing(self, number: int, rows: np.ndarray, bad: BadRecords) -> Batch:
         size = self.global_batch_size
         if self.order is None:
-            places = number * size + rows
-            indices = shuffle_nearby(places, len(self.examples), self._shuffle_seed)
+            positions = number * size + rows
+            indices = shuffle_nearby(positions, len(self.examples), self._shuffle_seed)
         else:
             indices = self.order.indices(number, rows, global_batch_size=size, seed=self.seed)
 
-        def rng(place: int) -> np.random.Generator | None:
-            return self._rng(AUGMENT_STREAM, number, int(rows[place])) if self.augment else None
+        def rng(position: int) -> np.random.Generator | None:
+            return self._rng(AUGMENT_STREAM, number, int(rows[position])) if self.augment else None
 
         return _read_rows(self.examples, indices, rng, "training", bad)
 
@@ -142,10 +142,10 @@ class HeldoutRows:
 
     def read(self, number: int, *, rows: np.ndarray, bad: BadRecords) -> Batch:
         """Read these rows of batch `number`; rows past the last example have zero weight."""
-        places, count = number * self.global_batch_size + rows, len(self.examples)
-        indices = self._order[np.minimum(places, count - 1)]
+        positions, count = number * self.global_batch_size + rows, len(self.examples)
+        indices = self._order[np.minimum(positions, count - 1)]
         made = _read_rows(self.examples, indices, lambda row: None, "held-out", bad)
-        return without_weight(made, places >= count)
+        return without_weight(made, positions >= count)
 
     @functools.cached_property
     def _order(self) -> np.ndarray:
@@ -162,8 +162,8 @@ def without_weight(batch: Batch, which: np.ndarray) -> Batch:
     return dataclasses.replace(batch, **without)
 
 
-def _row(batch: Batch, place: int) -> Batch:
-    return jax.tree.map(lambda leaf: leaf[place], batch)
+def _row(batch: Batch, index: int) -> Batch:
+    return jax.tree.map(lambda leaf: leaf[index], batch)
 
 
 def _read_rows(

@@ -20,20 +20,20 @@ _BLOCK = 4096  # places enciphered together: NumPy's calls cost the same for 64 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def shuffle_nearby(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+def shuffle_nearby(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return the same as `shuffle`, faster for nearby positions that advance from call to call.
 
     The blocks that the positions are in are cached, the latest few of them.
 
     The blocks of places that they lie in are kept, the latest few of them.
     """
-    if not len(places):
+    if not len(positions):
         return np.empty(0, np.int64)
-    first, last = int(np.min(places)) // _BLOCK, int(np.max(places)) // _BLOCK
+    first, last = int(np.min(positions)) // _BLOCK, int(np.max(positions)) // _BLOCK
     if last > first + 1:
-        return shuffle(places, count, seed)
+        return shuffle(positions, count, seed)
     blocks = [_block(number, count, seed) for number in range(first, last + 1)]
-    return np.concatenate(blocks)[places - first * _BLOCK]
+    return np.concatenate(blocks)[positions - first * _BLOCK]
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,18 +41,18 @@ def _block(number: int, count: int, seed: int) -> np.ndarray:
     return shuffle(np.arange(number * _BLOCK, (number + 1) * _BLOCK), count, seed)
 
 
-def shuffle(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+def shuffle(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return the examples at these positions of concatenated epochs, each epoch in its own order.
 
     Args:
-      places: not negative, [n].
+      positions: not negative, [n].
       count: examples in an epoch, at least 1.
       seed: of the run, under 2**64.
 
     Returns:
       int64 [n], each under `count`.
     """
-    epochs, within = np.divmod(np.asarray(places, np.int64), count)
+    epochs, within = np.divmod(np.asarray(positions, np.int64), count)
     keys = _mix(_mix(np.full(len(within), seed, np.uint64)) + epochs.astype(np.uint64))
     bits = max(2, (count - 1).bit_length())
     found = _encipher(within.astype(np.uint64), keys, bits)

@@ -265,7 +265,7 @@ class ClassedText(ClassedRows, Generic[R]):
         label_ids = np.concatenate([np.atleast_1d(label) for label in labels]).astype(np.int64)
         parts = [np.concatenate([tokens for tokens, _ in texts]), lengths, label_ids, held]
         train, heldout = (
-            Rows([texts[place] for place in np.flatnonzero(chosen)], self)
+            Rows([texts[index] for index in np.flatnonzero(chosen)], self)
             for chosen in (~held, held)
         )
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "tokens")
@@ -311,9 +311,9 @@ class LabelledText(ClassedText[files.Texts]):
         """Draw one label for each text."""
         return rng.integers(0, self.num_classes, len(lengths)).tolist()
 
-    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
+    def row(self, content: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """Return a row as in `ClassedText`, with the text's one label."""
-        return self.label_sequence(self.wrap_tokens(places), label)
+        return self.label_sequence(self.wrap_tokens(content), label)
 
     def select_heldout(self, labels: list[Labels]) -> np.ndarray:
         """Return which texts are held out: the same fraction of each class."""
@@ -347,11 +347,11 @@ class TaggedText(ClassedText[Sentence]):
         label.
         """
         words, tags = record
-        tokens, places = self.tokens_of(words, tokenizer)
+        tokens, positions = self.tokens_of(words, tokenizer)
         label_ids = np.full(len(tokens), -1, np.int32)
-        for place, tag in zip(places, tags, strict=True):
-            if place is not None:
-                label_ids[place] = labels[tag]
+        for position, tag in zip(positions, tags, strict=True):
+            if position is not None:
+                label_ids[position] = labels[tag]
         return np.array(tokens, np.int32), label_ids
 
     def tokens_of(
@@ -359,38 +359,38 @@ class TaggedText(ClassedText[Sentence]):
     ) -> tuple[list[int], list[int | None]]:
         """Return the tokens of words with a space between them, and where each class is
         predicted."""
-        tokens, places = list[int](), list[int | None]()
+        tokens, positions = list[int](), list[int | None]()
         for word in words:
             space = " " if tokens else ""
             ids, of = tokenizer.encode_with_places(space + word)
-            place = len(ids) - 1 if self.place == "last" else _covering(of, len(space))
-            places.append(len(tokens) + place if ids else None)
+            position = len(ids) - 1 if self.place == "last" else _covering(of, len(space))
+            positions.append(len(tokens) + position if ids else None)
             tokens += ids
-        return tokens, places
+        return tokens, positions
 
     def random_labels(self, rng: np.random.Generator, lengths: np.ndarray) -> list[Labels]:
         """Draw one label for each token."""
         return [rng.integers(0, self.num_classes, length).astype(np.int32) for length in lengths]
 
-    def row(self, places: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
+    def row(self, content: Sequence[int] | np.ndarray, label: Any = 0) -> Batch:
         """Return a row as in `ClassedText`, with one label per token; a scalar label is used for
         all.
         """
         if np.ndim(label):
             label = np.asarray(label)[: self.room]
-        return self.label_tokens(self.wrap_tokens(places), label, first=len(self.around[0]))
+        return self.label_tokens(self.wrap_tokens(content), label, first=len(self.around[0]))
 
     def select_heldout(self, labels: list[Labels]) -> np.ndarray:
         """Return which texts are held out, bool [texts]."""
         return is_heldout(len(labels), self.heldout_fraction)
 
 
-def _covering(places: Sequence[int], character: int) -> int:
+def _covering(positions: Sequence[int], character: int) -> int:
     """Return the first token that starts at a character, else the last one before it.
 
     Args:
-      places: of each token's first character, in order.
+      positions: of each token's first character, in order.
       character: the one that is looked for.
     """
-    before = [number for number, place in enumerate(places) if place <= character]
-    return places.index(character) if character in places else max(before, default=0)
+    before = [number for number, position in enumerate(positions) if position <= character]
+    return positions.index(character) if character in positions else max(before, default=0)

@@ -164,15 +164,15 @@ class PairData:
         parts = [array for one in sequences for array in (one.tokens, one.offsets)]
         return Dataset(train, heldout, digest(header, parts), facts, tokenizer, "pairs")
 
-    def _split(self, pairs: list[Tokens], places: np.ndarray, most: int) -> "Pairs":
+    def _split(self, pairs: list[Tokens], indices: np.ndarray, most: int) -> "Pairs":
         """Return the pairs at these indices; those with fewer than `most` targets get
         empty ones.
         """
         nothing = np.zeros(0, np.int32)
         return Pairs(
-            _join([pairs[place][0] for place in places]),
+            _join([pairs[index][0] for index in indices]),
             tuple(
-                _join([[*pairs[place][1], *[nothing] * most][k] for place in places])
+                _join([[*pairs[index][1], *[nothing] * most][k] for index in indices])
                 for k in range(most)
             ),
             (self.source_length, self.target_length),

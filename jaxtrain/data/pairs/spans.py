@@ -58,17 +58,17 @@ class WithSentinels:
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids and the character offset of each, as in `Tokenizer`."""
-        ids, places, begin = list[int](), list[int](), 0
+        ids, positions, begin = list[int](), list[int](), 0
         for found in [*self._name(text), None]:
             end = len(text) if found is None else found.start()
             more, of_more = self.text.encode_with_places(text[begin:end])
             ids += more
-            places += [begin + place for place in of_more]
+            positions += [begin + position for position in of_more]
             if found is not None:
                 ids.append(self.sentinel(int(found[1])))
-                places.append(found.start())
+                positions.append(found.start())
                 begin = found.end()
-        return ids, places
+        return ids, positions
 
     def _name(self, text: str) -> Iterator[re.Match[str]]:
         return (found for found in _WRITTEN.finditer(text) if int(found[1]) < self.count)

@@ -102,16 +102,16 @@ class FilledRows:
         row = self.rows.example(index, None)
         if rng is None:
             return row
-        length, place = len(row.inputs), 0
+        length, offset = len(row.inputs), 0
         inputs, targets, segment_ids, positions = (np.zeros(length, np.int32) for _ in range(4))
         for number, tokens in enumerate(_documents(row), 1):
             if rng.random() < self.rate:
                 tokens = self._move(tokens, rng)
-            size = min(len(tokens) - 1, length - place)
-            here = slice(place, place + size)
+            size = min(len(tokens) - 1, length - offset)
+            here = slice(offset, offset + size)
             inputs[here], targets[here] = tokens[:size], tokens[1 : size + 1]
             segment_ids[here], positions[here] = number, np.arange(size)
-            place += size
+            offset += size
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
 
     def _move(self, tokens: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -154,8 +154,8 @@ def _documents(row: Batch) -> list[np.ndarray]:
     assert row.segment_ids is not None, "documents apart"
     found = []
     for number in range(1, int(row.segment_ids.max()) + 1):
-        (places,) = np.nonzero(row.segment_ids == number)
-        last = places[-1]
+        (indices,) = np.nonzero(row.segment_ids == number)
+        last = indices[-1]
         behind = row.targets[last : last + 1] if row.loss_mask[last] else row.targets[:0]
-        found.append(np.concatenate([row.inputs[places], behind]))
+        found.append(np.concatenate([row.inputs[indices], behind]))
     return found

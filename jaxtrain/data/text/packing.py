@@ -114,14 +114,14 @@ class PackedText(WholeBatches):
         number = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
         begins = self.offsets[nexts[row] + number - 1] - starts[row]
         np.maximum(begins, 0, out=begins)
-        places = begins + row * length
-        sizes = np.empty_like(places)
-        np.subtract(places[1:], places[:-1], out=sizes[:-1])
-        sizes[-1] = rows * length - places[-1]
+        token_positions = begins + row * length
+        sizes = np.empty_like(token_positions)
+        np.subtract(token_positions[1:], token_positions[:-1], out=sizes[:-1])
+        sizes[-1] = rows * length - token_positions[-1]
         segment_ids = np.repeat((number + 1).astype(np.int32), sizes).reshape(rows, length)
         positions = np.repeat(begins.astype(np.int32), sizes).reshape(rows, length)
         np.subtract(np.arange(length, dtype=np.int32), positions, out=positions)
-        return segment_ids, positions, places[number > 0] - 1
+        return segment_ids, positions, token_positions[number > 0] - 1
 
 
 def pack(
@@ -199,14 +199,14 @@ class BestFit(WholeBatches):
         parts = [np.arange(rows.bounds[index], rows.bounds[index + 1]) for index in indices]
         found = iter(self._windows(np.concatenate(parts)))
         for row, of_row in enumerate(parts):
-            place = 0
+            offset = 0
             for number in range(1, len(of_row) + 1):
                 window = next(found)
                 size = len(window) - 1
-                here = slice(place, place + size)
+                here = slice(offset, offset + size)
                 inputs[row, here], targets[row, here] = window[:-1], window[1:]
                 segment_ids[row, here], positions[row, here] = number, np.arange(size)
-                place += size
+                offset += size
         return Batch(inputs, targets, (segment_ids > 0).astype(np.float32), segment_ids, positions)
 
     def _windows(self, parts: np.ndarray) -> list[np.ndarray]:
@@ -248,7 +248,7 @@ def _pack(offsets: np.ndarray, length: int) -> _Rows:
     # The rows with so much room, and one bit of a number for each size that some row has.
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
     rooms, rows = 0, 0
-    for place, size in enumerate(rests[short].tolist()):
+    for index, size in enumerate(rests[short].tolist()):
         fitting = rooms >> size
         if fitting:
             room = size + (fitting & -fitting).bit_length() - 1
@@ -257,7 +257,7 @@ def _pack(offsets: np.ndarray, length: int) -> _Rows:
                 rooms ^= 1 << room
         else:
             room, row, rows = length, rows, rows + 1
-        row_of[place] = row
+        row_of[index] = row
         if room > size:
             by_room[room - size].append(row)
             rooms |= 1 << (room - size)

@@ -73,15 +73,15 @@ class TextFile:
     def cut_at_line(self, fraction: float) -> int:
         """Return the character to split at, as in `Document`; reads the file twice."""
         count = sum(map(len, self._parts()))
-        place, begin = int(count * fraction), 0
+        offset, begin = int(count * fraction), 0
         for part in self._parts():
-            if begin + len(part) > place:
-                found = part.find("\n", max(place - begin, 0))
+            if begin + len(part) > offset:
+                found = part.find("\n", max(offset - begin, 0))
                 if found != -1:
                     line_end = begin + found + 1
-                    return place if line_end == count else line_end
+                    return offset if line_end == count else line_end
             begin += len(part)
-        return place
+        return offset
 
     def parts(self, begin: int = 0, end: int | None = None) -> Iterator[str]:
         """Yield the characters from `begin` to `end`, as in `Document`."""
@@ -186,16 +186,16 @@ def not_utf8(path: Place, byte: int) -> UserError:
 
 def cut_at_line(text: str, fraction: float) -> int:
     """Return `Document.cut_at_line` of a text."""
-    place = int(len(text) * fraction)
-    line_end = text.find("\n", place)
-    return place if line_end == -1 or line_end + 1 == len(text) else line_end + 1
+    offset = int(len(text) * fraction)
+    line_end = text.find("\n", offset)
+    return offset if line_end == -1 or line_end + 1 == len(text) else line_end + 1
 
 
 def _between(parts: Iterable[str], begin: int, end: int | None) -> Iterator[str]:
     """Yield the characters from `begin` to `end` of concatenated parts."""
-    place = 0
+    offset = 0
     for part in parts:
-        if end is not None and place >= end:
+        if end is not None and offset >= end:
             return
-        yield part[max(begin - place, 0) : None if end is None else end - place]
-        place += len(part)
+        yield part[max(begin - offset, 0) : None if end is None else end - offset]
+        offset += len(part)

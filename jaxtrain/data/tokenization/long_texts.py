@@ -62,39 +62,39 @@ def cut(
     """
     size, around = size or PIECE_CHARACTERS, around or AROUND
     held, before, begins = "", "", None
-    place, tries = size, 0  # where the next line is looked for; those looked at in vain
+    position, tries = size, 0  # where the next line is looked for; those looked at in vain
     chunks = (part[at : at + size] for part in parts for at in range(0, len(part), size))
     for chunk in chunks:
         held += chunk
-        while len(held) > place + around:
-            found = _line_begin(held, place, len(held) - around)
+        while len(held) > position + around:
+            found = _line_begin(held, position, len(held) - around)
             if found is None:
-                place = max(place, len(held) - around)
+                position = max(position, len(held) - around)
                 break
             left = (before + held[max(found - around, 0) : found])[-around:]
             ends = border(left, held[found : found + around]) if "\n" in left[:-1] else None
             if ends is None:
-                place, tries = found + 1, tries + 1
+                position, tries = found + 1, tries + 1
                 if tries == _TRIES:
                     rest = "".join(itertools.chain([held], chunks))
                     yield TextPiece(rest, before, "", begins, None)
                     return
                 continue
             yield TextPiece(held[:found], before, held[found : found + around], begins, ends)
-            before, begins, held, place, tries = left, ends, held[found:], size, 0
+            before, begins, held, position, tries = left, ends, held[found:], size, 0
     yield TextPiece(held, before, "", begins, None)
 
 
-def border_at(ids: Sequence[int], places: Sequence[tuple[int, int]], character: int) -> int | None:
+def border_at(ids: Sequence[int], spans: Sequence[tuple[int, int]], character: int) -> int | None:
     """Return the index of the first token after a border that no token crosses, with tokens on
     either side; else None.
 
     Args:
       ids: of a text.
-      places: the first character of each token, and the one behind its last.
+      spans: the first character of each token, and the one behind its last.
       character: the border is before it.
     """
-    begins_ends = np.array(places, np.int64).reshape(-1, 2)
+    begins_ends = np.array(spans, np.int64).reshape(-1, 2)
     number = int(np.searchsorted(begins_ends[:, 0], character))
     is_border = 0 < number < len(ids)
     is_border = is_border and bool((begins_ends[:number, 1] <= character).all())
@@ -103,7 +103,7 @@ def border_at(ids: Sequence[int], places: Sequence[tuple[int, int]], character: 
 
 
 def tokens_of(
-    piece: TextPiece, ids: Sequence[int], places: Sequence[tuple[int, int]]
+    piece: TextPiece, ids: Sequence[int], spans: Sequence[tuple[int, int]]
 ) -> Sequence[int]:
     """Return the tokens of a piece, from those of the piece with the text around it.
 
@@ -111,8 +111,8 @@ def tokens_of(
       UserError: the tokens at a border are others than those where it was cut.
     """
     begin = len(piece.before)
-    first = _check(piece.begins, ids, places, begin)
-    last = _check(piece.ends, ids, places, begin + len(piece.text))
+    first = _check(piece.begins, ids, spans, begin)
+    last = _check(piece.ends, ids, spans, begin + len(piece.text))
     return ids[0 if first is None else first : len(ids) if last is None else last]
 
 
@@ -143,12 +143,12 @@ def _line_begin(text: str, begin: int, end: int) -> int | None:
 def _check(
     border: Border | None,
     ids: Sequence[int],
-    places: Sequence[tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
     character: int,
 ) -> int | None:
     if border is None:
         return None
-    number = border_at(ids, places, character)
+    number = border_at(ids, spans, character)
     if number is None or (ids[number - 1], ids[number]) != border:
         raise UserError(
             "a document is too long to be tokenized at once, and its tokenizer reads a line in "

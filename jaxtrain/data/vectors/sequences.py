@@ -214,9 +214,9 @@ class SequenceData(ClassedRows):
         mask: Any = jax.ShapeDtypeStruct(shape, np.float32)
         return Batch(vectors, numbers, mask, numbers, numbers)
 
-    def row(self, places: np.ndarray, label: Any = 0) -> Batch:
+    def row(self, content: np.ndarray, label: Any = 0) -> Batch:
         """Return a row of vectors [T, F], scaled, with one label or one per position."""
-        row = places[: self.sequence_length].astype(np.float32)
+        row = content[: self.sequence_length].astype(np.float32)
         if np.ndim(label) == 0:
             return self.label_sequence(row, label)
         return self.label_tokens(row, label)
@@ -255,7 +255,7 @@ class SequenceData(ClassedRows):
         }  # fmt: skip
         labels = np.concatenate([np.atleast_1d(label) for label in found.labels]).astype(np.int64)
         train, heldout = (
-            Rows([examples[place] for place in np.flatnonzero(chosen)], self)
+            Rows([examples[index] for index in np.flatnonzero(chosen)], self)
             for chosen in (~held, held)
         )
         parts = [np.concatenate(found.x), lengths, labels, held]

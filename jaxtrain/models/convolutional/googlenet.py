@@ -197,12 +197,12 @@ class Head(nnx.Module):
         self.rate = sizes.auxiliary_dropout
 
     def __call__(
-        self, x: jax.Array, running: Running, execution: Execution, place: int
+        self, x: jax.Array, running: Running, execution: Execution, site: int
     ) -> jax.Array:
         """Logits [B, C]."""
         x = jax.nn.relu(self.convolution(pool_to(x, HEAD_SIDE), running))
         x_BD = self.dense(shard(x, IMAGES).reshape(x.shape[0], -1), execution)
-        x_BD = dropout(jax.nn.relu(x_BD), self.rate, execution.draws, place)
+        x_BD = dropout(jax.nn.relu(x_BD), self.rate, execution.draws, site)
         return self.out(x_BD, execution)
 
 

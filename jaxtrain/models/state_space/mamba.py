@@ -130,9 +130,9 @@ class MambaLayer(StateSpaceLayer):
     @property
     def cached(self) -> tuple[Cached, ...]:
         """The last inputs of the convolution, and the states."""
-        places, states = (self.conv_width - 1, self.inner_dim), (self.inner_dim, self.state_dim)
+        window, states = (self.conv_width - 1, self.inner_dim), (self.inner_dim, self.state_dim)
         return (
-            Cached(shape=places, axes=("narrow", "mlp"), every_token=False),
+            Cached(shape=window, axes=("narrow", "mlp"), every_token=False),
             Cached(shape=states, axes=("mlp", "state"), every_token=False, dtype="float32"),
         )
 

@@ -188,15 +188,15 @@ class Mamba2Layer(StateSpaceLayer):
         selected, last_BKS = _convolve(selected, own, "select_conv", mask, before_BKS)
         into_BTS, out_BTS = jnp.split(selected.astype(jnp.float32), [S], axis=-1)
         # Each head's channels follow each other, so that devices keep theirs.
-        rows, places, split = jax.typeof(x_BTF).sharding.spec
+        rows, positions, split = jax.typeof(x_BTF).sharding.spec
         shape = (*x_BTF.shape[:2], self.num_heads, P)
-        x_BTNP = reshape(x_BTF.astype(jnp.float32), shape, (rows, places, split, None))
+        x_BTNP = reshape(x_BTF.astype(jnp.float32), shape, (rows, positions, split, None))
         y_BTNP, state_BNPS = state_space_dual(
             x_BTNP, step_BTN, -jnp.exp(gather(own["decay"])), into_BTS, out_BTS,
             goes_on(mask), state_BNPS,
         )  # fmt: skip
         y_BTNP += x_BTNP * gather(own["skip"])[:, None]
-        y_BTF = name_activation(reshape(y_BTNP, x_BTF.shape, (rows, places, split)), "mixer")
+        y_BTF = name_activation(reshape(y_BTNP, x_BTF.shape, (rows, positions, split)), "mixer")
         y_BTF *= jax.nn.silu(gate_BTF.astype(jnp.float32))
         y_BTF = rms_norm(y_BTF, own["gated_norm_scale"], epsilon=self.norm.epsilon)
         y_BTD = execution.contract("BTF,FD->BTD", y_BTF.astype(h_BTD.dtype), own["out"], RESIDUAL)

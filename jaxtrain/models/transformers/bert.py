@@ -188,8 +188,8 @@ class BERTModel(nnx.Module):
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
-            places = positions_BT + self.first_position, self.position_embedding
-            x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL, places)
+            positions = positions_BT + self.first_position, self.position_embedding
+            x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL, positions)
             x_BTD += gather(self.type_embedding)[0].astype(x_BTD.dtype)
             return self.norm(under("embedding_norm", vars(self)), x_BTD)
 

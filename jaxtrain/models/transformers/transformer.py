@@ -104,17 +104,17 @@ class Transformer(EncoderDecoderModel):
         key_tokens, key_stacks = jax.random.split(key)
         D, scale = self.embed_dim, math.sqrt(self.embed_dim)
         shape, axes = (self.vocab_size, D), ("vocab", "vocab_embed")
-        places: Places = Sinusoidal(dim=D)
+        embedding: Places = Sinusoidal(dim=D)
         if self.positions == "learned":
-            places = Learned(dim=D, places=self.context_length)
+            embedding = Learned(dim=D, num_positions=self.context_length)
         return EncoderDecoder(
             self.encoder,
             self.decoder,
             key_stacks,
             num_layers=self.num_layers,
             token_embedding=param(key_tokens, shape, axes, normal(1 / scale), role="embedding"),
-            source_places=places,
-            target_places=places,
+            source_places=embedding,
+            target_places=embedding,
             norm=self.norm if self.norms == "pre" else None,
             embedding_scale=scale,
             dropout=self.dropout,

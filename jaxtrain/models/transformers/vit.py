@@ -182,8 +182,8 @@ class ViTModel(nnx.Module):
 
     def run_layer(self, layer: Any, x_BTD: jax.Array, execution: Execution) -> jax.Array:
         """One block."""
-        places_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has added them
-        return self.block(layer, x_BTD, places_BT, Mask(causal=False), execution)[0]
+        positions_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has added them
+        return self.block(layer, x_BTD, positions_BT, Mask(causal=False), execution)[0]
 
     @jax.named_scope("head")
     def finish(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:

@@ -82,11 +82,11 @@ class Name:
           shape: of our parameter.
         """
         sizes = shape[: len(self.named)]
-        for place in itertools.product(*map(range, sizes)):
-            numbers = dict(zip(self.named, place, strict=True))
+        for index in itertools.product(*map(range, sizes)):
+            numbers = dict(zip(self.named, index, strict=True))
             if "L" in numbers:
                 numbers["L"] += self.first
-            yield place, _NAMED.sub(functools.partial(_word, numbers), self.theirs)
+            yield index, _NAMED.sub(functools.partial(_word, numbers), self.theirs)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of each tensor, where our parameter has this one."""
@@ -179,7 +179,7 @@ def in_turn(theirs: str, *parts: str, form: str) -> tuple[Name, ...]:
       form: of each of them.
     """
     return tuple(
-        Name(theirs, ours, form, turn=(place, len(parts))) for place, ours in enumerate(parts)
+        Name(theirs, ours, form, turn=(index, len(parts))) for index, ours in enumerate(parts)
     )
 
 

@@ -90,9 +90,9 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
     kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
     found: dict[str, Any] = {"modules": kinds}
     for kind, one in zip(kinds, modules, strict=True):
-        place = str(one.get("path"))
-        if kind in ("Pooling", "Normalize") and re.fullmatch(r"[\w][\w.+-]*", place):
-            found[kind.lower()] = _settings(read(f"{place}/config.json"))
+        path = str(one.get("path"))
+        if kind in ("Pooling", "Normalize") and re.fullmatch(r"[\w][\w.+-]*", path):
+            found[kind.lower()] = _settings(read(f"{path}/config.json"))
     found["transformer"], found["whole"] = _settings(read(_TRANSFORMER)), _settings(read(_WHOLE))
     return {KEY: found}
 

@@ -102,14 +102,14 @@ class _Banded:
 
     shape: tuple[int, int]
 
-    def __getitem__(self, places: tuple[slice, slice]) -> np.ndarray:
+    def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
         mask: Any = super()
         (q, q_end, _), (k, k_end, _) = (
-            side.indices(size) for side, size in zip(places, self.shape, strict=True)
+            side.indices(size) for side, size in zip(slices, self.shape, strict=True)
         )
         blocks, key = self.__dict__.setdefault("blocks", {}), (q - k, q_end - q, k_end - k)
         if key not in blocks:
-            block = mask.__getitem__(places)
+            block = mask.__getitem__(slices)
             value = bool(block[0, 0])
             # Most blocks are all seen or all hidden: one array of each.
             if (block == value).all():

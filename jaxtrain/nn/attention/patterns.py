@@ -84,9 +84,9 @@ class LongformerPattern(Pattern):
 
     def mean_keys(self, length: int) -> float:
         """As in Pattern: at most window + global_tokens."""
-        place = np.arange(length)
-        further = np.minimum(np.maximum(place + 1 - self.window, 0), self.global_tokens)
-        return float((np.minimum(place + 1, self.window) + further).mean())
+        position = np.arange(length)
+        further = np.minimum(np.maximum(position + 1 - self.window, 0), self.global_tokens)
+        return float((np.minimum(position + 1, self.window) + further).mean())
 
     def rescale(self, factor: float) -> "LongformerPattern":
         """As in Pattern."""
@@ -125,8 +125,8 @@ class StridedPattern(Pattern):
 
     def mean_keys(self, length: int) -> float:
         """As in Pattern: at most stride + length / stride."""
-        place = np.arange(length)
-        return float((np.minimum(place + 1, self.stride) + place // self.stride).mean())
+        position = np.arange(length)
+        return float((np.minimum(position + 1, self.stride) + position // self.stride).mean())
 
     def rescale(self, factor: float) -> "StridedPattern":
         """As in Pattern."""
@@ -168,9 +168,9 @@ class FixedPattern(Pattern):
 
     def mean_keys(self, length: int) -> float:
         """As in Pattern: at most stride + summary_tokens length / stride."""
-        place = np.arange(length)
-        before = place // self.stride * self.summary_tokens
-        return float((place % self.stride + 1 + before).mean())
+        position = np.arange(length)
+        before = position // self.stride * self.summary_tokens
+        return float((position % self.stride + 1 + before).mean())
 
     def rescale(self, factor: float) -> "FixedPattern":
         """As in Pattern."""
@@ -231,9 +231,9 @@ class DilatedPattern(Pattern):
 
     def mean_keys(self, length: int) -> float:
         """As in Pattern, each as often as it counts: less than the sum of lengths / ratios^2."""
-        place = np.arange(length)
+        position = np.arange(length)
         return sum(
-            float((place % segment // ratio + 1).mean()) / ratio for segment, ratio in self.pairs
+            float((position % segment // ratio + 1).mean()) / ratio for segment, ratio in self.pairs
         )
 
     def rescale(self, factor: float) -> "DilatedPattern":
@@ -275,12 +275,12 @@ def validate(
 
 def places(segment_ids_BT: jax.Array | None, length: int) -> jax.Array:
     """The place of each token in its document [1 or B, T]; a row is one where there are no ids."""
-    place = jnp.arange(length, dtype=jnp.int32)[None]
+    position = jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids_BT is None:
-        return place
+        return position
     changed = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
     first_BT = jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
-    return place - jax.lax.cummax(jnp.where(first_BT, place, 0), axis=1)
+    return position - jax.lax.cummax(jnp.where(first_BT, position, 0), axis=1)
 
 
 def _of_pairs(seen: jax.Array) -> jax.Array:

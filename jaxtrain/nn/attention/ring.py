@@ -214,14 +214,14 @@ class _Block:
     k_BSKH: jax.Array
     v_BSKH: jax.Array
     ids_BS: jax.Array | None
-    place_S: jax.Array
+    position_S: jax.Array
     whole: bool
 
-    def visible(self, place_Q: jax.Array, ids_BQ: jax.Array | None) -> jax.Array | None:
+    def visible(self, position_Q: jax.Array, ids_BQ: jax.Array | None) -> jax.Array | None:
         """Booleans that broadcast against scores [B, K, G, Q, S]; None where all is seen."""
         seen = None
         if not self.whole:
-            distance = place_Q[:, None] - self.place_S[None, :]
+            distance = position_Q[:, None] - self.position_S[None, :]
             seen = jnp.ones(distance.shape, bool)
             if self.ring.causal:
                 seen &= distance >= 0
@@ -233,9 +233,9 @@ class _Block:
             seen = same if seen is None else seen & same
         return seen
 
-    def scores(self, q: jax.Array, place_Q: jax.Array, ids_BQ: jax.Array | None) -> jax.Array:
+    def scores(self, q: jax.Array, position_Q: jax.Array, ids_BQ: jax.Array | None) -> jax.Array:
         """[B, K, G, Q, S] in float32; -inf where a key is not seen."""
-        seen = self.visible(place_Q, ids_BQ)
+        seen = self.visible(position_Q, ids_BQ)
         scores = self.dot("BKGQH,BSKH->BKGQS", q, self.k_BSKH) * q.shape[-1] ** -0.5
         scores = apply_softcap(scores, self.ring.softcap)
         return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
@@ -249,8 +249,8 @@ class _Block:
 
 def _attend(block: _Block, carry: None, chunk: Any) -> tuple[None, Any]:
     """The online softmax of a chunk of queries (arXiv 2205.14135), with this block's keys added."""
-    (largest, total, weighted), q, place_Q, ids_BQ = chunk
-    scores = block.scores(q, place_Q, ids_BQ)
+    (largest, total, weighted), q, position_Q, ids_BQ = chunk
+    scores = block.scores(q, position_Q, ids_BQ)
     new = jnp.maximum(largest, scores.max(-1))
     # A row that has seen nothing has -inf here, and -inf minus itself is no number.
     safe = jnp.where(jnp.isneginf(new), 0.0, new)
@@ -261,8 +261,8 @@ def _attend(block: _Block, carry: None, chunk: Any) -> tuple[None, Any]:
 
 def _differentiate(block: _Block, d_kv: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
     """Gradients of a block's keys and values, and of a chunk of queries, with its part added."""
-    d_q, (q, d_out, lse, inner), place_Q, ids_BQ = chunk
-    scores = block.scores(q, place_Q, ids_BQ)
+    d_q, (q, d_out, lse, inner), position_Q, ids_BQ = chunk
+    scores = block.scores(q, position_Q, ids_BQ)
     p = jnp.exp(scores - lse[..., None])
     d_p = block.dot("BKGQH,BSKH->BKGQS", d_out, block.v_BSKH)
     d_scores = p * (d_p - inner[..., None]) * slope(scores, block.ring.softcap)
@@ -346,8 +346,8 @@ def _forward(
     for step, products in enumerate(me.steps):
         following = me.permute(held) if step < me.c - 1 else None
         for product in products:
-            own, _, places, block = me.product(product, step, held)
-            xs = (own.take(sums), own.take(queries), places, own.take(documents))
+            own, _, positions, block = me.product(product, step, held)
+            xs = (own.take(sums), own.take(queries), positions, own.take(documents))
             _, new = _over_chunks(functools.partial(_attend, block), None, xs)
             sums = own.put(sums, new)
         if following is not None:
@@ -389,8 +389,8 @@ def _backward(
         arriving = None if travelling is None else me.permute(travelling)
         d_held = [none, none]
         for product in products:
-            own, other, places, block = me.product(product, step, held)
-            xs = (own.take(d_q), own.take(rows), places, own.take(documents))
+            own, other, positions, block = me.product(product, step, held)
+            xs = (own.take(d_q), own.take(rows), positions, own.take(documents))
             d_run, d_chunks = _over_chunks(
                 functools.partial(_differentiate, block), other.take(d_held), xs
             )

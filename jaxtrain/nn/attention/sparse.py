@@ -54,7 +54,7 @@ class _Places:
 
     row: jax.Array
     document: jax.Array
-    place: jax.Array
+    position: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +144,11 @@ def _attend_padded(
         """To whole blocks."""
         return jnp.pad(x, [(0, 0), (0, whole - T), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
 
-    place_BT = long(places(ids_BT, T))
+    position_BT = long(places(ids_BT, T))
     document_BT = long(jnp.zeros((1, T), jnp.int32) if ids_BT is None else ids_BT, -1)
-    row_BT = jnp.broadcast_to(jnp.arange(whole), place_BT.shape)
+    row_BT = jnp.broadcast_to(jnp.arange(whole), position_BT.shape)
     at_BT = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (B, whole)), _Places(row_BT, document_BT, place_BT)
+        lambda x: jnp.broadcast_to(x, (B, whole)), _Places(row_BT, document_BT, position_BT)
     )
     q_BTKGH = long(q_BTNH).reshape(B, whole, K, N // K, H)
     tokens = _Tokens(q_BTKGH, long(k_BTKH), long(v_BTKH), at_BT)
@@ -179,7 +179,7 @@ def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     if not G or C < 3:
         return parts
     first = jax.tree.map(lambda x: _blocks(x, block)[:, 2:, 0], tokens.at_BT)
-    begin_BC = first.row - first.place
+    begin_BC = first.row - first.position
     global_BCk = jnp.minimum(begin_BC[..., None] + jnp.arange(G), tokens.length - 1)
     far = _far(sees, block)
     q, at = _blocks(tokens.q_BTKGH, block)[:, 2:], _in_blocks(tokens.at_BT, block, slice(2, None))
@@ -240,7 +240,7 @@ def _fixed_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     if tokens.length // stride < 3:
         return parts
     at_BT = tokens.at_BT
-    ends_BT = jnp.where(at_BT.place % stride == stride - 1, at_BT.row, -1)
+    ends_BT = jnp.where(at_BT.position % stride == stride - 1, at_BT.row, -1)
     # That of the last block but one may start in the block before.
     end_BC = _blocks(ends_BT, stride)[:, :-1].max(-1)
     index_B1k = (end_BC[..., None] - jnp.arange(rule.pattern.summary_tokens)).reshape(B, 1, -1)
@@ -269,7 +269,7 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
     are r apart in the row too."""
     B, T = tokens.q_BTKGH.shape[:2]
     block = min(-(-length // ratio), T // ratio)
-    own_BTr = tokens.at_BT.place[..., None] % length % ratio == jnp.arange(ratio)
+    own_BTr = tokens.at_BT.position[..., None] % length % ratio == jnp.arange(ratio)
 
     def of_its_heads(x: jax.Array) -> jax.Array:
         x = x.reshape(B, T, -1, ratio, *x.shape[3:])
@@ -292,7 +292,7 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
         return _join(jnp.swapaxes(x.reshape(B, ratio, *x.shape[1:]), 1, 2))
 
     def sees(query: _Places, key: _Places) -> jax.Array:
-        return _same(rule, query, key) & (query.place // length == key.place // length)
+        return _same(rule, query, key) & (query.position // length == key.position // length)
 
     q, k, v = (columns(of_its_heads(x)) for x in (tokens.q_BTKGH, tokens.k_BTKH, tokens.v_BTKH))
     at = jax.tree.map(lambda x: columns(x, _NOWHERE), tokens.at_BT)
@@ -389,7 +389,7 @@ def _same(rule: _Rule, query: _Places, key: _Places) -> jax.Array:
 
 
 def _parts_of(rule: _Rule) -> _Sees:
-    return lambda query, key: _same(rule, query, key) & rule.pattern.sees(query.place, key.place)
+    return lambda query, key: _same(rule, query, key) & rule.pattern.sees(query.position, key.position)
 
 
 def _far(sees: _Sees, block: int) -> _Sees:

@@ -279,8 +279,8 @@ def pool_to(x_BHWC: jax.Array, side: int) -> jax.Array:
         return x_BHWC
 
     def parts(size: int) -> jax.Array:
-        place, part = np.arange(size), np.arange(side)[:, None]
-        here = (place >= part * size // side) & (place < -(-(part + 1) * size // side))
+        index, part = np.arange(size), np.arange(side)[:, None]
+        here = (index >= part * size // side) & (index < -(-(part + 1) * size // side))
         return jnp.asarray(here / here.sum(1, keepdims=True), jnp.float32)
 
     _, H, W, _ = x_BHWC.shape

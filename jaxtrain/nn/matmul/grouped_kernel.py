@@ -53,12 +53,12 @@ def of_rows(
     def kernel(visits_ref: Any, x_ref: Any, weight_ref: Any, out_ref: Any) -> None:
         pl, triton = _pallas()
         tile, begin, end, expert = (visits_ref[pl.program_id(1), i] for i in range(4))
-        place = pl.ds(tile * rows, rows)
+        row_slice = pl.ds(tile * rows, rows)
         column = pl.ds(pl.program_id(0) * columns, columns)
 
         def add(turn: jax.Array, total: jax.Array) -> jax.Array:
             summed = pl.ds(turn * depth, depth)
-            x = triton.load(x_ref.at[place, summed])
+            x = triton.load(x_ref.at[row_slice, summed])
             if turned:
                 return total + _product(x, triton.load(weight_ref.at[expert, column, summed]).T)
             return total + _product(x, triton.load(weight_ref.at[expert, summed, column]))
@@ -68,7 +68,7 @@ def of_rows(
         total = jax.lax.fori_loop(0, turns, add, jnp.zeros((rows, columns), jnp.float32))
         number = tile * rows + jnp.arange(rows)
         own = jnp.broadcast_to(((number >= begin) & (number < end))[:, None], total.shape)
-        triton.store(out_ref.at[place, column], total.astype(dtype), mask=own)
+        triton.store(out_ref.at[row_slice, column], total.astype(dtype), mask=own)
 
     out_shape = (x_NK.shape[0], weight.shape[1 if turned else 2])
     grid = (out_shape[1] // columns, len(visits_V4))

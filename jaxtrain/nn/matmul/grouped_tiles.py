@@ -73,8 +73,8 @@ def _visit(
     def visit(result: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
         tile, begin, end, expert = one
         first = tile * rows
-        place_R = first + jnp.arange(rows, dtype=jnp.int32)
-        own_R1 = ((place_R >= begin) & (place_R < end) & (expert < len(sizes_E)))[:, None]
+        position_R = first + jnp.arange(rows, dtype=jnp.int32)
+        own_R1 = ((position_R >= begin) & (position_R < end) & (expert < len(sizes_E)))[:, None]
         return add(result, first, own_R1, jnp.minimum(expert, len(sizes_E) - 1)), None
 
     return lax.scan(visit, result, visits(sizes_E, N, rows))[0]

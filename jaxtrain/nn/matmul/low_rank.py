@@ -34,7 +34,7 @@ class LowRank(StructuredWeight):
       magnitude_axes: what m's do.
       scale: of what the adapter adds.
       dropout: of what A reads.
-      place: the number of its draws.
+      site: the number of its draws.
     """
 
     base: jax.Array | Quantized
@@ -46,7 +46,7 @@ class LowRank(StructuredWeight):
     magnitude_axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
-    place: int = dataclasses.field(default=0, metadata={"static": True})
+    site: int = dataclasses.field(default=0, metadata={"static": True})
 
     def contract(
         self,
@@ -69,7 +69,7 @@ class LowRank(StructuredWeight):
         else:
             y = contract(equation, x, base, out, by=by)
         down: Any = weight.replace(self.down, axes=self.down_axes)
-        read = dropout(x, self.dropout, draws, self.place, layer)
+        read = dropout(x, self.dropout, draws, self.site, layer)
         middle = contract(f"{left},{summed}R->{kept}R", read, down, (*meaning(kept), "rank"))
         up: Any = weight.replace(self.up, axes=self.up_axes)
         added = contract(
@@ -106,7 +106,7 @@ def _factor(made: str, right: str, summed: str, size: jax.Array, whole: jax.Arra
     norm = jnp.sqrt(jnp.where(squares == 0, 1.0, squares))
     kept = [letter for letter in right if letter not in summed]
     assert kept == [letter for letter in made if letter in kept], "in one order"
-    others = tuple(place for place, letter in enumerate(made) if letter not in kept)
+    others = tuple(dim for dim, letter in enumerate(made) if letter not in kept)
     return jnp.expand_dims(size.astype(jnp.float32) / norm, others)
 
 

@@ -446,15 +446,15 @@ def _dropless(
         expert_N = experts_tk.reshape(-1)
         order_N = jnp.argsort(expert_N, stable=True)
         sizes_E = (expert_N[:, None] == jnp.arange(E)).sum(0, dtype=jnp.int32)
-        place_N = jnp.argsort(order_N)
-        x_ND = _rows(x_tD, order_N // k, place_N.reshape(-1, k))
+        position_N = jnp.argsort(order_N)
+        x_ND = _rows(x_tD, order_N // k, position_N.reshape(-1, k))
         if ranks == 1:
             y_ND = _run_grouped(gated, by, x_ND, sizes_E, networks)
         else:
             y_ND = _run_grouped_over_ranks(
                 gated, by, ranks, x_ND, expert_N[order_N], sizes_E, networks
             )
-        return _rows(y_ND, place_N, order_N[:, None]).reshape(-1, k, D)
+        return _rows(y_ND, position_N, order_N[:, None]).reshape(-1, k, D)
 
     parts = parts_of_exchange(ranks, ranks * N // E, one_scale=by.float8)
     of_tokens = (x_BTD.reshape(B * T, D), experts_BTk.reshape(B * T, k))
@@ -477,23 +477,23 @@ def _run_grouped_over_ranks(
     sizes_RE = sizes_E.reshape(ranks, -1)
     count_R = sizes_RE.sum(1)
     start_R = jnp.cumsum(count_R) - count_R
-    place_N = jnp.arange(N)
+    position_N = jnp.arange(N)
     # Part r of what is sent: the rows for rank r's experts, filled up with zeros.
-    source_RN = jnp.where(place_N < count_R[:, None], start_R[:, None] + place_N, N)
+    source_RN = jnp.where(position_N < count_R[:, None], start_R[:, None] + position_N, N)
     rank_N = expert_N // networks["gate"].shape[0]
-    sent_N = rank_N * N + place_N - start_R[rank_N]
+    sent_N = rank_N * N + position_N - start_R[rank_N]
     x_RND = _rows(x_ND, source_RN, sent_N[:, None])
     # Part r is from now on what came from rank r, for the experts of this device.
     x_RND = _all_to_all(x_RND, axis=0, concat=0)
     sizes_RE = _all_to_all(sizes_RE, axis=0, concat=0)
     # The local expert of each row; one past the last for filling, which sorts to the end.
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
-    local_RN = (place_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
+    local_RN = (position_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
-    place = jnp.argsort(order)
-    x = _rows(x_RND.reshape(-1, D), order, place[:, None])
+    position = jnp.argsort(order)
+    x = _rows(x_RND.reshape(-1, D), order, position[:, None])
     y = _run_grouped(gated, by, x, sizes_RE.sum(0), networks)
-    y_RND = _rows(y, place, order[:, None]).reshape(ranks, N, D)
+    y_RND = _rows(y, position, order[:, None]).reshape(ranks, N, D)
     y_RND = _all_to_all(y_RND, axis=0, concat=0)
     return _rows(y_RND.reshape(-1, D), sent_N, source_RN.reshape(-1, 1))
 

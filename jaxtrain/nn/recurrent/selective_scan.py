@@ -63,8 +63,8 @@ def causal_convolution(
         return jnp.where(same[..., None], x_BPF[:, first:last], 0)
 
     y_BTF = x_BTF * kernel_KF[-1]
-    for place in range(K - 1):
-        y_BTF += own(place, place + T, slice(K - 1, None)) * kernel_KF[place]
+    for shift in range(K - 1):
+        y_BTF += own(shift, shift + T, slice(K - 1, None)) * kernel_KF[shift]
     return y_BTF, own(T, T + K - 1, slice(-1, None))
 
 
@@ -108,8 +108,8 @@ def selective_scan(
         return jnp.moveaxis(x.reshape(B, count, C, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def run(state_BFS: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        x_BCF, step_BCF, into_BCS, out_BCS, goes_on_BC1 = places
+    def run(state_BFS: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x_BCF, step_BCF, into_BCS, out_BCS, goes_on_BC1 = tokens
         kept_BCFS = jnp.exp(step_BCF[..., None] * decay_FS)
         kept_BCFS = jnp.where(goes_on_BC1[..., None], kept_BCFS, 0)
         added_BCFS = (step_BCF * x_BCF)[..., None] * into_BCS[:, :, None]

@@ -55,8 +55,8 @@ def state_space_dual(
     before_CC = jnp.tril(jnp.ones((C, C), bool))
 
     @jax.checkpoint
-    def run(state_BNPS: jax.Array, places: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        x_BCNP, step_BCN, into_BCS, out_BCS, goes_on_BC1 = places
+    def run(state_BNPS: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        x_BCNP, step_BCN, into_BCS, out_BCS, goes_on_BC1 = tokens
         # The logarithm of what is left of the chunk's beginning, and the documents that start in
         # it.
         left_BCN = jnp.cumsum(step_BCN * rate_N, axis=1)

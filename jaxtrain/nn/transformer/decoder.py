@@ -107,8 +107,8 @@ class Decoder(nnx.Module):
         """What goes into the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
             learned = self.position_embedding
-            places = None if learned is None else (positions_BT, learned)
-            x_BTD = embed(tokens_BT, self.token_embedding, self.stream, places)
+            positions = None if learned is None else (positions_BT, learned)
+            x_BTD = embed(tokens_BT, self.token_embedding, self.stream, positions)
             return x_BTD if self.embedding_scale == 1 else x_BTD * self.embedding_scale
 
     def run_layer(

@@ -219,8 +219,8 @@ class EncoderDecoder(nnx.Module):
         both = (("source", self.source_places), ("target", self.target_places))
         return frozenset(
             name
-            for side, places in both
-            if places.adds_to_scores
+            for side, positions in both
+            if positions.adds_to_scores
             for name in vars(self)
             if name.startswith(f"{side}_") and isinstance(vars(self)[name], nnx.Param)
         )
@@ -261,11 +261,11 @@ class EncoderDecoder(nnx.Module):
         return self.finish_target(x_BTD, execution), kept
 
     def _embed(
-        self, tokens_BT: jax.Array, places: Places, own: Weights, start: jax.Array | int = 0
+        self, tokens_BT: jax.Array, embedding: Places, own: Weights, start: jax.Array | int = 0
     ) -> jax.Array:
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL) * self.embedding_scale
-            return places.into_stream(own, x_BTD, start)
+            return embedding.into_stream(own, x_BTD, start)
 
     def _finish(
         self, name: str, x_BTD: jax.Array, execution: Execution, *, number: int

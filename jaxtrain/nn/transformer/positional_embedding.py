@@ -75,10 +75,10 @@ class Sinusoidal(InStream):
         """As in `Places`."""
         del own
         rates = WAVELENGTH ** (-np.arange(0, self.dim, 2) / self.dim)
-        place_T = (start + jnp.arange(x_BTD.shape[1])).astype(jnp.float32)
-        angle_T = place_T[:, None] * rates.astype(np.float32)
+        position_T = (start + jnp.arange(x_BTD.shape[1])).astype(jnp.float32)
+        angle_T = position_T[:, None] * rates.astype(np.float32)
         both = jnp.stack([jnp.sin(angle_T), jnp.cos(angle_T)], -1)
-        embedding_TD = both.reshape(len(place_T), -1)[:, : self.dim]
+        embedding_TD = both.reshape(len(position_T), -1)[:, : self.dim]
         return x_BTD + embedding_TD.astype(x_BTD.dtype)
 
 
@@ -88,17 +88,17 @@ class Learned(InStream):
 
     Attributes:
       dim: numbers of the stream.
-      places: how many there are.
+      num_positions: how many there are.
       stddev: spread they are drawn with.
     """
 
     dim: int
-    places: int
+    num_positions: int
     stddev: float = 0.02
 
     def weights(self, key: jax.Array) -> Weights:
         """The table [P, D]."""
-        shape, axes = (self.places, self.dim), ("place", "vocab_embed")
+        shape, axes = (self.num_positions, self.dim), ("place", "vocab_embed")
         return {"embedding": param(key, shape, axes, normal(self.stddev), role="position")}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:

@@ -203,11 +203,13 @@ def _fingerprint(x: jax.Array) -> jax.Array:
         x = x.astype(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
-    place = jnp.uint32(0)
+    flat_index = jnp.uint32(0)
     for axis, size in enumerate(bits.shape):
         index = jnp.arange(size, dtype=jnp.uint32)
-        place = place * jnp.uint32(size) + jnp.expand_dims(index, range(1, bits.ndim - axis))
-    return jnp.sum(bits * (place * jnp.uint32(_FACTOR) | jnp.uint32(1)), dtype=jnp.uint32)
+        flat_index = flat_index * jnp.uint32(size) + jnp.expand_dims(
+            index, range(1, bits.ndim - axis)
+        )
+    return jnp.sum(bits * (flat_index * jnp.uint32(_FACTOR) | jnp.uint32(1)), dtype=jnp.uint32)
 
 
 def _is_in_memory(x: jax.Array) -> bool:

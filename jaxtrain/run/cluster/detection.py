@@ -393,7 +393,7 @@ def _slices(
         return Cluster(kind=kind, found=f"{kind}: one process")
     coordinator = address(environment, first, DEFAULT_PORT)
     hosts = {0: first}
-    hosts |= {own * len(workers) + place: name for place, name in enumerate(workers)}
+    hosts |= {own * len(workers) + index: name for index, name in enumerate(workers)}
     more = f", slice {own} of {slices}" if slices > 1 else ""
     return Cluster(
         kind=kind,

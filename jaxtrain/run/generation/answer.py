@@ -37,8 +37,8 @@ class Answer:
 
 def length_before_end(tokens: Sequence[int] | np.ndarray, ends: Sequence[int]) -> int:
     """How many tokens there are before one that ends a text."""
-    places = np.flatnonzero(np.isin(tokens, ends))
-    return int(places[0]) if places.size else len(tokens)
+    indices = np.flatnonzero(np.isin(tokens, ends))
+    return int(indices[0]) if indices.size else len(tokens)
 
 
 EVERY = 16  # tokens between two looks for a stop string, where nobody watches
@@ -56,8 +56,8 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[i
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first stop string in it."""
-    places = [place for place in (text.find(one) for one in stop) if place != -1]
-    return text[: min(places)] if places else text
+    positions = [position for position in (text.find(one) for one in stop) if position != -1]
+    return text[: min(positions)] if positions else text
 
 
 def text_before_stop(text: str, stop: Sequence[str]) -> str:

@@ -232,15 +232,15 @@ def grow(
         for row, one in enumerate(searches):
             totals_PW[row] = [beam.score for beam in one.running]
         ranked = _rank(logits_BV, totals_PW, seen_BV, drawing, count=K)
-        totals_PK, places_PK, log_p_PK = (np.asarray(part) for part in ranked)
+        totals_PK, choices_PK, log_p_PK = (np.asarray(part) for part in ranked)
         parents_B, drawn_B = every_B * W, np.zeros(rows * W, np.int32)
         for row, one in enumerate(searches):
             if one.done:
                 continue
             candidates = [
-                Candidate(total, int(place) // V, int(place) % V, float(log_p))
-                for total, place, log_p in zip(
-                    totals_PK[row], places_PK[row], log_p_PK[row], strict=True
+                Candidate(total, int(choice) // V, int(choice) % V, float(log_p))
+                for total, choice, log_p in zip(
+                    totals_PK[row], choices_PK[row], log_p_PK[row], strict=True
                 )
             ]
             beams = one.take(candidates)
@@ -269,9 +269,9 @@ def _rank(
     rows, W = totals_PW.shape
     log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     all_BV = adjust_logits(log_p_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
-    totals_PK, places_PK = jax.lax.top_k(all_BV.reshape(rows, -1), count)
-    log_p_PK = jnp.take_along_axis(log_p_BV.reshape(rows, -1), places_PK, axis=-1)
-    return totals_PK, places_PK, log_p_PK
+    totals_PK, choices_PK = jax.lax.top_k(all_BV.reshape(rows, -1), count)
+    log_p_PK = jnp.take_along_axis(log_p_BV.reshape(rows, -1), choices_PK, axis=-1)
+    return totals_PK, choices_PK, log_p_PK
 
 
 @functools.partial(

@@ -371,12 +371,12 @@ def next_logits(
       room: places of the cache.
       last: of how many of the tokens logits [B, last, V] are wanted.
     """
-    place_T = cache.length + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    position_T = cache.length + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
     before_B1 = padding_B[:, None]
-    positions_BT = jnp.maximum(place_T - before_B1, 0)
+    positions_BT = jnp.maximum(position_T - before_B1, 0)
     mask = Mask(
         query_start=cache.length,
-        segment_ids_BT=shard((place_T >= before_B1).astype(jnp.int32), ROWS),
+        segment_ids_BT=shard((position_T >= before_B1).astype(jnp.int32), ROWS),
         segment_ids_BS=shard((jnp.arange(room) >= before_B1).astype(jnp.int32), ROWS),
     )
     tokens_BT, positions_BT = shard(tokens_BT, ROWS), shard(positions_BT, ROWS)

@@ -101,9 +101,9 @@ class PromptLookup:
         guesses_K, given = np.zeros(self.count, np.int32), 0
         for size in range(min(self._match, len(tokens) - 1), 0, -1):
             windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
-            places = np.flatnonzero((windows == tokens[-size:]).all(-1))
-            if places.size:
-                follows = tokens[places[-1] + size :][: self.count]
+            indices = np.flatnonzero((windows == tokens[-size:]).all(-1))
+            if indices.size:
+                follows = tokens[indices[-1] + size :][: self.count]
                 given = len(follows)
                 guesses_K[:given] = follows
                 break
@@ -165,8 +165,8 @@ class _Text:
 
     def before_newest(self, text: list[int]) -> Cache:
         """The cache of all tokens but the newest: guesses that were not kept are counted out."""
-        places = np.int32(self.padding_B[0] + len(text) - 1)
-        return dataclasses.replace(self.cache, length=jnp.asarray(places))
+        first_real = np.int32(self.padding_B[0] + len(text) - 1)
+        return dataclasses.replace(self.cache, length=jnp.asarray(first_real))
 
 
 def speculate(

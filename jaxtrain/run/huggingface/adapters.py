@@ -136,8 +136,8 @@ def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndar
     for name in names:
         shape = shapes[name.ours]
         value = np.empty(shape, dtype)
-        for place, there in name.tensors(shape):
-            value[place] = name.to_ours(stored[there].open(), shape)
+        for index, there in name.tensors(shape):
+            value[index] = name.to_ours(stored[there].open(), shape)
         found[name.ours] = value
     return found
 

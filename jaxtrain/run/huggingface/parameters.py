@@ -75,9 +75,9 @@ def read_parameters(
     for ours, leaf in zip(names, leaves, strict=True):
         order = setup.layer_order if _is_stacked(of[ours]) else None
         read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
-        places = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+        slices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         # One device after the other: `jax.make_array_from_callback` would hold all their parts.
-        parts = [_place(read, index, leaf.shape, device) for device, index in places.items()]
+        parts = [_place(read, index, leaf.shape, device) for device, index in slices.items()]
         arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
     return jax.tree.unflatten(treedef, arrays)
 
@@ -115,7 +115,7 @@ class _Reader:
         """For a parameter of this shape; `order` is the layer at each place, None the model's."""
         self._name, self._shape, self._dtype = name, shape, dtype
         self._order = order
-        self._at = {place: stored[there] for place, there in name.tensors(shape)}
+        self._at = {index: stored[there] for index, there in name.tensors(shape)}
 
     def row_bytes(self, index: tuple[slice, ...]) -> int:
         """Bytes of one place of the first dimension, of the part at this index."""
@@ -129,12 +129,12 @@ class _Reader:
         ranges = [range(*part.indices(size)) for part, size in zip(index, sizes, strict=True)]
         out = np.zeros([len(one) for one in ranges], self._dtype)
         for here in np.ndindex(out.shape[:named]):
-            place = tuple(one[at] for one, at in zip(ranges, here, strict=False))
+            stored_index = tuple(one[at] for one, at in zip(ranges, here, strict=False))
             if self._order is not None:
-                place = (self._order[place[0]], *place[1:])
-            if place[:1] == (-1,):
+                stored_index = (self._order[stored_index[0]], *stored_index[1:])
+            if stored_index[:1] == (-1,):
                 continue  # a place of a stage that has no layer
-            whole = self._name.to_ours(self._at[place].open(), self._shape)
+            whole = self._name.to_ours(self._at[stored_index].open(), self._shape)
             # Copied in the order of the file, then turned: three times as fast as both at once.
             out[here] = np.array(whole[index[named:]], order="K")
         return out
@@ -158,18 +158,18 @@ def their_tensors(
         stacked = order is not None and _is_stacked(together[0])
         if order is not None and stacked:
             shape = (sum(layer >= 0 for layer in order), *shape[1:])
-        for place, there in together[0].tensors(shape):
-            here = (order.index(place[0]), *place[1:]) if order is not None and stacked else place
+        for index, there in together[0].tensors(shape):
+            here = (order.index(index[0]), *index[1:]) if order is not None and stacked else index
             parts = [name.to_theirs(_part(found[name.ours], here)) for name in together]
             yield there, join(together, parts)
 
 
-def _part(leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+def _part(leaf: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """Return the slice at an index of the leading dimensions, gathered from the devices' shards."""
-    out = np.empty(leaf.shape[len(place) :], leaf.dtype)
+    out = np.empty(leaf.shape[len(index) :], leaf.dtype)
     for shard in leaf.addressable_shards:
         ranges = [range(*part.indices(n)) for part, n in zip(shard.index, leaf.shape, strict=True)]
-        if shard.replica_id == 0 and all(n in one for n, one in zip(place, ranges, strict=False)):
-            local = tuple(one.index(n) for n, one in zip(place, ranges, strict=False))
-            out[shard.index[len(place) :]] = np.asarray(shard.data[local])
+        if shard.replica_id == 0 and all(n in one for n, one in zip(index, ranges, strict=False)):
+            local = tuple(one.index(n) for n, one in zip(index, ranges, strict=False))
+            out[shard.index[len(index) :]] = np.asarray(shard.data[local])
     return out

@@ -102,13 +102,13 @@ class GeneratedText:
 
 def row_of(ids: Sequence[int], length: int) -> Batch:
     """Return a text [T] with padding, and no targets."""
-    place_T, zeros_T = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
+    position_T, zeros_T = np.arange(length, dtype=np.int32), np.zeros(length, np.int32)
     return Batch(
         np.pad(np.array(ids, np.int32), (0, length - len(ids))),
         zeros_T,
         np.zeros(length, np.float32),
-        (place_T < len(ids)).astype(np.int32),
-        place_T,
+        (position_T < len(ids)).astype(np.int32),
+        position_T,
     )
 
 

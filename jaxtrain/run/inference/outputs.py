@@ -281,7 +281,7 @@ def fill_masks(
       UserError: a text hides nothing, or is longer than the model's context.
     """
     mask = _mask(model, tokenizer)
-    texts, called, places = list[list[int]](), list[str](), list[tuple[int, int]]()
+    texts, called, positions = list[list[int]](), list[str](), list[tuple[int, int]]()
     for text in texts_of(given, model):
         first, *others = (tokenizer.encode(piece) for piece in text.split(MASK))
         ids, of_text = [*tokenizer.before, *first], list[int]()
@@ -303,10 +303,10 @@ def fill_masks(
             text if len(of_text) == 1 else f"{text}, {MASK} {number}"
             for number in range(1, len(of_text) + 1)
         ]
-        places += [(len(texts), place) for place in of_text]
+        positions += [(len(texts), position) for position in of_text]
         texts.append(ids)
     length = max(map(len, texts), default=0)
-    return [row_of(ids, length) for ids in texts], called, places
+    return [row_of(ids, length) for ids in texts], called, positions
 
 
 def token_names(model: TokenModel, tokenizer: Tokenizer) -> list[str]:

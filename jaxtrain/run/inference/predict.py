@@ -334,13 +334,13 @@ def _of_words(
 ) -> _Request:
     """Every word of every text is an example."""
     tokenizer, called = data.open_tokenizer(), list[str]()
-    rows, places = list[Batch](), list[tuple[int, int]]()
+    rows, positions = list[Batch](), list[tuple[int, int]]()
     for number, text in enumerate(texts_of(given, model)):
         words = text.split()
         tokens, of_words = data.tokens_of(words, tokenizer)
-        for word, place in zip(words, of_words, strict=True):
-            at = None if place is None else place + len(data.around[0])
-            if place is None or at is None or place >= data.room:
+        for word, position in zip(words, of_words, strict=True):
+            at = None if position is None else position + len(data.around[0])
+            if position is None or at is None or position >= data.room:
                 raise UserError(
                     f"predict: the word {word!r} of text {number + 1} "
                     + (
@@ -350,7 +350,7 @@ def _of_words(
                         f"length={data.sequence_length} tokens; give shorter texts"
                     )
                 )
-            places.append((number, at))
+            positions.append((number, at))
             called.append(word if len(given) == 1 else f"text {number + 1}, {word}")
         rows.append(data.row(tokens))
     logits_BTC = np.concatenate(
@@ -358,7 +358,7 @@ def _of_words(
     )
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        return np.stack([logits_BTC[places[number]] for number in numbers])
+        return np.stack([logits_BTC[positions[number]] for number in numbers])
 
     return _Request(called, of, data.class_names, classes)
 
@@ -368,12 +368,12 @@ def _of_hidden(
 ) -> _Request:
     """Every hidden token of every text is an example, the tokens are its classes."""
     tokenizer = data.open_tokenizer()
-    rows, called, places = fill_masks(given, model, tokenizer)
+    rows, called, masked = fill_masks(given, model, tokenizer)
 
     def of(numbers: Sequence[int]) -> np.ndarray:
-        positions = [places[number] for number in numbers]
+        positions = [masked[number] for number in numbers]
         logits_BTV = logits(stack([rows[row] for row, _ in positions]))
-        return logits_BTV[np.arange(len(positions)), [place for _, place in positions]]
+        return logits_BTV[np.arange(len(positions)), [position for _, position in positions]]
 
     return _Request(called, of, lambda: token_names(model, tokenizer), model.vocab_size)
 

@@ -95,8 +95,8 @@ def _read_by(
             weight = watched["layers", name]
             watched["layers", name] = weight.replace(Watched(weight.get_value(), one, EVERY))
         model = nnx.merge(graphdef, nnx.from_flat_state(watched), rest)
-        places_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        rows = shard(tokens_BT, ROWS), shard(places_BT, ROWS)
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        rows = shard(tokens_BT, ROWS), shard(positions_BT, ROWS)
         return hidden_states(model, *rows, Mask(), setup.execution)[0].sum()
 
     return jax.grad(total)({name: probe(name) for name in names})

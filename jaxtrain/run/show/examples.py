@@ -84,9 +84,9 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
     say(f"The first batch: {', '.join(fractions)}")
     most = np.argsort(-counts, kind="stable")[:MOST]
     names = [
-        (repr(tokenizer.decode([int(found[place])])) if tokenizer else str(found[place]))
-        + f" {counts[place] / len(ids):.1%}"
-        for place in most.tolist()
+        (repr(tokenizer.decode([int(found[token])])) if tokenizer else str(found[token]))
+        + f" {counts[token] / len(ids):.1%}"
+        for token in most.tolist()
     ]
     say(f"The commonest: {', '.join(names)}")
 
@@ -149,20 +149,20 @@ def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
         return [_text(_real(ids, segments), tokenizer)]
     lines, left = list[str](), CHARACTERS
     for number in range(1, int(segments.max()) + 1):
-        (places,) = np.nonzero(segments == number)
+        (indices,) = np.nonzero(segments == number)
         letter = LETTERS[(number - 1) % len(LETTERS)]
-        first = "" if example.positions is None else f", from its token {_place(example, places)}"
-        lines.append(f"--- {letter}: tokens {places[0]} to {places[-1]}{first}")
+        first = "" if example.positions is None else f", from its token {_place(example, indices)}"
+        lines.append(f"--- {letter}: tokens {indices[0]} to {indices[-1]}{first}")
         if left <= 0:
             continue
-        lines.append(_text(ids[places], tokenizer, left))
+        lines.append(_text(ids[indices], tokenizer, left))
         left -= len(lines[-1])
     return lines
 
 
-def _place(example: Batch, places: np.ndarray) -> int:
+def _place(example: Batch, positions: np.ndarray) -> int:
     assert example.positions is not None
-    return int(example.positions[places[0]])
+    return int(example.positions[positions[0]])
 
 
 def _real(ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:

@@ -113,9 +113,9 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ())
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Greys", vmin=0, vmax=1)
     every = -(-size // 50)  # names that would run into each other are left out
-    places = range(0, size, every)
-    axes.set_xticks(places, [short[place] for place in places], rotation=90)
-    axes.set_yticks(places, [short[place] for place in places])
+    ticks = range(0, size, every)
+    axes.set_xticks(ticks, [short[tick] for tick in ticks], rotation=90)
+    axes.set_yticks(ticks, [short[tick] for tick in ticks])
     axes.set_xlabel("predicted")
     axes.set_ylabel("label")
     if size <= _MOST_WRITTEN:

@@ -181,12 +181,12 @@ def show_mesh(console: Console, layout: Layout) -> None:
         table.add_column(name, justify="right")
     table.add_column(f"devices {inner} = 0, 1, ...")
     shown = 16
-    places = list(np.ndindex(order.shape[:-1]))
-    for place in places[:shown]:
-        table.add_row(*map(str, place), " ".join(map(str, order[place])))
+    coordinates = list(np.ndindex(order.shape[:-1]))
+    for coordinate in coordinates[:shown]:
+        table.add_row(*map(str, coordinate), " ".join(map(str, order[coordinate])))
     console.print(table)
-    if len(places) > shown:
-        console.print(f"... and {count_of(len(places) - shown, 'more row')}")
+    if len(coordinates) > shown:
+        console.print(f"... and {count_of(len(coordinates) - shown, 'more row')}")
 
 
 def show_attention(console: Console, choice: Choice | None) -> None:

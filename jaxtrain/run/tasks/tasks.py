@@ -136,8 +136,11 @@ def _batch_scores(
 ) -> list[Score]:
     tokens_BT, padding_B = pad_prompts(setup, sizes, [pair.tokens for pair in pairs])
     rows, length = tokens_BT.shape
-    places = round_up(max(len(pair.continuation) for pair in pairs), most=length)
-    targets_BC, wanted_BC = np.zeros((rows, places), np.int32), np.zeros((rows, places), bool)
+    num_targets = round_up(max(len(pair.continuation) for pair in pairs), most=length)
+    targets_BC, wanted_BC = (
+        np.zeros((rows, num_targets), np.int32),
+        np.zeros((rows, num_targets), bool),
+    )
     for row, pair in enumerate(pairs):
         targets_BC[row, -len(pair.continuation) :] = pair.continuation
         wanted_BC[row, -len(pair.continuation) :] = True
@@ -160,12 +163,12 @@ def _log_probabilities(
     wanted_BC: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums of the log-probabilities of what is wanted, and whether all of it is the likeliest."""
-    (rows, room), places = tokens_BT.shape, targets_BC.shape[1]
+    (rows, room), num_targets = tokens_BT.shape, targets_BC.shape[1]
     dtype = jnp.dtype(setup.precision.compute)
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype)
     logits_BCV, _ = next_logits(
         setup.model(state), tokens_BT, cache, padding_B, setup.execution,
-        room=room, last=places,
+        room=room, last=num_targets,
     )  # fmt: skip
     log_p_BCV = jax.nn.log_softmax(logits_BCV, axis=-1)
     log_p_BC = jnp.take_along_axis(log_p_BCV, targets_BC[..., None], axis=-1)[..., 0]

@@ -115,30 +115,30 @@ class TopK:
         """Exchange as in `Codec`."""
         k, rank = jax.lax.axis_size("data"), jax.lax.axis_index("data")
         padded = [jnp.pad(x.reshape(-1), (0, -x.size % k)) for x in pending]
-        values_kC, places_kC, left_kP = self._split([x.reshape(k, -1) for x in padded])
-        ends = _ends([x.shape[-1] for x in places_kC])[:-1]
+        values_kC, indices_kC, left_kP = self._split([x.reshape(k, -1) for x in padded])
+        ends = _ends([x.shape[-1] for x in indices_kC])[:-1]
 
         def add(sums_P: Arrays, message: tuple[jax.Array, jax.Array]) -> tuple[Arrays, None]:
-            values, places = (jnp.split(x, ends) for x in message)
+            values, indices = (jnp.split(x, ends) for x in message)
             added = [
-                x.at[place].add(value, unique_indices=True)
-                for x, value, place in zip(sums_P, values, places, strict=True)
+                x.at[indices_of_one].add(value, unique_indices=True)
+                for x, value, indices_of_one in zip(sums_P, values, indices, strict=True)
             ]
             return added, None
 
         # One replica after the other: the order of a sum into one place is then the same on every
         # device that holds the array, and with it the parameters. What an owner sent to itself is
         # added back to the residual of its own part.
-        messages = [jnp.concatenate(x, -1) for x in (values_kC, places_kC)]
+        messages = [jnp.concatenate(x, -1) for x in (values_kC, indices_kC)]
         arrived = tuple(jax.lax.all_to_all(x, "data", 0, 0) for x in messages)
         sums_P, _ = jax.lax.scan(add, [x[rank] for x in left_kP], arrived)
-        values_C, places_C, lost_P = self._split(sums_P)
+        values_C, indices_C, lost_P = self._split(sums_P)
         left_kP = [x.at[rank].set(lost) for x, lost in zip(left_kP, lost_P, strict=True)]
-        messages = [jnp.concatenate(x) for x in (values_C, places_C)]
+        messages = [jnp.concatenate(x) for x in (values_C, indices_C)]
         gathered = [jnp.split(jax.lax.all_gather(x, "data"), ends, -1) for x in messages]
         sent_kP = [
-            jnp.put_along_axis(jnp.zeros_like(x), places, values, -1, inplace=False)
-            for x, values, places in zip(left_kP, *gathered, strict=True)
+            jnp.put_along_axis(jnp.zeros_like(x), indices, values, -1, inplace=False)
+            for x, values, indices in zip(left_kP, *gathered, strict=True)
         ]
         return _without_padding(sent_kP, pending), _without_padding(left_kP, pending)
 
@@ -146,11 +146,11 @@ class TopK:
         """Return the largest entries [..., C] of each row, their positions, and the rows without
         them.
         """
-        places = [largest(x, self.keep) for x in arrays]
-        pairs = list(zip(arrays, places, strict=True))
+        indices = [largest(x, self.keep) for x in arrays]
+        pairs = list(zip(arrays, indices, strict=True))
         values = [jnp.take_along_axis(x, at, -1) for x, at in pairs]
         rest = [jnp.put_along_axis(x, at, 0.0, -1, inplace=False) for x, at in pairs]
-        return values, places, rest
+        return values, indices, rest
 
 
 @dataclasses.dataclass(frozen=True)

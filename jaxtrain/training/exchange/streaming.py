@@ -44,41 +44,41 @@ class Fragments:
 
     count: int
 
-    def cut(self, tree: Any, place: jax.Array) -> Arrays:
+    def cut(self, tree: Any, fragment_index: jax.Array) -> Arrays:
         """Return a fragment of each named array: [S], or [k, S] of replicas' arrays.
 
         Args:
           tree: of named arrays.
-          place: which fragment, an int32 scalar from 0.
+          fragment_index: which fragment, an int32 scalar from 0.
         """
         wholes, parts = _specs(tree)
 
-        def on_one(arrays: Arrays, place: jax.Array) -> Arrays:
+        def on_one(arrays: Arrays, fragment_index: jax.Array) -> Arrays:
             return [
-                jax.lax.dynamic_index_in_dim(self._dealt(x), place, 1, keepdims=False).reshape(
-                    (-1,) if len(part) == 1 else (1, -1)
-                )
+                jax.lax.dynamic_index_in_dim(
+                    self._dealt(x), fragment_index, 1, keepdims=False
+                ).reshape((-1,) if len(part) == 1 else (1, -1))
                 for x, part in zip(arrays, parts, strict=True)
             ]
 
-        return on_each_device(on_one, (wholes, P()), parts)(jax.tree.leaves(tree), place)
+        return on_each_device(on_one, (wholes, P()), parts)(jax.tree.leaves(tree), fragment_index)
 
-    def paste(self, tree: Any, fragment: Arrays, place: jax.Array) -> Any:
+    def paste(self, tree: Any, fragment: Arrays, fragment_index: jax.Array) -> Any:
         """Return the tree with a fragment in place of the one that `cut` returns."""
         wholes, parts = _specs(tree)
 
-        def on_one(arrays: Arrays, fragment: Arrays, place: jax.Array) -> Arrays:
+        def on_one(arrays: Arrays, fragment: Arrays, fragment_index: jax.Array) -> Arrays:
             pasted: Arrays = []
             for x, part in zip(arrays, fragment, strict=True):
                 dealt = self._dealt(x)
                 part = part.reshape(dealt.shape[0], dealt.shape[2])
-                dealt = jax.lax.dynamic_update_index_in_dim(dealt, part, place, 1)
+                dealt = jax.lax.dynamic_update_index_in_dim(dealt, part, fragment_index, 1)
                 pasted.append(dealt.reshape(-1)[: x.size].reshape(x.shape))
             return pasted
 
         leaves, structure = jax.tree.flatten(tree)
         run = on_each_device(on_one, (wholes, parts, P()), wholes)
-        return structure.unflatten(run(leaves, fragment, place))
+        return structure.unflatten(run(leaves, fragment, fragment_index))
 
     def _dealt(self, x: jax.Array) -> jax.Array:
         """Return a device's shard with its fragments along the second dimension: [A, count, M]."""
@@ -146,24 +146,29 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
     def in_turn(
         function: Callable[..., TrainState], count: jax.Array, state: TrainState
     ) -> TrainState:
-        place, due = turn(count, period=rule.period, fragments=fragments)
+        fragment_index, due = turn(count, period=rule.period, fragments=fragments)
         if fragments == rule.period:
             # Every step has one's turn: without a branch, which the compiler runs as a whole.
-            return function(state, place, due)
+            return function(state, fragment_index, due)
         return jax.lax.cond(
-            due, lambda state: function(state, place, True), lambda state: state, state
+            due, lambda state: function(state, fragment_index, True), lambda state: state, state
         )
 
-    def apply_outer_step(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
+    def apply_outer_step(
+        state: TrainState, fragment_index: jax.Array, due: jax.Array | bool
+    ) -> TrainState:
         """Apply the outer step to a fragment; the replicas' parameters stay."""
-        memory, cut = dict(state.exchange), functools.partial(pieces.cut, place=place)
+        memory, cut = (
+            dict(state.exchange),
+            functools.partial(pieces.cut, fragment_index=fragment_index),
+        )
         targets, spread = memory.pop("targets"), memory.pop("spread")
-        seen = jax.lax.dynamic_index_in_dim(targets, place, 1, keepdims=False)
+        seen = jax.lax.dynamic_index_in_dim(targets, fragment_index, 1, keepdims=False)
         params: Any = cut(reshard(state.params, layout.moment, layout))
         before = {name: cut(tree) for name, tree in memory.items()}
         sent, after, agreed = rule.exchange(state.replace(params=params), before, shares(seen))
         after = jax.tree.map(functools.partial(jnp.where, due), after, before)
-        reset = due & (jnp.arange(fragments) == place)
+        reset = due & (jnp.arange(fragments) == fragment_index)
         statistics = jax.tree.map(
             functools.partial(jnp.where, due), sent.statistics, state.statistics
         )
@@ -172,11 +177,14 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
             exchange={
                 "targets": jnp.where(reset, 0.0, targets),
                 "spread": jnp.where(due, distance(params, agreed), spread),
-                **{name: pieces.paste(tree, after[name], place) for name, tree in memory.items()},
+                **{
+                    name: pieces.paste(tree, after[name], fragment_index)
+                    for name, tree in memory.items()
+                },
             },
         )
 
-    def mix(state: TrainState, place: jax.Array, due: jax.Array | bool) -> TrainState:
+    def mix(state: TrainState, fragment_index: jax.Array, due: jax.Array | bool) -> TrainState:
         """Mix the outer step's result for a fragment into the parameters of each replica."""
         params = reshard(state.params, layout.moment, layout)
 
@@ -184,9 +192,9 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
             kept = mixing * own.astype(jnp.float32) + (1 - mixing) * outer
             return jnp.where(due, kept.astype(own.dtype), own)
 
-        outer = pieces.cut(state.exchange["outer"], place)
-        parts = jax.tree.map(blend, pieces.cut(params, place), outer)
-        params = pieces.paste(params, parts, place)
+        outer = pieces.cut(state.exchange["outer"], fragment_index)
+        parts = jax.tree.map(blend, pieces.cut(params, fragment_index), outer)
+        params = pieces.paste(params, parts, fragment_index)
         return state.replace(params=reshard(params, layout.parameter, layout))
 
     return alone._replace(init=init, gradient=gradient, update=update)
@@ -203,6 +211,6 @@ def turn(step: jax.Array, *, period: int, fragments: int) -> tuple[jax.Array, ja
       fragments: P.
     """
     rest = step % period
-    place = -(-rest * fragments // period)
-    due = place * period < (rest + 1) * fragments
-    return place, due & (step > 0)
+    fragment_index = -(-rest * fragments // period)
+    due = fragment_index * period < (rest + 1) * fragments
+    return fragment_index, due & (step > 0)

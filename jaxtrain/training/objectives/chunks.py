@@ -99,10 +99,10 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
         """Merge chunks, the first dimension, back into the positions at `axis`."""
         x = jnp.moveaxis(x, 0, axis)
         shape, parts = x.shape, jax.typeof(x).sharding.spec
-        places = shape[axis - 1] * shape[axis]
+        merged = shape[axis - 1] * shape[axis]
         return reshape(
             x,
-            (*shape[: axis - 1], places, *shape[axis + 1 :]),
+            (*shape[: axis - 1], merged, *shape[axis + 1 :]),
             (*parts[:axis], *parts[axis + 1 :]),
         )
 

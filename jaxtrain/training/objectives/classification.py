@@ -52,10 +52,10 @@ def _before(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     Of equal logits the first class comes first, as in argmax.
     """
-    places = jnp.arange(logits.shape[-1])
-    is_target = targets[..., None] == places
+    class_ids = jnp.arange(logits.shape[-1])
+    is_target = targets[..., None] == class_ids
     own = jnp.where(is_target, logits, 0).sum(-1, keepdims=True)
-    before = (logits > own) | ((logits == own) & (places < targets[..., None]))
+    before = (logits > own) | ((logits == own) & (class_ids < targets[..., None]))
     return before.sum(-1)
 
 
@@ -71,9 +71,9 @@ def confusion(predicted: jax.Array, targets: jax.Array, mask: jax.Array, classes
       mask: float32 [...]; where it is 0 nothing is counted.
       classes: C.
     """
-    places = jnp.arange(classes)
-    label = (targets[..., None] == places) & (mask != 0)[..., None]
-    is_predicted = predicted[..., None] == places
+    class_ids = jnp.arange(classes)
+    label = (targets[..., None] == class_ids) & (mask != 0)[..., None]
+    is_predicted = predicted[..., None] == class_ids
     letters = "bt"[: predicted.ndim]
     # Zeros and ones: exact in float32, and on a GPU or TPU in what its float32 products are made
     # of, up to 2^24 of a kind in one batch.
@@ -195,8 +195,8 @@ def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
     if batch.targets.ndim == 1:
         return [(batch.targets, batch.loss_mask)]
     return [
-        (batch.targets[:, place], batch.loss_mask[:, place])
-        for place in range(batch.targets.shape[1])
+        (batch.targets[:, index], batch.loss_mask[:, index])
+        for index in range(batch.targets.shape[1])
     ]
 
 

@@ -192,15 +192,15 @@ class MultiToken(NextToken):
         return {"multi_token_loss": self.further_weight / self.further_tokens * total, **of_layers}
 
 
-def further_on(batch: Batch, places: int) -> Batch:
-    """Return the rows of a batch shifted by `places` positions, in the order of their text.
+def further_on(batch: Batch, distance: int) -> Batch:
+    """Return the rows of a batch shifted by `distance` positions, in the order of their text.
 
     Where a place has no such token in its document, no target counts and the place is padding.
     """
 
     def later(x_BT: jax.Array) -> jax.Array:
         T = x_BT.shape[1]
-        return jnp.where(jnp.arange(T) < T - places, jnp.roll(x_BT, -places, axis=1), 0)
+        return jnp.where(jnp.arange(T) < T - distance, jnp.roll(x_BT, -distance, axis=1), 0)
 
     ids_BT, loss_mask = batch.segment_ids, later(batch.loss_mask)
     if ids_BT is not None:

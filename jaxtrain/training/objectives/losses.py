@@ -160,18 +160,18 @@ def cross_entropy(
       over: what the last dimension means; None: 'vocab' of sequences, 'classes' of all else.
     """
     over = over or ("vocab" if logits.ndim == 3 else "classes")
-    places = shard(jnp.arange(logits.shape[-1]), (over,))
+    token_ids = shard(jnp.arange(logits.shape[-1]), (over,))
     size = logits.shape[-1] if classes is None else classes
     padded = size < logits.shape[-1]
     if padded:
         # Before they are float32: the greatest of each device is sent in the logits' own dtype.
-        logits = jnp.where(places < size, logits, -jnp.inf)
+        logits = jnp.where(token_ids < size, logits, -jnp.inf)
     logits = logits.astype(jnp.float32)
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     log_partition = jnp.log(jnp.exp(logits - top).sum(-1)) + top[..., 0]
-    target_logit = _at(targets, logits, places)
+    target_logit = _at(targets, logits, token_ids)
     if label_smoothing:
-        summed = jnp.where(places < size, logits, 0.0) if padded else logits
+        summed = jnp.where(token_ids < size, logits, 0.0) if padded else logits
         mean = summed.sum(-1) / size
         target_logit = (1 - label_smoothing) * target_logit + label_smoothing * mean
     losses = log_partition - target_logit

@@ -65,7 +65,7 @@ def validate_values(
     if counted:
         right |= batch.loss_mask == 0
     if not right.all():
-        place = np.unravel_index(np.argmin(right), x.shape)
+        index = np.unravel_index(np.argmin(right), x.shape)
         allowed = f"{least} or more, and finite" if most is None else f"{least} to {most}"
-        where = ", ".join(map(str, place))
-        yield f"Batch.{name}[{where}] is {x[place]}; use {allowed}{why}"
+        where = ", ".join(map(str, index))
+        yield f"Batch.{name}[{where}] is {x[index]}; use {allowed}{why}"

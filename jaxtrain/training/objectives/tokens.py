@@ -198,10 +198,10 @@ class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
     def reading(self, inputs: Any) -> Batch:
         """Return a batch of rows of tokens or vectors, each one text from its start."""
         shape = inputs.shape if np.issubdtype(inputs.dtype, np.integer) else inputs.shape[:-1]
-        places = np.arange(shape[-1] if shape else 1, dtype=np.int32)
+        positions = np.arange(shape[-1] if shape else 1, dtype=np.int32)
         targets = np.zeros(shape, np.int32) if self.labels else inputs
-        place_BT = np.array(np.broadcast_to(places, shape))
-        return Batch(inputs, targets, np.ones(shape, np.float32), None, place_BT)
+        position_BT = np.array(np.broadcast_to(positions, shape))
+        return Batch(inputs, targets, np.ones(shape, np.float32), None, position_BT)
 
     @final
     def logits(

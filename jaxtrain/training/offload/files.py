@@ -84,9 +84,9 @@ class FileArray:
         self._files: dict[jax.Device, Path] = {}  # devices that hold the same have one
         here: Any = self.sharding.addressable_devices_indices_map(self.shape)
         for device, index in here.items():
-            place = tuple((one.start, one.stop) for one in index)
+            bounds = tuple((one.start, one.stop) for one in index)
             path = scratch.folder / f"{name}.{len(files)}"
-            self._files[device] = files.setdefault(place, path)
+            self._files[device] = files.setdefault(bounds, path)
         size = math.prod(self._part) * self.dtype.itemsize
         for path in files.values():
             with writing(path), path.open("wb") as file:

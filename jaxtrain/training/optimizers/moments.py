@@ -193,11 +193,11 @@ def _index(x: jax.Array, layers: Layers) -> jax.Array:
     index = jnp.zeros((), jnp.uint32)
     for dim in range(x.ndim):
         stride = int(np.prod(x.shape[dim + 1 :], dtype=np.uint64)) % 2**32
-        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, **layout)
+        flat_index = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim, **layout)
         if dim == 0 and layers is not None:
             order = jnp.asarray(layers).astype(jnp.uint32).reshape(-1, *(1,) * (x.ndim - 1))
-            place = jnp.zeros_like(place) + order
-        index = index + place * jnp.uint32(stride)
+            flat_index = jnp.zeros_like(flat_index) + order
+        index = index + flat_index * jnp.uint32(stride)
     return index
 
 

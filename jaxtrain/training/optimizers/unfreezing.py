@@ -139,8 +139,8 @@ class Unfreezing:
         if len(starts) == 1:
             return starts.pop()
         assert logical_axes(param)[0] == LAYERS, "what is stacked is so first"
-        places = jax.tree.leaves(param)[0].shape[0]
-        return by_layer(parts, jnp.zeros(places, jnp.int32), layers)
+        num_layers = jax.tree.leaves(param)[0].shape[0]
+        return by_layer(parts, jnp.zeros(num_layers, jnp.int32), layers)
 
     def _open_places(
         self, name: str, param: Any, start: int, step: jax.Array, layers: Sequence[int] | None

@@ -157,7 +157,7 @@ class Rank:
     def _tick(self, carry: Carry, tick: tuple[jax.Array, jax.Array]) -> tuple[Carry, None]:
         row: Row = {}
         for names, numbers in zip(self._names, tick, strict=True):
-            row |= {name: numbers[place] for place, name in enumerate(names)}
+            row |= {name: numbers[index] for index, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
         # Buffers are read in a branch and written behind it: what a branch hands on unchanged XLA's
         # TPU compiler copies, all its places in every tick.
@@ -265,7 +265,7 @@ class Rank:
             for_second = self._store(carry, "stash", of, stash)
         else:
             by_number = dict(enumerate(jax.tree.leaves(transpose(gradient))))
-        leaves = [by_number.pop(of.count + place) for place in range(len(jax.tree.leaves(x)))]
+        leaves = [by_number.pop(of.count + index) for index in range(len(jax.tree.leaves(x)))]
         message = jax.tree.unflatten(jax.tree.structure(x), leaves)
         if of.number == 0:
             outer = self._where(
@@ -499,8 +499,8 @@ class Rank:
         layers, outer = list(own["layers"]), list(own["outer"])
         for number, gradient in self._mask_idle(gradients, row).items():
             if number >= len(of.layers):
-                place = of.shared[number - len(of.layers)]
-                outer[place] += gradient.astype(outer[place].dtype)
+                slot = of.shared[number - len(of.layers)]
+                outer[slot] += gradient.astype(outer[slot].dtype)
                 continue
             total = layers[of.layers[number]]
             new = self._rows_of(total, row) + gradient.astype(total.dtype)

@@ -50,13 +50,13 @@ class Stages:
         from jaxtrain.training.pipeline.table import stage_on
 
         first = np.cumsum((0, *self.cut))
-        places = []
+        slots = []
         for rank in range(self.ranks):
             for chunk in range(self.chunks):
                 stage = stage_on(rank, chunk, self.ranks, folded=self.folded)
                 layers = range(first[stage], first[stage + 1])
-                places += [*layers, *[-1] * (self.longest - len(layers))]
-        return np.array(places, np.int32)
+                slots += [*layers, *[-1] * (self.longest - len(layers))]
+        return np.array(slots, np.int32)
 
     @functools.cached_property
     def valid(self) -> np.ndarray:
@@ -112,9 +112,9 @@ def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:
       present: the layer at each place, -1 for padding.
       wanted: likewise; padding becomes zeros.
     """
-    places = {layer: place for place, layer in enumerate(present)}
+    slots = {layer: slot for slot, layer in enumerate(present)}
     # A place beyond the last is filled with zeros.
-    index = np.array([len(present) if n < 0 else places[n] for n in wanted], np.int32)
+    index = np.array([len(present) if n < 0 else slots[n] for n in wanted], np.int32)
 
     def one(variable: Any) -> Any:
         if not (is_variable(variable) and is_layer(variable)) or list(present) == list(wanted):

@@ -80,9 +80,9 @@ class Timetable:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage."""
-        chunk, place = divmod(stage, self.ranks)
+        chunk, index = divmod(stage, self.ranks)
         # A fold is its own inverse.
-        return stage_on(place, chunk, self.ranks, folded=self.folded) - chunk * self.ranks
+        return stage_on(index, chunk, self.ranks, folded=self.folded) - chunk * self.ranks
 
     def next_rank(self, action: Action) -> int | None:
         """Return the rank that this action's result is sent to, which may be its own; None: nothing

@@ -173,9 +173,9 @@ def _convolution(module: Module, inside: Computation, one: Instruction) -> int |
     # Channels that one result reads: with feature groups the kernel has just those.
     count = result[of_result.index("b")] * result[of_result.index("f")]
     count *= right[of_right.index("i")]
-    places = _places(window.group(1) if window else "")
+    dimensions = _places(window.group(1) if window else "")
     for axis in (letter for letter in of_result if letter.isdigit()):
-        given = {name: values[int(axis)] for name, values in places.items()}
+        given = {name: values[int(axis)] for name, values in dimensions.items()}
         before = given.get("pad", "0_0").split("_")[0]
         count *= meeting_places(
             inputs=left[of_left.index(axis)],

@@ -70,8 +70,8 @@ def mesh_axes(groups: Groups, sizes: Mapping[str, int], *, pairs: bool = False) 
         return ""
     varies = [False] * len(sizes)
     for group in used:
-        places = np.unravel_index(np.array(group), tuple(sizes.values()))
-        varies = [v or len(np.unique(p)) > 1 for v, p in zip(varies, places, strict=True)]
+        coordinates = np.unravel_index(np.array(group), tuple(sizes.values()))
+        varies = [v or len(np.unique(p)) > 1 for v, p in zip(varies, coordinates, strict=True)]
     names = [name for name, v in zip(sizes, varies, strict=True) if v]
     covered = all(len(group) == math.prod(sizes[name] for name in names) for group in groups)
     joined = "+".join(names)

@@ -58,8 +58,8 @@ def _array_bytes(dtype: str, sizes: str, layout: str | None) -> int:
     tile = _TILE.search(layout)
     if tile:
         steps = [int(size) for size in tile.group(1).split(",")]
-        for place, step in zip(reversed(range(len(physical))), reversed(steps), strict=False):
-            physical[place] = -(-physical[place] // step) * step
+        for dim, step in zip(reversed(range(len(physical))), reversed(steps), strict=False):
+            physical[dim] = -(-physical[dim] // step) * step
     bits = 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
     return math.ceil(math.prod(physical) * bits / 8)
 

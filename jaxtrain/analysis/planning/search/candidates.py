@@ -203,9 +203,9 @@ def assign_ranks(candidates: Sequence[Candidate]) -> list[Candidate]:
     """With their ranks in this order: 1, or 1, 1, 3 where the second is within TIE of the first."""
     found: list[Candidate] = []
     rank, first = 1, candidates[0].price.seconds
-    for place, one in enumerate(candidates):
+    for position, one in enumerate(candidates):
         if abs(one.price.seconds / (first or 1.0) - 1) > TIE:
-            rank, first = place + 1, one.price.seconds
+            rank, first = position + 1, one.price.seconds
         found.append(dataclasses.replace(one, rank=rank))
     return found
 

@@ -332,7 +332,7 @@ class _Activations:
         """One exchange to whole sequences, one back; the same backward (arXiv 2309.14509)."""
         facts, c = self.facts, self.facts.size("context")
         N, K = self.heads()
-        place = facts.B * facts.T * facts.value_bytes
+        bytes_per_width = facts.B * facts.T * facts.value_bytes
         keys, values = self.attention.key_dim, self.attention.value_dim
         forwards = self.forwards + facts.recomputes
         again = forwards - 1  # in every layer; the first time is once for all
@@ -342,7 +342,7 @@ class _Activations:
             (N * values, "attention output", "2 B T N H"),
         ):
             yield Expected(
-                "all-to-all", "context", (forwards + 1) * self.runs, place * numbers,
+                "all-to-all", "context", (forwards + 1) * self.runs, bytes_per_width * numbers,
                 f"{cause}: heads for places", formula,
             )  # fmt: skip
         yield Expected(

@@ -274,9 +274,9 @@ def meeting_places(
 ) -> int:
     """Along one dimension, pairs of an output and a kernel place that meet a real input."""
     start = np.arange(outputs)[:, None] * stride - before
-    place = start + np.arange(kernel)[None, :] * kernel_dilation
-    inside = (place >= 0) & (place < (inputs - 1) * input_dilation + 1)
-    return int((inside & (place % input_dilation == 0)).sum())
+    position = start + np.arange(kernel)[None, :] * kernel_dilation
+    inside = (position >= 0) & (position < (inputs - 1) * input_dilation + 1)
+    return int((inside & (position % input_dilation == 0)).sum())
 
 
 _PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {

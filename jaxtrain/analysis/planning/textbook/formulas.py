@@ -158,8 +158,11 @@ def ring_attention(B: int, T: int, K: int, H: int, *, devices: int, element_byte
 def ulysses(B: int, T: int, N: int, K: int, H: int, *, element_bytes: int) -> list[Traffic]:
     """One forward pass: queries, keys and values go from sequence to heads, the result back; the
     backward pass does the same again (arXiv 2309.14509). T is the part that a device holds."""
-    place = B * T * H * element_bytes
-    return [Traffic("all-to-all", 2, place * N), Traffic("all-to-all", 2, place * K)]
+    bytes_per_head = B * T * H * element_bytes
+    return [
+        Traffic("all-to-all", 2, bytes_per_head * N),
+        Traffic("all-to-all", 2, bytes_per_head * K),
+    ]
 
 
 def expert_layer(slots: int, D: int, *, element_bytes: int) -> Traffic:

@@ -216,9 +216,9 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
         if "experts" in sizes and model.experts is not None:
             times, matrices = times * model.experts.per_token, ()
         # Matrices that are stacked read the same input.
-        for places, count in ((rows, 1), (columns, math.prod(matrices))):
-            elements = times * count * math.prod(weight.shape[place] for place in places)
-            if "embed" in {weight.axes[place] for place in places}:
+        for dims, count in ((rows, 1), (columns, math.prod(matrices))):
+            elements = times * count * math.prod(weight.shape[dim] for dim in dims)
+            if "embed" in {weight.axes[dim] for dim in dims}:
                 stream += elements
             else:
                 split += elements

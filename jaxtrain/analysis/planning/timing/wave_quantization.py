@@ -70,10 +70,10 @@ def _product(facts: Facts, weight: Weight) -> tuple[int, int, tuple[int, int]]:
     placed = facts.layout.sharding_of(facts.layout.weight(weight.axes))
     shape = placed.shard_shape(weight.shape)
     stack, rows, columns = sides(weight.axes)
-    alike = math.prod(shape[place] for place in stack)
+    alike = math.prod(shape[dim] for dim in stack)
     tokens, experts = facts.B * facts.T, facts.model.experts
     if experts is not None and "experts" in weight.axes:
         tokens = max(tokens * experts.per_token // alike, 1)
     return alike, tokens, (
-        math.prod(shape[place] for place in rows), math.prod(shape[place] for place in columns)
+        math.prod(shape[dim] for dim in rows), math.prod(shape[dim] for dim in columns)
     )  # fmt: skip

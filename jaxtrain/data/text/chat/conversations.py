@@ -65,10 +65,10 @@ class Written:
         A token is where its first character is.
         """
         ids, starts = tokenizer.encode_with_places(self.text)
-        places = np.asarray(starts, np.int64)
+        offsets = np.asarray(starts, np.int64)
         answer_mask = np.zeros(len(ids), bool)
         for begin, end in self.answers:
-            answer_mask |= (places >= begin) & (places < end)
+            answer_mask |= (offsets >= begin) & (offsets < end)
         if self.ends:
             begin, end = tokenizer.before, closing(tokenizer)
             ids = [*begin, *ids, *end]

@@ -121,15 +121,15 @@ class Pairs(WholeBatches):
         inputs, targets, segment_ids, positions = (np.zeros(shape, np.int32) for _ in range(4))
         loss_mask = np.zeros(shape, np.float32)
         for row, index in enumerate(indices.tolist()):
-            place = 0
+            position = 0
             for document, (ids, answer_mask) in zip(
                 (CHOSEN, REJECTED), self.pairs[index], strict=True
             ):
-                here = slice(place, place + len(ids) - 1)
+                here = slice(position, position + len(ids) - 1)
                 inputs[row, here], targets[row, here] = ids[:-1], ids[1:]
                 loss_mask[row, here], segment_ids[row, here] = answer_mask[1:], document
                 positions[row, here] = np.arange(len(ids) - 1)
-                place = here.stop
+                position = here.stop
         reference = (
             np.zeros(shape, np.float32) if self.reference is None else self.reference[indices]
         )

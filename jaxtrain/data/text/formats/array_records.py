@@ -59,7 +59,7 @@ def _text(record: bytes, place: str, text_field: str) -> str | BadRecord:
         return BadRecord(f"{place}: no feature {text_field!r}{did_you_mean(text_field, features)}")
     values = features[text_field].bytes_list.value
     if len(values) != 1:
-        return BadRecord(f"{place}: {text_field!r} is no single text, but {len(values)} of them")
+        return BadRecord(f"{where}: {text_field!r} is no single text, but {len(values)} of them")
     try:
         return values[0].decode("utf-8")
     except UnicodeDecodeError as error:

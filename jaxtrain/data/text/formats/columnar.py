@@ -111,12 +111,12 @@ def _of_arrow(
     return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
-def _text(value: Any, place: str, text_field: str) -> str | BadRecord:
+def _text(value: Any, where: str, text_field: str) -> str | BadRecord:
     try:
         text = value.as_py()
     except UnicodeDecodeError:
-        return BadRecord(f"{place}: {text_field!r} is not UTF-8 text")
-    return BadRecord(f"{place}: {text_field!r} is null") if text is None else text
+        return BadRecord(f"{where}: {text_field!r} is not UTF-8 text")
+    return BadRecord(f"{where}: {text_field!r} is null") if text is None else text
 
 
 @contextlib.contextmanager

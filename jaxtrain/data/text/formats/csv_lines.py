@@ -44,11 +44,11 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
             ) from error
 
 
-def _text(row: list[str], column: int, header: list[str], place: str) -> str | BadRecord:
+def _text(row: list[str], column: int, header: list[str], where: str) -> str | BadRecord:
     if len(row) != len(header):
-        return BadRecord(f"{place}: {len(row)} fields, where the first line names {len(header)}")
+        return BadRecord(f"{where}: {len(row)} fields, where the first line names {len(header)}")
     try:
         row[column].encode()
     except UnicodeEncodeError:
-        return BadRecord(f"{place}: {header[column]!r} is not UTF-8 text")
+        return BadRecord(f"{where}: {header[column]!r} is not UTF-8 text")
     return row[column]

@@ -239,11 +239,11 @@ def _is_held_out(path: Path, word: str | None) -> bool:
 
 def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
     """Part of the tokens of concatenated files."""
-    found, place = [], 0
+    found, offset = [], 0
     for file in files:
-        last = None if end is None else max(0, end - place)
-        found.append(file.tokens[max(0, begin - place) : last])
-        place += len(file.tokens)
+        last = None if end is None else max(0, end - offset)
+        found.append(file.tokens[max(0, begin - offset) : last])
+        offset += len(file.tokens)
     return Joined(found)
 
 
@@ -345,11 +345,11 @@ def _starts(files: list[TokenFile], tokenizer: Tokenizer) -> np.ndarray:
         starts = file.starts
         if starts is None:
             behind = 0 if file.end_of_text_first else 1
-            places = [np.zeros(1, np.int64)]
+            all_starts = [np.zeros(1, np.int64)]
             for begin in range(0, len(file.tokens), _SLICE):
                 ends = np.flatnonzero(file.tokens[begin : begin + _SLICE] == tokenizer.end_of_text)
-                places.append(ends + begin + behind)
-            starts = np.unique(np.concatenate(places))
+                all_starts.append(ends + begin + behind)
+            starts = np.unique(np.concatenate(all_starts))
             starts = starts[starts < len(file.tokens)]
         found.append(starts + before)
         before += len(file.tokens)
@@ -360,9 +360,9 @@ def _cut(starts: np.ndarray, count: int, fraction: float) -> int:
     """Return the last document start before 1 - fraction of the tokens; that position for one
     document.
     """
-    place = int(count * (1.0 - fraction))
-    before = int(starts[np.searchsorted(starts, place, side="right") - 1])
-    return before or place
+    position = int(count * (1.0 - fraction))
+    before = int(starts[np.searchsorted(starts, position, side="right") - 1])
+    return before or position
 
 
 def _bounds(tokens: np.ndarray) -> tuple[int, int]:

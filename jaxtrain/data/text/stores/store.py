@@ -99,8 +99,8 @@ class Store:
         """Return a split's rows; reads only the tokens that the rows are made of."""
         part = self.parts[split]
         _, offsets = files_of(self.folder, split)
-        places = _map(offsets, np.dtype(np.int64), part.documents + 1)
-        return PackedText(self._tokens(split), places, sequence_length, separate)
+        starts = _map(offsets, np.dtype(np.int64), part.documents + 1)
+        return PackedText(self._tokens(split), starts, sequence_length, separate)
 
     def _tokens(self, split: Split) -> Tokens:
         part, dtype = self.parts[split], np.dtype(self.dtype)

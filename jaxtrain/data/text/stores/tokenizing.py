@@ -273,11 +273,11 @@ def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | 
         return
     # As `hold_out`: the last one where none before it is held out.
     waiting, any_held = None, False
-    for place, document in enumerate(itertools.chain(first, found)):
+    for index, document in enumerate(itertools.chain(first, found)):
         if waiting is not None:
             yield "train", waiting, 0, None
         waiting = None
-        if is_held_out(place, fraction):
+        if is_held_out(index, fraction):
             any_held = True
             yield "heldout", document, 0, None
         elif any_held:

@@ -94,10 +94,10 @@ def _convolution_and_norm(theirs: str, ours: str) -> Iterator[Name]:
 
 def _resnet_names(model: ResNet) -> tuple[Name, ...]:
     counts = BLOCKS_PER_STAGE[model.depth]
-    places = [(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
+    positions = [(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
     found = list(_convolution_and_norm("resnet.embedder.embedder", "stem"))
-    for at, (place, block) in enumerate(zip(places, model.blocks(), strict=True)):
-        theirs, ours = "resnet.encoder.stages.{}.layers.{}".format(*place), f"blocks/{at}"
+    for at, (position, block) in enumerate(zip(positions, model.blocks(), strict=True)):
+        theirs, ours = "resnet.encoder.stages.{}.layers.{}".format(*position), f"blocks/{at}"
         for i in range(len(block.convolutions)):
             found += _convolution_and_norm(f"{theirs}.layer.{i}", f"{ours}/convolutions/{i}")
         if block.shortcut is not None:

@@ -31,11 +31,11 @@ def _attention(theirs: str, ours: str) -> Iterator[Name]:
     yield Name(f"{theirs}.o.weight", f"{ours}out", "LNHD->D(NH)")
 
 
-def _stack(stack: str, places: str, *, gated: bool, crosses: bool) -> Iterator[Name]:
+def _stack(stack: str, positions: str, *, gated: bool, crosses: bool) -> Iterator[Name]:
     """All of the encoder's names, or of the decoder's."""
     block, ours = f"{stack}.block.{{L}}.layer", f"{stack}_layers"
     first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    yield Name(first, f"{places}_distances", "RN->RN")
+    yield Name(first, f"{positions}_distances", "RN->RN")
     yield from _attention(f"{block}.0.SelfAttention", f"{ours}/")
     yield Name(f"{block}.0.layer_norm.weight", f"{ours}/attention_norm_scale", "LD->D")
     if crosses:

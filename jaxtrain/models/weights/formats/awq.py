@@ -23,8 +23,8 @@ def pack_codes(codes_IO: np.ndarray) -> np.ndarray:
     """Codes of 4 bits as int32 [in, out / 8]."""
     eight = codes_IO.reshape(len(codes_IO), -1, len(ORDER)).astype(np.uint32)
     found = np.zeros(eight.shape[:2], np.uint32)
-    for place, number in enumerate(ORDER):
-        found |= eight[:, :, number] << np.uint32(4 * place)
+    for index, number in enumerate(ORDER):
+        found |= eight[:, :, number] << np.uint32(4 * index)
     return found.view(np.int32)
 
 
@@ -32,8 +32,8 @@ def unpack_codes(packed_IP: np.ndarray) -> np.ndarray:
     """The codes uint8 [in, out] of int32 [in, out / 8]."""
     found = np.empty((*packed_IP.shape, len(ORDER)), np.uint8)
     words = np.ascontiguousarray(packed_IP).view(np.uint32)
-    for place, number in enumerate(ORDER):
-        found[..., number] = (words >> np.uint32(4 * place)) & 15
+    for index, number in enumerate(ORDER):
+        found[..., number] = (words >> np.uint32(4 * index)) & 15
     return found.reshape(len(packed_IP), -1)
 
 

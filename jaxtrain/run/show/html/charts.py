@@ -205,11 +205,11 @@ def _panel(panel: Panel, left: float, right: float) -> Html:
         labels.append(element("span", f"{tick:,.10g}", class_=kind, style=side))
     # The paths hold the data themselves; this maps them on the frame of 100 x 100.
     across, up = 100 / (right - left), -100 / (high - low)
-    place = f"matrix({across!r} 0 0 {up!r} {-left * across!r} {-high * up!r})"
+    transform = f"matrix({across!r} 0 0 {up!r} {-left * across!r} {-high * up!r})"
     # Where nothing else is drawn, lines join the dots.
     joined = all(curve.is_evaluation for curve in shown)
     paths = [_path(curve, is_line) for curve in shown for is_line in _styles(curve, joined)]
-    drawn = element("g", *paths, transform=place)
+    drawn = element("g", *paths, transform=transform)
     svg = element(
         "svg",
         *grid,

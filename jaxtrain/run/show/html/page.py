@@ -211,9 +211,9 @@ def table(shown: Table) -> Html:
     columns = [[_text(cell) for cell in column.cells] for column in shown.columns]
     lengths = [max((len(cell.plain) for cell in cells), default=0) for cells in columns]
     meters = {
-        place
-        for place, cells in enumerate(columns)
-        if lengths[place] and all(set(cell.plain) <= {"#"} for cell in cells)
+        index
+        for index, cells in enumerate(columns)
+        if lengths[index] and all(set(cell.plain) <= {"#"} for cell in cells)
     }
     # Short cells are not broken; long ones have a line of a card for themselves.
     sides = [
@@ -223,13 +223,13 @@ def table(shown: Table) -> Html:
     rows = []
     for number, row in enumerate(shown.rows):
         cells = []
-        for place, column in enumerate(columns):
+        for index, column in enumerate(columns):
             text = column[number].plain
-            if place in meters:
-                cells.append(_meter(len(text), lengths[place]))
+            if index in meters:
+                cells.append(_meter(len(text), lengths[index]))
                 continue
-            classes = [sides[place], _tone(column[number]), "" if text.strip(" -") else "blank"]
-            label = heads[place] or None
+            classes = [sides[index], _tone(column[number]), "" if text.strip(" -") else "blank"]
+            label = heads[index] or None
             cells.append(element("td", text, class_=_join(*classes), data_label=label))
         rows.append(element("tr", *cells, class_="section" if row.end_section else None))
     head = (
@@ -243,7 +243,7 @@ def table(shown: Table) -> Html:
             for column, side in zip(shown.columns, sides, strict=True)
         )
         parts.append(element("tfoot", element("tr", *feet)))
-    width = sum(length for place, length in enumerate(lengths) if place not in meters)
+    width = sum(length for index, length in enumerate(lengths) if index not in meters)
     is_wide = len(columns) > _FEW or width > _NARROW
     kinds = ("wide" if is_wide else "", "dense" if len(columns) > _MANY else "")
     drawn = element("table", *parts, class_=_join(*kinds))

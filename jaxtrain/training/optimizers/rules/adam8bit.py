@@ -150,9 +150,9 @@ def _code(scaled: jax.Array, signed: bool) -> jax.Array:
     firsts = [step - (not signed) for step in steps]  # the rank of each decade's least value
     rank = jnp.zeros_like(size)
     for decade, step, first in zip(decades, steps, firsts, strict=True):
-        place = (size * np.float32(10.0 ** (_DECADES - 1 - decade)) - 0.1) * (step / 0.9)
-        place = first + jnp.clip(jnp.ceil(place) - 1, 0, step - 1)
-        rank = jnp.where(size > middles[first - 1], place, rank)
+        code = (size * np.float32(10.0 ** (_DECADES - 1 - decade)) - 0.1) * (step / 0.9)
+        code = first + jnp.clip(jnp.ceil(code) - 1, 0, step - 1)
+        rank = jnp.where(size > middles[first - 1], code, rank)
     last = firsts[-1] + steps[-1]
     one = (scaled if signed else size) > middles[-1]  # -1 has no code of its own
     rank = jnp.where(one, last, rank).astype(jnp.int32)
@@ -166,13 +166,13 @@ def _value(code: jax.Array, signed: bool) -> jax.Array:
     negative), each the middle of its part of 0.1 to 1; 0 is one value more, and 1 the last.
     """
     rank = jnp.abs(code - 127) if signed else code
-    place = rank if signed else rank + 1
+    index = rank if signed else rank + 1
     # The exponent of a whole number is where its first bit stands.
-    bits = jax.lax.bitcast_convert_type(place.astype(jnp.float32), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(index.astype(jnp.float32), jnp.int32)
     power = (bits >> 23) - 127
     decade = power if signed else power - 1
     steps = jax.lax.bitcast_convert_type((power + 127) << 23, jnp.float32)
-    within = 0.1 + 0.9 * (place.astype(jnp.float32) - steps + 0.5) / steps
+    within = 0.1 + 0.9 * (index.astype(jnp.float32) - steps + 0.5) / steps
     scale = jnp.ones((), jnp.float32)
     for lower in range(_DECADES - 1):
         scale = jnp.where(decade == lower, np.float32(10.0 ** (lower - _DECADES + 1)), scale)
