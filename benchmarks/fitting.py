@@ -12,8 +12,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import optimize
 
-from jaxtrain.analysis.planning.timing.efficiency_factors import BARE_MATMUL, Fitted, generation_of
-from jaxtrain.analysis.planning.timing.timing import Pieces
+from jaxtrain.analysis.planning.timing.efficiency_factors import (
+    BARE_MATMUL,
+    EfficiencyFactors,
+    generation_of,
+)
+from jaxtrain.analysis.planning.timing.timing import StepCosts
 from jaxtrain.parallel import chips
 
 
@@ -40,7 +44,7 @@ class Point:
     chip: str
     published: float
     model_flops: float
-    counted: Pieces
+    counted: StepCosts
     fits: bool
     error_bar: float
     alike: tuple[str, ...]
@@ -50,7 +54,7 @@ class Point:
         """Of its chip: "tpu" or "gpu"."""
         return chips.CHIPS[self.chip].kind
 
-    def ratio(self, shares: Fitted) -> float:
+    def ratio(self, shares: EfficiencyFactors) -> float:
         """Predicted over published seconds."""
         return self.counted.seconds(shares) / self.published
 
@@ -87,14 +91,14 @@ _EXPECTED = {
 }  # fmt: skip
 
 
-def _factors(values: Sequence[float]) -> Callable[[str], Fitted]:
+def _factors(values: Sequence[float]) -> Callable[[str], EfficiencyFactors]:
     """The factors of each chip that these values make."""
     found = dict(zip(_EXPECTED, values, strict=True))
 
-    def of(name: str) -> Fitted:
+    def of(name: str) -> EfficiencyFactors:
         chip = chips.CHIPS[name]
         generation = generation_of(chip)
-        return Fitted(
+        return EfficiencyFactors(
             products=BARE_MATMUL[name] * found[f"in step, {chip.kind}"],
             scores=found[f"scores {generation}"],
             shown=found[f"shown {chip.kind}"],
@@ -108,7 +112,7 @@ def _factors(values: Sequence[float]) -> Callable[[str], Fitted]:
     return of
 
 
-def fit(points: Sequence[Point]) -> tuple[Callable[[str], Fitted], dict[str, float]]:
+def fit(points: Sequence[Point]) -> tuple[Callable[[str], EfficiencyFactors], dict[str, float]]:
     """The factors by which these points are predicted best; outliers count little."""
     expected, wide, low, high = np.array(list(_EXPECTED.values())).T
     names = sorted({point.chip for point in points})

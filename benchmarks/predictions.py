@@ -42,8 +42,12 @@ from jaxtrain.analysis.planning.machines.links import devices_inside
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.textbook.facts import weights_of
-from jaxtrain.analysis.planning.timing.efficiency_factors import Fitted, efficiency_of, family_of
-from jaxtrain.analysis.planning.timing.timing import Pieces
+from jaxtrain.analysis.planning.timing.efficiency_factors import (
+    EfficiencyFactors,
+    efficiency_of,
+    family_of,
+)
+from jaxtrain.analysis.planning.timing.timing import StepCosts
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.figures import Picture
@@ -80,7 +84,7 @@ def read(row: dict[str, str]) -> Point:
         made = dataclasses.replace(config, remat=remat)
         return plan(made, options["--target"], compile=False, network=network, advise=False)
 
-    def counted_with(policy: str) -> Pieces:
+    def counted_with(policy: str) -> StepCosts:
         pieces = planned(policy).time.pieces
         assert pieces is not None, "every chip of the files has a peak"
         return pieces
@@ -118,8 +122,8 @@ _SHORT = {"gateup": ("gate", "up"), "none": ()}
 
 
 def counted_as_repeated(
-    words: str, config: Config, counted_with: Callable[[str], Pieces]
-) -> Pieces:
+    words: str, config: Config, counted_with: Callable[[str], StepCosts]
+) -> StepCosts:
     """The pieces of a run that does `words` again: between those of a run that does no product
     again and of one that repeats its layers, since products, scores and bytes add up."""
     model = config.train.model
@@ -160,7 +164,7 @@ def hosts_met(copies: int, hosts: int, most: int) -> float:
     return (hosts - 1) / hosts * met * (1 - (1 - 1 / met) ** copies)
 
 
-def counted_as_dispatched(words: str, made: Plan, pieces: Pieces) -> Pieces:
+def counted_as_dispatched(words: str, made: Plan, pieces: StepCosts) -> StepCosts:
     """The pieces of a run whose exchange of tokens with their experts moves less than ours, in
     which a copy for each expert crosses to its host and each tensor rank has the whole sequence.
 
@@ -181,7 +185,7 @@ def counted_as_dispatched(words: str, made: Plan, pieces: Pieces) -> Pieces:
     return dataclasses.replace(pieces, others=share * pieces.others)
 
 
-def factors_of(chip: str) -> Fitted:
+def factors_of(chip: str) -> EfficiencyFactors:
     """The factors that predictions have for a chip."""
     return efficiency_of(Target(chips.CHIPS[chip], (1, 1)))
 
@@ -243,7 +247,7 @@ def by_stack(predictions: Sequence[Prediction]) -> str:
     return "\n".join(lines)
 
 
-def by_chip(points: Sequence[Point], shares: Callable[[str], Fitted]) -> str:
+def by_chip(points: Sequence[Point], shares: Callable[[str], EfficiencyFactors]) -> str:
     """Errors of these runs by chip with the factors that `plan` has, as Markdown."""
     lines = [
         "| chip | runs | median predicted / published | median error | range | rank correlation |",
@@ -267,7 +271,9 @@ def within_bars(predictions: Sequence[Prediction]) -> float:
     return float(np.mean([one.error <= one.point.error_bar for one in predictions]))
 
 
-def in_order(points: Sequence[Point], shares: Callable[[str], Fitted]) -> tuple[int, int]:
+def in_order(
+    points: Sequence[Point], shares: Callable[[str], EfficiencyFactors]
+) -> tuple[int, int]:
     """Pairs of layouts of one model on the same chips, and how many of them are predicted in the
     published order of their efficiency."""
     pairs = [(a, b) for a, b in itertools.combinations(points, 2) if a.alike == b.alike]
@@ -290,7 +296,7 @@ def _rank(points: Sequence[Point], ratios: np.ndarray) -> float:
     return float(found.statistic)
 
 
-def figure(points: Sequence[Point], shares: Callable[[str], Fitted]) -> Picture:
+def figure(points: Sequence[Point], shares: Callable[[str], EfficiencyFactors]) -> Picture:
     """Predicted against published seconds, a mark for each chip."""
     picture = Picture(6.5, 6)
     axes = picture.subplots()

@@ -25,7 +25,7 @@ from jaxtrain.analysis.profiling.events import (
     until_done,
 )
 from jaxtrain.analysis.profiling.recorder import Recorder
-from jaxtrain.analysis.profiling.scopes import place_of
+from jaxtrain.analysis.profiling.scopes import origin_of
 from jaxtrain.config.errors import UserError
 
 BINDINGS = ["Train.steps = 8", "Train.eval_every = 4", "Attention.kernel = 'reference'"]
@@ -176,7 +176,7 @@ def test_a_run_that_stops_among_the_steps_leaves_no_trace_running(tmp_path):
     ],
 )  # fmt: skip
 def test_paths_of_operations_are_places_in_the_model(path, place):
-    assert dataclasses.astuple(place_of(path)) == place
+    assert dataclasses.astuple(origin_of(path)) == place
 
 
 @pytest.mark.parametrize(

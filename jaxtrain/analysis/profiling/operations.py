@@ -9,7 +9,7 @@ from jaxtrain.analysis.planning.compiled.costs import costs
 from jaxtrain.analysis.planning.compiled.hlo import Module
 from jaxtrain.analysis.profiling.ceilings import Ceilings
 from jaxtrain.analysis.profiling.events import Timed
-from jaxtrain.analysis.profiling.scopes import Origin, place_of
+from jaxtrain.analysis.profiling.scopes import Origin, origin_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +149,7 @@ def profile(
             roofline=least / seconds if least is not None and seconds else None,
             bound=ceilings.bound(flops, moved_bytes, count),
         )
-        found.append(Operation(name, opcode, place_of(op_name), figures))
+        found.append(Operation(name, opcode, origin_of(op_name), figures))
     found.sort(key=lambda one: -one.figures.seconds)
     return Profile(
         first=first,

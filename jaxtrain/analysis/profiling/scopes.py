@@ -49,7 +49,7 @@ class Origin:
         return self.scope.split("/")[0]
 
 
-def place_of(op_name: str) -> Origin:
+def origin_of(op_name: str) -> Origin:
     """Return the origin that the path of a compiled operation names."""
     # Operations that the compiler made one have several paths, joined by ";".
     path = op_name.partition(";")[0]

@@ -18,7 +18,7 @@ from jaxtrain.models.model import Inputs, Unstacked
 from jaxtrain.nn.convolution.convnet import (
     IMAGES,
     Convolution,
-    Convolved,
+    ConvolutionNorm,
     NormKind,
     Pooling,
     convolutions_of,
@@ -124,10 +124,10 @@ class GoogLeNet(Unstacked):
         """Of the hidden layer of a head on the way."""
         return self.scale_width(HEAD_WIDTH)
 
-    def build_convolution(self, plan: Convolution, key: jax.Array) -> Convolved:
+    def build_convolution(self, plan: Convolution, key: jax.Array) -> ConvolutionNorm:
         """A convolution, drawn and normed as the settings say."""
         init = initializer_of(self.initializer, "relu")
-        return Convolved(plan, key, norm_of(self, epsilon=1e-3), init)
+        return ConvolutionNorm(plan, key, norm_of(self, epsilon=1e-3), init)
 
     def build(self, key: jax.Array) -> "GoogLeNetModel":
         """The module with freshly drawn parameters."""

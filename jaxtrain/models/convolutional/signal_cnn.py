@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convolution.convnet import SIGNALS, Convolution, Convolved, least_side
+from jaxtrain.nn.convolution.convnet import SIGNALS, Convolution, ConvolutionNorm, least_side
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
 from jaxtrain.parallel.sharding import shard
@@ -98,7 +98,9 @@ class SignalNet(nnx.Module):
     def __init__(self, sizes: SignalCNN, key: jax.Array) -> None:
         *keys, key_head = jax.random.split(key, len(sizes.plan) + 1)
         parts = zip(sizes.plan, keys, strict=True)
-        self.convolutions = nnx.List([Convolved(part, one, of=SIGNALS) for part, one in parts])
+        self.convolutions = nnx.List(
+            [ConvolutionNorm(part, one, of=SIGNALS) for part, one in parts]
+        )
         flat = sizes.places[-1] * sizes.filters[-1]
         self.head = Dense(key_head, flat, sizes.outputs, role="output")
 

@@ -21,7 +21,7 @@ from jaxtrain.nn.transformer.block import Block, post_norm, pre_norm
 from jaxtrain.nn.transformer.cross_block import CrossBlock
 from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, EncoderDecoder
 from jaxtrain.nn.transformer.mlp import TwoLayers
-from jaxtrain.nn.transformer.positional_embedding import Learned, Places, Sinusoidal
+from jaxtrain.nn.transformer.positional_embedding import Learned, PositionalEmbedding, Sinusoidal
 
 
 @configurable
@@ -104,7 +104,7 @@ class Transformer(EncoderDecoderModel):
         key_tokens, key_stacks = jax.random.split(key)
         D, scale = self.embed_dim, math.sqrt(self.embed_dim)
         shape, axes = (self.vocab_size, D), ("vocab", "vocab_embed")
-        embedding: Places = Sinusoidal(dim=D)
+        embedding: PositionalEmbedding = Sinusoidal(dim=D)
         if self.positions == "learned":
             embedding = Learned(dim=D, num_positions=self.context_length)
         return EncoderDecoder(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.nn.attention.patterns import Pattern, places
+from jaxtrain.nn.attention.patterns import Pattern, segment_positions
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +61,7 @@ class Mask:
         """How often a query counts a key by the pattern, [1 or B, 1 or N, T, S]; None: once."""
         if self.pattern is None:
             return None
-        key_BS = places(self.segment_ids_BS, S)
+        key_BS = segment_positions(self.segment_ids_BS, S)
         start = 0 if self.query_start is None else self.query_start
         query_BT = jax.lax.dynamic_slice_in_dim(key_BS, start, T, axis=1)
         return self.pattern.times(query_BT, key_BS, N)

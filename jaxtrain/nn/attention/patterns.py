@@ -273,7 +273,7 @@ def validate(
     )
 
 
-def places(segment_ids_BT: jax.Array | None, length: int) -> jax.Array:
+def segment_positions(segment_ids_BT: jax.Array | None, length: int) -> jax.Array:
     """The place of each token in its document [1 or B, T]; a row is one where there are no ids."""
     position = jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids_BT is None:

@@ -27,7 +27,7 @@ from jaxtrain.nn.attention.patterns import (
     LongformerPattern,
     Pattern,
     StridedPattern,
-    places,
+    segment_positions,
 )
 from jaxtrain.nn.remat import KEPT
 
@@ -49,7 +49,7 @@ class _Rule:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Places:
+class _TokenPositions:
     """Where tokens are: in the row, and in which document where; all arrays of one shape."""
 
     row: jax.Array
@@ -64,7 +64,7 @@ class _Tokens:
     q_BTKGH: jax.Array
     k_BTKH: jax.Array
     v_BTKH: jax.Array
-    at_BT: _Places
+    at_BT: _TokenPositions
 
     @property
     def length(self) -> int:
@@ -91,7 +91,7 @@ class _Part:
 
 
 # (places of queries, of keys, which broadcast) -> whether one sees the other.
-_Sees = Callable[[_Places, _Places], jax.Array]
+_Sees = Callable[[_TokenPositions, _TokenPositions], jax.Array]
 
 
 def sparse_attention(
@@ -144,11 +144,11 @@ def _attend_padded(
         """To whole blocks."""
         return jnp.pad(x, [(0, 0), (0, whole - T), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
 
-    position_BT = long(places(ids_BT, T))
+    position_BT = long(segment_positions(ids_BT, T))
     document_BT = long(jnp.zeros((1, T), jnp.int32) if ids_BT is None else ids_BT, -1)
     row_BT = jnp.broadcast_to(jnp.arange(whole), position_BT.shape)
     at_BT = jax.tree.map(
-        lambda x: jnp.broadcast_to(x, (B, whole)), _Places(row_BT, document_BT, position_BT)
+        lambda x: jnp.broadcast_to(x, (B, whole)), _TokenPositions(row_BT, document_BT, position_BT)
     )
     q_BTKGH = long(q_BTNH).reshape(B, whole, K, N // K, H)
     tokens = _Tokens(q_BTKGH, long(k_BTKH), long(v_BTKH), at_BT)
@@ -291,7 +291,7 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
         x = x[:, : T // ratio]
         return _join(jnp.swapaxes(x.reshape(B, ratio, *x.shape[1:]), 1, 2))
 
-    def sees(query: _Places, key: _Places) -> jax.Array:
+    def sees(query: _TokenPositions, key: _TokenPositions) -> jax.Array:
         return _same(rule, query, key) & (query.position // length == key.position // length)
 
     q, k, v = (columns(of_its_heads(x)) for x in (tokens.q_BTKGH, tokens.k_BTKH, tokens.v_BTKH))
@@ -383,13 +383,15 @@ def _from(start: int, part: _Part) -> _Part:
     return part.with_nothing(pad_front)
 
 
-def _same(rule: _Rule, query: _Places, key: _Places) -> jax.Array:
+def _same(rule: _Rule, query: _TokenPositions, key: _TokenPositions) -> jax.Array:
     same = query.document == key.document
     return same & (key.row <= query.row) if rule.causal else same
 
 
 def _parts_of(rule: _Rule) -> _Sees:
-    return lambda query, key: _same(rule, query, key) & rule.pattern.sees(query.position, key.position)
+    return lambda query, key: (
+        _same(rule, query, key) & rule.pattern.sees(query.position, key.position)
+    )
 
 
 def _far(sees: _Sees, block: int) -> _Sees:
@@ -397,11 +399,11 @@ def _far(sees: _Sees, block: int) -> _Sees:
     return lambda query, key: sees(query, key) & (key.row // block < query.row // block - 1)
 
 
-def _queries(at: _Places) -> _Places:
+def _queries(at: _TokenPositions) -> _TokenPositions:
     return jax.tree.map(lambda x: x[..., :, None], at)
 
 
-def _keys(at: _Places) -> _Places:
+def _keys(at: _TokenPositions) -> _TokenPositions:
     return jax.tree.map(lambda x: x[..., None, :], at)
 
 
@@ -415,7 +417,7 @@ def _join(x_BCb: jax.Array) -> jax.Array:
     return x_BCb.reshape(x_BCb.shape[0], -1, *x_BCb.shape[3:])
 
 
-def _in_blocks(at_BT: _Places, block: int, which: slice) -> _Places:
+def _in_blocks(at_BT: _TokenPositions, block: int, which: slice) -> _TokenPositions:
     return jax.tree.map(lambda x: _blocks(x, block)[:, which], at_BT)
 
 
@@ -427,7 +429,7 @@ def _with_neighbors(x_BCb: jax.Array, before: int, after: int, *, value: int = 0
     return jnp.concatenate([padded[:, i : i + C] for i in range(1 + before + after)], axis=2)
 
 
-def _gather(tokens: _Tokens, index_BXk: jax.Array) -> tuple[jax.Array, jax.Array, _Places]:
+def _gather(tokens: _Tokens, index_BXk: jax.Array) -> tuple[jax.Array, jax.Array, _TokenPositions]:
     """Keys and values of these places of the row, and where they are; nowhere, below place 0."""
     index = jnp.maximum(index_BXk, 0)
     at = jax.tree.map(lambda x: _rows(x, index), tokens.at_BT)

@@ -61,7 +61,7 @@ class Norm:
         return GroupNorm(key, channels, axis, groups=groups, epsilon=self.epsilon)
 
 
-class Normed(Protocol):
+class NormSettings(Protocol):
     """Settings of a norm, each documented at the models that have them."""
 
     @property
@@ -70,14 +70,14 @@ class Normed(Protocol):
     def norm_groups(self) -> int | None: ...
 
 
-def norm_of(model: Normed, epsilon: float = 1e-5) -> Norm | None:
+def norm_of(model: NormSettings, epsilon: float = 1e-5) -> Norm | None:
     """The norm that a model's settings ask for; None: none."""
     if model.norm is None:
         return None
     return Norm(model.norm, model.norm_groups or GROUPS, epsilon=epsilon)
 
 
-def validate_norm(model: Normed, convolutions: Iterable["Convolution"]) -> None:
+def validate_norm(model: NormSettings, convolutions: Iterable["Convolution"]) -> None:
     """Raises UserError for groups that nothing reads, or that do not divide some channels."""
     written = f"{type(model).__name__}.norm_groups={model.norm_groups}"
     if model.norm != "group":
@@ -178,7 +178,7 @@ def plan_multiply_adds(plan: Plan, height: int, width: int) -> int:
     return total
 
 
-class Convolved(nnx.Module):
+class ConvolutionNorm(nnx.Module):
     """A convolution with bias, and a norm where one is requested.
 
     The channels that come out are split over `tensor` where they are a multiple of 8; those that
@@ -245,7 +245,9 @@ class ConvNet(nnx.Module):
         flat = side * side * convolutions[-1].channels
         pairs = list(itertools.pairwise((flat, *widths)))
         keys = iter(jax.random.split(key, len(convolutions) + len(pairs)))
-        self.convolutions = nnx.List([Convolved(c, next(keys), norm, init) for c in convolutions])
+        self.convolutions = nnx.List(
+            [ConvolutionNorm(c, next(keys), norm, init) for c in convolutions]
+        )
         self.dense = nnx.List([Dense(next(keys), *pair, init) for pair in pairs[:-1]])
         # A small last layer, as a ResNet's (arXiv 1706.02677, section 5.1): poolings of the largest
         # make activations larger than their initialization means.

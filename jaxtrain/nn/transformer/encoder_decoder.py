@@ -19,7 +19,7 @@ from jaxtrain.nn.layers import Norm, embed
 from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.cross_block import CrossBlock
-from jaxtrain.nn.transformer.positional_embedding import Places
+from jaxtrain.nn.transformer.positional_embedding import PositionalEmbedding
 from jaxtrain.parallel.sharding import shard
 
 # First places of dropouts: around the stacks, in the encoder's layers, in the decoder's. Each has
@@ -38,8 +38,8 @@ class EncoderDecoder(nnx.Module):
         *,
         num_layers: int,
         token_embedding: nnx.Param,
-        source_places: Places,
-        target_places: Places,
+        source_places: PositionalEmbedding,
+        target_places: PositionalEmbedding,
         norm: Norm | None = None,
         output: nnx.Param | None = None,
         embedding_scale: float = 1.0,
@@ -261,7 +261,11 @@ class EncoderDecoder(nnx.Module):
         return self.finish_target(x_BTD, execution), kept
 
     def _embed(
-        self, tokens_BT: jax.Array, embedding: Places, own: Weights, start: jax.Array | int = 0
+        self,
+        tokens_BT: jax.Array,
+        embedding: PositionalEmbedding,
+        own: Weights,
+        start: jax.Array | int = 0,
     ) -> jax.Array:
         with jax.named_scope("embedding"):
             x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL) * self.embedding_scale

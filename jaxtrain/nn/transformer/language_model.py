@@ -88,7 +88,7 @@ class PredictsMore(Transformer, Protocol):
         ...
 
 
-class TellsTokens(Protocol):
+class OutputHead(Protocol):
     """What logits are made with: the last three members of a `Transformer`."""
 
     def output_matrix(self) -> nnx.Param:
@@ -108,7 +108,7 @@ class TellsTokens(Protocol):
 LOGITS = "BTD,VD->BTV"
 
 
-def logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
+def logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V] of finished hidden states."""
     logits_BTV, size = padded_logits(model, x_BTD), vocabulary(model)
     if logits_BTV.shape[-1] == size:
@@ -118,7 +118,7 @@ def logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     return jax.sharding.reshard(logits_BTV, P(*spec[:-1], None))[..., :size]
 
 
-def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
+def padded_logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
     """Logits [B, T, V or more], 0 for tokens from V on: split over `tensor`, whatever V is."""
     logits_BTV, bias = contract(LOGITS, x_BTD, model.output_matrix()), model.output_bias()
     if bias is not None:
@@ -126,7 +126,7 @@ def padded_logits(model: TellsTokens, x_BTD: jax.Array) -> jax.Array:
     return apply_softcap(logits_BTV, model.logit_softcap())
 
 
-def vocabulary(model: TellsTokens) -> int:
+def vocabulary(model: OutputHead) -> int:
     """Return V, the number of tokens that have logits."""
     value = model.output_matrix().get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
@@ -194,7 +194,7 @@ def hidden_states(
     return model.finish(x_BTD), cache, jax.tree.map(lambda x: x.sum(0), auxiliary)
 
 
-class PairModule(TellsTokens, Protocol):
+class PairModule(OutputHead, Protocol):
     """Sources to a memory, of which each module has its own form, and targets out of it."""
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution, /) -> Any:

@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import current_layout
 WAVELENGTH = 10_000.0
 
 
-class Places(Protocol):
+class PositionalEmbedding(Protocol):
     """How a stack of layers knows the places of its tokens.
 
     Attributes:
@@ -72,7 +72,7 @@ class Sinusoidal(InStream):
         return {}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """As in `Places`."""
+        """As in `PositionalEmbedding`."""
         del own
         rates = WAVELENGTH ** (-np.arange(0, self.dim, 2) / self.dim)
         position_T = (start + jnp.arange(x_BTD.shape[1])).astype(jnp.float32)
@@ -102,7 +102,7 @@ class Learned(InStream):
         return {"embedding": param(key, shape, axes, normal(self.stddev), role="position")}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """As in `Places`."""
+        """As in `PositionalEmbedding`."""
         embedding_PD = gather(own["embedding"])
         embedding_TD = jax.lax.dynamic_slice_in_dim(embedding_PD, start, x_BTD.shape[1])
         return x_BTD + embedding_TD.astype(x_BTD.dtype)
@@ -145,7 +145,7 @@ class Relative:
     def into_scores(
         self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
     ) -> jax.Array:
-        """As in `Places`, float32."""
+        """As in `PositionalEmbedding`, float32."""
         query_T1 = start + jnp.arange(queries)[:, None]
         bucket_TS = self.bucket(jnp.arange(keys)[None, :] - query_T1)
         bias_CRN = _for_each_device(gather(own["distances"]).astype(jnp.float32))

@@ -26,7 +26,7 @@ from jaxtrain.nn.transformer.language_model import hidden_states
 from jaxtrain.run.generation.decoding import for_one_text
 from jaxtrain.run.inference.inputs import AT_ONCE, row_of, texts_of, vectors_of
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.objectives.objective import TellsLogits
+from jaxtrain.training.objectives.objective import LogitsObjective
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -49,7 +49,7 @@ def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.nda
       UserError: the model cannot read them, or gives no logits.
     """
     objective = setup.objective
-    if not isinstance(objective, TellsLogits):
+    if not isinstance(objective, LogitsObjective):
         raise UserError(
             f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
             "returns its outputs"
@@ -95,7 +95,7 @@ def _of_any_rows(setup: Setup) -> Setup:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
-    assert isinstance(setup.objective, TellsLogits), "asked before"
+    assert isinstance(setup.objective, LogitsObjective), "asked before"
     model = setup.model(state)
     found = setup.objective.logits(model, state.statistics, batch, setup.execution)
     # Whole on every device, so that each process can read them.

@@ -50,7 +50,7 @@ from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.finetune.quantized_base import (
     QuantizedBase,
-    Ways,
+    SettingNames,
     can_adapt,
     validate_blocks,
 )
@@ -64,7 +64,7 @@ from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.step import base_step
 
 Say = Callable[[str], None]
-_OPTIONS = Ways("--bits 4", "--group-size {}", "--bits 8")
+_OPTIONS = SettingNames("--bits 4", "--group-size {}", "--bits 8")
 
 
 def quantize(arguments: argparse.Namespace) -> int:

@@ -278,7 +278,7 @@ def _own_gradient(step: Step, state: TrainState, batch: Batch, counts: Sums) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Coded:
+class Compressed:
     """Gradients sent in a codec's form; kept is the residual of each replica, float32 [k, ...].
 
     Attributes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import reshard, shardings
-from jaxtrain.training.exchange.compression import Coded, Int8, Signs, TopK, compress_gradients
+from jaxtrain.training.exchange.compression import Compressed, Int8, Signs, TopK, compress_gradients
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.power_sgd import PowerSGD
 from jaxtrain.training.exchange.replicas import agree
@@ -94,11 +94,11 @@ def exchange_with(settings: Exchange) -> Transform:
         case "gossip":
             return agree(Gossip(settings.graph))
         case "int8":
-            return compress_gradients(Coded(Int8()))
+            return compress_gradients(Compressed(Int8()))
         case "top_k":
-            return compress_gradients(Coded(TopK(settings.keep)))
+            return compress_gradients(Compressed(TopK(settings.keep)))
         case "sign_sgd":
-            return compress_gradients(Coded(Signs()))
+            return compress_gradients(Compressed(Signs()))
         case "power_sgd":
             return compress_gradients(PowerSGD(settings.rank))
         case "asynchronous":

@@ -26,7 +26,7 @@ _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Ways:
+class SettingNames:
     """Names of the settings that select a format, a group size and 8 bits."""
 
     bits: str
@@ -34,7 +34,7 @@ class Ways:
     eight_bits: str
 
 
-SETTINGS = Ways(
+SETTINGS = SettingNames(
     "Finetune.quantize_bits={!r}", "Finetune.quantize_group={}", "Finetune.quantize_bits='int8'"
 )
 
@@ -129,7 +129,12 @@ def can_adapt(variable: Any) -> bool:
 
 
 def validate_blocks(
-    shapes: nnx.State, layout: Layout | None, kind: Kind, group: int, *, says: Ways = SETTINGS
+    shapes: nnx.State,
+    layout: Layout | None,
+    kind: Kind,
+    group: int,
+    *,
+    says: SettingNames = SETTINGS,
 ) -> Iterator[str]:
     """Yield an error message with all weights whose nf4 blocks or int4 groups their sizes or the
     mesh would split.

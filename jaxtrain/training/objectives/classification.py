@@ -22,7 +22,7 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import Predictor
 from jaxtrain.training.objectives.answers import AnswerObjective
 from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses
-from jaxtrain.training.objectives.objective import TellsLogits, Yardstick, uniform_guess
+from jaxtrain.training.objectives.objective import LogitsObjective, Yardstick, uniform_guess
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 
 MOST_COUNTED = 1024  # classes: a matrix of 4 MB; of more none is counted
@@ -108,7 +108,7 @@ def macro_f1(counts: np.ndarray) -> float:
     return float(np.mean(2 * np.diagonal(counts)[either > 0] / either[either > 0]))
 
 
-class Classification(AnswerObjective, TellsLogits[Predictor]):
+class Classification(AnswerObjective, LogitsObjective[Predictor]):
     """Classification: cross entropy of an example's label, and accuracy."""
 
     name: ClassVar[str] = "classification"

@@ -309,7 +309,7 @@ class Objective(abc.ABC, Generic[M]):
         return {name: value / at_least_one(counts[self.over(name)]) for name, value in sums.items()}
 
 
-class TellsLogits(abc.ABC, Generic[M]):
+class LogitsObjective(abc.ABC, Generic[M]):
     """Interface of objectives whose models compute logits from their inputs alone."""
 
     @abc.abstractmethod

@@ -19,11 +19,11 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import PairModule, logits, padded_logits, vocabulary
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import Objective, TellsLogits, Yardstick
+from jaxtrain.training.objectives.objective import LogitsObjective, Objective, Yardstick
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 
 
-class SequenceToSequence(Objective[PairModule], TellsLogits[PairModule]):
+class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):
     """Sequence-to-sequence: cross entropy of the target's tokens in nats, and perplexity.
 
     Counts: `weight`, the targets that count; `rows`, those in which any does.

@@ -38,8 +38,8 @@ from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
 from jaxtrain.training.objectives.objective import (
+    LogitsObjective,
     Objective,
-    TellsLogits,
     Yardstick,
     objective_named,
     text_entropy,
@@ -48,7 +48,7 @@ from jaxtrain.training.objectives.objective import (
 RESIDUAL = ("batch", "residual_length", "embed")
 
 
-class TokenObjective(Objective[Transformer], TellsLogits[Transformer]):
+class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
     """Base of objectives over the final hidden states of a `Transformer`.
 
     Its parts are what a pipeline puts between its stages. Counts: `weight`, the targets that count,

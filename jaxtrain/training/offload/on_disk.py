@@ -15,7 +15,7 @@ from jaxtrain.training.guard import select
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
 from jaxtrain.training.offload.streaming import on_device
-from jaxtrain.training.optimizers.averages import Evaluated
+from jaxtrain.training.optimizers.averages import EvaluationParams
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Applied, Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform
@@ -73,11 +73,13 @@ def offload_to_disk(
 
     def eval_state(state: TrainState) -> TrainState:
         def read(part: Any) -> Any:
-            if not isinstance(part, Evaluated):
+            if not isinstance(part, EvaluationParams):
                 return part
             return jax.tree.map(lambda x: x.read() if isinstance(x, FileArray) else x, part)
 
-        parts = jax.tree.map(read, state.opt_state, is_leaf=lambda x: isinstance(x, Evaluated))
+        parts = jax.tree.map(
+            read, state.opt_state, is_leaf=lambda x: isinstance(x, EvaluationParams)
+        )
         return files.in_memory(step.eval_state(state.replace(opt_state=parts)))
 
     return step._replace(

@@ -17,7 +17,7 @@ from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_matrix_of_layers, on_device, over_layers, stacks
-from jaxtrain.training.optimizers.averages import Evaluated
+from jaxtrain.training.optimizers.averages import EvaluationParams
 from jaxtrain.training.optimizers.moments import apply_updates
 from jaxtrain.training.setup import Setup, Storage, Targets, add_gradients
 from jaxtrain.training.state import Applied, Gradient, TrainState
@@ -70,9 +70,9 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
 
     def eval_state(state: TrainState) -> TrainState:
         parts = jax.tree.map(
-            lambda x: _copy_to_devices(x) if isinstance(x, Evaluated) else x,
+            lambda x: _copy_to_devices(x) if isinstance(x, EvaluationParams) else x,
             state.opt_state,
-            is_leaf=lambda x: isinstance(x, Evaluated),
+            is_leaf=lambda x: isinstance(x, EvaluationParams),
         )
         return step.eval_state(current_state(state).replace(opt_state=parts))
 

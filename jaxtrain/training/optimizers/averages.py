@@ -17,7 +17,7 @@ from jaxtrain.training.optimizers.moments import Moments, keep_moments
 from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
 
 
-class Evaluated(abc.ABC):
+class EvaluationParams(abc.ABC):
     """Part of the optimizer state with other parameters for evaluation and generation."""
 
     @abc.abstractmethod
@@ -25,7 +25,7 @@ class Evaluated(abc.ABC):
         """Return the parameters for evaluation, float32, sharded like the optimizer state."""
 
     @abc.abstractmethod
-    def restart(self, params: Any) -> "Evaluated":
+    def restart(self, params: Any) -> "EvaluationParams":
         """Return this part after the parameters were replaced: the new ones are evaluated.
 
         Args:
@@ -35,7 +35,7 @@ class Evaluated(abc.ABC):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Average(Evaluated):
+class Average(EvaluationParams):
     """Optimizer state of `keep_average`.
 
     Attributes:
@@ -90,8 +90,8 @@ def averaged_params(opt_state: optax.OptState, params: Any) -> Any | None:
     """Return the parameters for evaluation from an optimizer state, float32; None if it
     has none.
     """
-    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
-    return next((p.eval_params(params) for p in parts if isinstance(p, Evaluated)), None)
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
+    return next((p.eval_params(params) for p in parts if isinstance(p, EvaluationParams)), None)
 
 
 def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
@@ -103,9 +103,9 @@ def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
     """
 
     def one(part: Any) -> Any:
-        return part.restart(params) if isinstance(part, Evaluated) else part
+        return part.restart(params) if isinstance(part, EvaluationParams) else part
 
-    return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, Evaluated))
+    return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
 
 
 def _float32(params):  # noqa: ANN001, ANN202
@@ -123,7 +123,7 @@ def copy_float32(params):  # noqa: ANN001, ANN201
     meta_fields=["b1"],
 )
 @dataclasses.dataclass(frozen=True)
-class Iterates(Evaluated):
+class Iterates(EvaluationParams):
     """Optimizer state of schedule-free AdamW, besides the second moment.
 
     Attributes:

@@ -14,7 +14,7 @@ from typing import Any
 from jaxtrain.models.model import passes_of
 from jaxtrain.parallel.sharding import MASTERS_ELSEWHERE
 from jaxtrain.training.corruption import Corruption, first_comparison
-from jaxtrain.training.objectives.objective import TellsLogits
+from jaxtrain.training.objectives.objective import LogitsObjective
 from jaxtrain.training.optimizers.moments import ROUNDED
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.pipeline.schedules import SPLIT
@@ -354,7 +354,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "objective without logits",
         _where(
-            lambda c: not isinstance(c.config.train.task, TellsLogits),
+            lambda c: not isinstance(c.config.train.task, LogitsObjective),
             lambda c: f"the objective {c.config.train.task.name!r}, which has no logits",
         ),
         "an objective of classes",

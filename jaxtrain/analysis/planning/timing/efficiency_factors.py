@@ -19,7 +19,7 @@ PORTABLE = "triton"
 
 
 @dataclasses.dataclass(frozen=True)
-class Fitted:
+class EfficiencyFactors:
     """What published runs on a chip say of it; see `timing`'s formula.
 
     Attributes:
@@ -65,10 +65,10 @@ IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 # Blackwell: cuDNN's kernel and Pallas's ('triton'), forward and backward, as measured on an H100
 # (benchmarks/history/gpu.md); arXiv 2407.08608 has the same of cuDNN (figures 5 and 6).
 _KINDS = {
-    "tpu": functools.partial(Fitted, scores=0.42, shown=0.62, activations=0.66),
-    "ampere": functools.partial(Fitted, scores=0.38, shown=0.35, activations=0.82),
+    "tpu": functools.partial(EfficiencyFactors, scores=0.42, shown=0.62, activations=0.66),
+    "ampere": functools.partial(EfficiencyFactors, scores=0.38, shown=0.35, activations=0.82),
     "hopper": functools.partial(
-        Fitted, scores=0.60, shown=0.35, activations=0.82, portable=0.155
+        EfficiencyFactors, scores=0.60, shown=0.35, activations=0.82, portable=0.155
     ),
 }  # fmt: skip
 
@@ -93,7 +93,7 @@ _CALIBRATED_BARS: dict[tuple[Family, str], float] = {
 _ERROR_BAR_UNKNOWN = 0.24
 
 
-def efficiency_of(target: Target) -> Fitted:
+def efficiency_of(target: Target) -> EfficiencyFactors:
     """The factors of a target's chip: those of its kind and generation, with its bare matmuls."""
     chip = target.chip
     products = BARE_MATMUL.get(chip.name, _BARE_UNKNOWN) * IN_STEP.get(chip.kind, IN_STEP["gpu"])
@@ -150,7 +150,7 @@ def bar_in_words(target: Target, family: Family) -> str:
     )
 
 
-def scores_share(shares: Fitted, *, portable: bool) -> float:
+def scores_share(shares: EfficiencyFactors, *, portable: bool) -> float:
     """s_a of the kernel that runs."""
     return shares.portable if portable and shares.portable is not None else shares.scores
 

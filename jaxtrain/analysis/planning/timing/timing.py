@@ -36,7 +36,7 @@ from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.timing import wave_quantization
 from jaxtrain.analysis.planning.timing.efficiency_factors import (
     PORTABLE,
-    Fitted,
+    EfficiencyFactors,
     attention_speed,
     bar_in_words,
     efficiency_of,
@@ -69,7 +69,7 @@ from jaxtrain.training.settings import Config
 _OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
 
 
-class Moved(Protocol):
+class CollectiveLike(Protocol):
     """A collective: expected by the textbook or found in a compiled program."""
 
     @property
@@ -135,7 +135,7 @@ class StepTime:
     estimate: "StepTime | None" = None
     kernels: float | None = None
     chunks: float = 0.0
-    pieces: "Pieces | None" = None
+    pieces: "StepCosts | None" = None
 
     @property
     def tflops(self) -> float | None:
@@ -192,7 +192,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
 
 
 def exposed_seconds(
-    config: Config, layout: Layout, target: Target, moved: Iterable[Moved]
+    config: Config, layout: Layout, target: Target, moved: Iterable[CollectiveLike]
 ) -> float:
     """What a step waits for whatever hides its weights' and gradients' traffic; 0 without a
     peak. Arguments as of `step_time`."""
@@ -214,7 +214,7 @@ def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pieces:
+class StepCosts:
     """What is counted of a step on one device; in seconds, were every rate its data sheet's.
 
     Attributes:
@@ -257,26 +257,26 @@ class Pieces:
     attention_speed: float
     by_axis: dict[str, float]
 
-    def attention(self, shares: Fitted) -> float:
+    def attention(self, shares: EfficiencyFactors) -> float:
         """Of C, attention's scores."""
         share = scores_share(shares, portable=self.portable)
         return self.scores / (share * self.attention_speed)
 
-    def compute(self, shares: Fitted) -> float:
+    def compute(self, shares: EfficiencyFactors) -> float:
         """C of the module's formula."""
         read = (shares.passes * self.activations + self.update) / shares.memory
         busy = self.products / shares.products + self.attention(shares) + read
         return busy + self.chunks(shares)
 
-    def chunks(self, shares: Fitted) -> float:
+    def chunks(self, shares: EfficiencyFactors) -> float:
         """G of the module's formula."""
         return max(self.chunks_read / shares.memory - self.chunks_products / shares.products, 0.0)
 
-    def overlap_seconds(self, shares: Fitted) -> float:
+    def overlap_seconds(self, shares: EfficiencyFactors) -> float:
         """What computation hides of W."""
         return (1 - shares.shown) * min(self.weights, self.compute(shares))
 
-    def exposed_seconds(self, shares: Fitted) -> float:
+    def exposed_seconds(self, shares: EfficiencyFactors) -> float:
         """E of the module's formula."""
         of_weights = self.weights - self.overlap_seconds(shares)
         moved = of_weights + shares.activations * self.tensor + self.others
@@ -288,11 +288,11 @@ class Pieces:
         hosts = max(self.offloaded - forward, 0) + max(self.offloaded - backward, 0)
         return self.between + hosts + self.streamed + self.filed
 
-    def stretch(self, shares: Fitted, busy: float) -> float:
+    def stretch(self, shares: EfficiencyFactors, busy: float) -> float:
         """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
         return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
 
-    def seconds(self, shares: Fitted) -> float:
+    def seconds(self, shares: EfficiencyFactors) -> float:
         """The whole step."""
         return self.stretch(shares, self.compute(shares) + self.exposed_seconds(shares))
 
@@ -301,13 +301,13 @@ def pieces(
     config: Config,
     layout: Layout,
     target: Target,
-    moved: Iterable[Moved],
+    moved: Iterable[CollectiveLike],
     *,
     peak: float,
     update_bytes: int,
     to_host: tuple[int, int] = (0, 0),
     on_disk: int = 0,
-) -> Pieces:
+) -> StepCosts:
     """Counts a step; arguments as of `step_time`, and the peak FLOP/s of the compute dtype."""
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
     assert bandwidth is not None, "a chip with a peak has memory"
@@ -338,7 +338,7 @@ def pieces(
             tensor += runs * inside
         else:
             others += runs * inside
-    return Pieces(
+    return StepCosts(
         products=_product_seconds(done, target, products, peak)
         * wave_quantization.quantization(config, layout, target),
         scores=scores / peak,
@@ -365,7 +365,7 @@ def step_time(
     config: Config,
     layout: Layout,
     target: Target,
-    moved: Iterable[Moved],
+    moved: Iterable[CollectiveLike],
     *,
     update_bytes: int,
     to_host: tuple[int, int] = (0, 0),
