@@ -149,8 +149,8 @@ def _on_target(
 ) -> None:
     """Print how long a budget takes on a machine, where its speed is known."""
     if not targets or targets[0].chip.bf16_flops is None:
-        words = "No time without a device whose peak FLOP/s is known: name a target."
-        console.print(words, highlight=False)
+        text = "No time without a device whose peak FLOP/s is known: name a target."
+        console.print(text, highlight=False)
         return
     jax.config.update("jax_platforms", "cpu")
     found = plan_on_target(budget, targets[0], price=price)

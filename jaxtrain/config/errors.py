@@ -87,28 +87,28 @@ def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str | None:
+def nearest(word: str, allowed: Iterable[str], *, cutoff: float = 0.5) -> str | None:
     """Return the known name closest to `word`, ignoring case, or None if nothing is close.
 
     Args:
       word: what was written.
-      known: what may be written.
+      allowed: what may be written.
       cutoff: how close it is at least: `difflib`'s ratio, 1 for the same word.
     """
-    by_lower = {name.lower(): name for name in known}
+    by_lower = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[close[0]] if close else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` if a known name is close to `word`, else the list of known
     names.
     """
-    known = sorted(known)
-    close = nearest(word, known)
+    allowed = sorted(allowed)
+    close = nearest(word, allowed)
     if close is not None:
         return f"; did you mean {close!r}?"
-    return f"; known: {', '.join(known)}"
+    return f"; known: {', '.join(allowed)}"
 
 
 def nearest_divisor(count: int, wanted: int) -> int:

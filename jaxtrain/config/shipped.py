@@ -76,9 +76,9 @@ def _header(name: str, text: str) -> Header:
     lines = re.match(r"(?:#.*\n)*", text)
     assert lines is not None
     # A paragraph ends with an empty line; the hardware begins a line.
-    words = re.sub(r"^# ?", "", lines[0], flags=re.M)
-    first = " ".join(words.partition("\n\n")[0].split())
-    found = re.search(r"^Hardware: (.*?)(?:\.\s|\.?\Z)", words, re.M | re.S)
+    lines_text = re.sub(r"^# ?", "", lines[0], flags=re.M)
+    first = " ".join(lines_text.partition("\n\n")[0].split())
+    found = re.search(r"^Hardware: (.*?)(?:\.\s|\.?\Z)", lines_text, re.M | re.S)
     hardware = "" if found is None else " ".join(found[1].split())
     without = re.sub(r" \([^()]*\)", "", hardware).partition(";")[0]
     return Header(name, first.rstrip("."), without)

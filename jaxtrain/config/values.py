@@ -142,11 +142,11 @@ def check_value(name: str, value: Any, annotation: Any, origin: str) -> Any:
     """
     with contextlib.suppress(_Misfit):
         return _check_bounds(name, _convert(value, annotation), origin)
-    words = [choice for choice in choices(annotation) if isinstance(choice, str)]
+    strings = [choice for choice in choices(annotation) if isinstance(choice, str)]
     written = f"@{type(value).__name__}()" if dataclasses.is_dataclass(value) else repr(value)
     hint = ""
-    if words and isinstance(value, str):
-        close = nearest(value, words)  # None: the message lists all of them already
+    if strings and isinstance(value, str):
+        close = nearest(value, strings)  # None: the message lists all of them already
         hint = f"; did you mean {close!r}?" if close is not None else ""
     elif isinstance(value, str):
         try:
@@ -316,17 +316,17 @@ def _convert_dict(value: Any, of_keys: Any, of_values: Any) -> dict[Any, Any]:
 
 
 def _describe(annotation: Any) -> str:
-    words = []
+    choices_text = []
     for part in _parts(annotation):
         if typing.get_origin(part) is typing.Literal:
-            words.append("one of " + ", ".join(repr(a) for a in typing.get_args(part)))
+            choices_text.append("one of " + ", ".join(repr(a) for a in typing.get_args(part)))
         elif part is type(None):
-            words.append("None")
+            choices_text.append("None")
         elif typing.get_origin(part) is None:
-            words.append(getattr(part, "__name__", str(part)))
+            choices_text.append(getattr(part, "__name__", str(part)))
         else:
-            words.append(str(part))
-    return " or ".join(words)
+            choices_text.append(str(part))
+    return " or ".join(choices_text)
 
 
 def _kind(value: Any) -> str:

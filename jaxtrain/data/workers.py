@@ -112,10 +112,10 @@ def batches_of_processes(
         stack.callback(pool.shutdown, cancel_futures=True)
         parts = [range(at, min(at + _ROWS, len(rows))) for at in range(0, len(rows), _ROWS)]
         free, waiting = deque(range(memory.slots)), deque[tuple[int, list[Future]]]()
-        left = iter(numbers)
+        remaining = iter(numbers)
         try:
             while True:
-                while free and (number := next(left, None)) is not None:
+                while free and (number := next(remaining, None)) is not None:
                     slot = free.popleft()
                     jobs = [pool.submit(_make, number, part, slot) for part in parts]
                     waiting.append((slot, jobs))

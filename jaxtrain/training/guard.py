@@ -308,11 +308,11 @@ def what_is_bad(metrics: Mapping[str, float]) -> str | None:
     """
     if metrics.get("bad", 1.0) == 0.0:
         return None
-    for name, words in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+    for name, noun in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
         value = metrics.get(name, 0.0)
         if not math.isfinite(value):
-            return f"{words} is {value}"
+            return f"{noun} is {value}"
         if value > metrics.get(f"{name}_threshold", math.inf):
             threshold = metrics[f"{name}_threshold"]
-            return f"{words} spikes to {value:.4g}, above {threshold:.4g} (Guard.spike_sigma)"
+            return f"{noun} spikes to {value:.4g}, above {threshold:.4g} (Guard.spike_sigma)"
     return None

@@ -195,7 +195,7 @@ def remarks(
             f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, has no reason "
             f"in the textbook ({row.cause})"
         )
-    found += [f"the compiler warns: {words}" for words in dict.fromkeys(warnings)]
+    found += [f"the compiler warns: {warning}" for warning in dict.fromkeys(warnings)]
     return found
 
 
@@ -204,7 +204,7 @@ def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
     now = price(config, target)
     if now.time.chunks <= chunks.WORTH * now.seconds:
         return None
-    words = (
+    text = (
         f"Loss.chunk_size={config.loss.chunk_size} is {chunks.places(config, layout)} places on a "
         f"device: adding each to the output matrix's gradient takes {now.time.chunks:.2g} of "
         f"{now.seconds:.3g} s"
@@ -217,7 +217,7 @@ def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
         best = changes
         if after.time.chunks <= chunks.WORTH * after.seconds:
             break
-    return words if best is None else f'{words}; -b "{bindings_of(best)[0]}" is faster'
+    return text if best is None else f'{text}; -b "{bindings_of(best)[0]}" is faster'
 
 
 # Parts that are named.
@@ -263,14 +263,14 @@ def explain(config: Config, message: str) -> str:
         **needed.parts,
     }
     largest = sorted(parts.items(), key=lambda part: -part[1])[:_LARGEST]
-    words = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
+    text = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
     room = target.chip.hbm_bytes
     capacity = "" if room is None else f" of {human_bytes(room)}"
     # The estimate may be below the room while XLA's own needs are not: then a tenth has to go.
     over = max(needed.total - (room or needed.total), needed.total // 10)
     lines = [
         f"out of memory: {message.splitlines()[0]}",
-        f"By closed forms a device needs {human_bytes(needed.total)}{capacity}: {words}.",
+        f"By closed forms a device needs {human_bytes(needed.total)}{capacity}: {text}.",
     ]
     fixes = fixes_for(config, target, over=over)
     lines += ["The cheapest fixes first:"] if fixes else []

@@ -199,8 +199,8 @@ def _time(console: Console, plan: "Plan") -> None:
     if plan.whole_run is not None:
         watts = plan.target.chip.watts
         say(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
-    for words in time.assumptions:
-        say(console, f"Assumed: {words}.")
+    for assumption in time.assumptions:
+        say(console, f"Assumed: {assumption}.")
 
 
 def _goodput(console: Console, plan: "Plan") -> None:
@@ -287,8 +287,8 @@ def _step(one: "Candidate") -> str:
 def _advice(console: Console, plan: "Plan") -> None:
     if plan.advice:
         say(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
-    for words in plan.advice:
-        say(console, f"- {words}")
+    for advice in plan.advice:
+        say(console, f"- {advice}")
 
 
 # The part of a device's memory below which a bar could not be seen next to the capacity.

@@ -82,8 +82,8 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     console.print(table)
     for entry in entries:
         if entry.refusal is not None:
-            words = f"{entry.name}: {entry.refusal}"
-            say(console, words)
+            text = f"{entry.name}: {entry.refusal}"
+            say(console, text)
 
 
 def _days(plan: Plan) -> float:

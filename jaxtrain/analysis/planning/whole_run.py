@@ -78,15 +78,15 @@ def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None)
     """A line for people: how long, how much."""
     seconds = run.days * _DAY
     least, most = (human_seconds(seconds * (1 + sign * error_bar)) for sign in (-1, 1))
-    words = (
+    text = (
         f"The run: {count_of(run.steps, 'step')}, {amount(run.examples)} {unit}, "
         f"{human_seconds(seconds)} ({least} to {most})"
     )
     if run.device_hours < LEAST_HOURS:
-        return words
-    words += f", {run.device_hours:,.4g} device-hours"
+        return text
+    text += f", {run.device_hours:,.4g} device-hours"
     if run.dollars is not None:
-        words += f", ${run.dollars:,.0f}"
+        text += f", ${run.dollars:,.0f}"
     if run.kilowatt_hours is not None:
-        words += f", at most {run.kilowatt_hours:,.4g} kWh ({watts:g} W a device)"
-    return words
+        text += f", at most {run.kilowatt_hours:,.4g} kWh ({watts:g} W a device)"
+    return text

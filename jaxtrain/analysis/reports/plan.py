@@ -70,13 +70,13 @@ def _plan_section(plan: Plan, level: str = "") -> Html:
     # The lines before the first table say what was planned and whether it fits.
     first = next((i for i, one in enumerate(recorder.blocks) if not isinstance(one, str)), 0)
     mesh = format_mesh(plan.layout.mesh.shape)
-    words = plan.verdict.capitalize()
+    text = plan.verdict.capitalize()
     source = "estimated by closed forms, nothing was compiled"
     if plan.compiled is not None:
         source = "compiled for this machine, without it"
     return join(
         element("p", f"{plan.devices} {plan.target.chip.kind} devices, {mesh}; {source}."),
-        verdict(words, "good" if plan.fits else "bad"),
+        verdict(text, "good" if plan.fits else "bad"),
         tiles(_figures(plan)),
         element("div", *_charts(plan), class_="charts"),
         element(level or "h2", "In words and tables"),

@@ -43,9 +43,9 @@ def claims(bench: Bench) -> Iterator[Claim]:
                     lambda mesh=mesh: initial(bench, mesh))  # fmt: skip
         yield Claim("mesh", f"{name} = one device", lambda mesh=mesh: on_mesh(bench, mesh))
     if own.precision != small.precision:
-        words = f"params {own.precision.params}, compute {own.precision.compute}"
-        words += f", {own.precision.matmul} products" * (own.precision.matmul != "compute")
-        yield Claim("precision", f"{words} near float32, on {mesh_name(bench.meshes[0])}",
+        dtypes = f"params {own.precision.params}, compute {own.precision.compute}"
+        dtypes += f", {own.precision.matmul} products" * (own.precision.matmul != "compute")
+        yield Claim("precision", f"{dtypes} near float32, on {mesh_name(bench.meshes[0])}",
                     lambda: own_precision(bench))  # fmt: skip
     if text:
         yield Claim("accumulation", "2 microbatches of unequal token counts = one batch",

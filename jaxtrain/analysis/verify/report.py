@@ -170,5 +170,5 @@ def show_end(console: Console, report: Report) -> None:
     counts = {word: 0 for word in ("proved", "FAILED", "not checked")}
     for proof in report.proofs:
         counts[proof.verdict] += 1
-    words = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    console.print(f"{words} in {report.seconds:.0f} s", highlight=False)
+    text = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    console.print(f"{text} in {report.seconds:.0f} s", highlight=False)

@@ -200,9 +200,11 @@ def _segments(mixing: Mixing, global_batch_size: int, seed: int) -> tuple[list[_
 
 def _cuts(shares: Sequence[float], gone: Sequence[bool]) -> tuple[int, ...]:
     """Return the bounds of the weights of the sources that are left."""
-    left = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
-    total = math.fsum(left)
-    ends = [round(math.fsum(left[: end + 1]) / total * _WHOLE) for end in range(len(left))]
+    remaining = [0.0 if out else share for share, out in zip(shares, gone, strict=True)]
+    total = math.fsum(remaining)
+    ends = [
+        round(math.fsum(remaining[: end + 1]) / total * _WHOLE) for end in range(len(remaining))
+    ]
     return (0, *ends)
 
 

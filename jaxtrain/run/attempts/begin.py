@@ -256,10 +256,10 @@ class _End:
         late = [process for process, step in steps.items() if step == least]
         if len(rows) < 2 or len(late) == len(rows):
             return ""
-        words = ", ".join(
+        text = ", ".join(
             f"process {p} (host {rows[p].get('host')}) in {rows[p].get('phase')}" for p in late
         )
-        return f"; behind the others, at step {least}: {words}"
+        return f"; behind the others, at step {least}: {text}"
 
     def _abort(self, reason: str, *, with_stacks: bool = True) -> None:
         """From another thread: stacks and reason on disk, then the end of the process."""

@@ -322,12 +322,12 @@ class Sealer:
         if sealed:
             self._report(f"{self._folder}: an old checkpoint could not be deleted ({detail})")
             return
-        left = self._room()  # what the rest of the save did not fit into
+        missing_room = self._room()  # what the rest of the save did not fit into
         self._sweep()
         self._failures += 1
         self._unsaved = CheckpointError(
             f"the checkpoint of step {step} could not be written to {self._folder} ({detail}); "
-            f"{left}"
+            f"{missing_room}"
         )
         self._unsaved.__cause__ = error
         if self._failures >= self._max_failures:

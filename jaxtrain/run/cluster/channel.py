@@ -509,8 +509,8 @@ class ManyProcesses(Peers):
             for link in self._links.values():
                 if link.pending and not link.closed:
                     selector.register(link, selectors.EVENT_WRITE, link)
-            while selector.get_map() and (left := until - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+            while selector.get_map() and (remaining := until - time.monotonic()) > 0:
+                for key, _ in selector.select(remaining):
                     key.data.flush()
                     if not key.data.pending:
                         selector.unregister(key.data)

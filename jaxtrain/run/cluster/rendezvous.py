@@ -391,8 +391,8 @@ def _handshake(link: Link, until: float) -> bool:
     """Whether both ends have proved the token to each other in time."""
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
-        while (left := until - time.monotonic()) > 0:
-            if selector.select(left):
+        while (remaining := until - time.monotonic()) > 0:
+            if selector.select(remaining):
                 link.put_back(link.receive())
             if link.is_proven or link.closed:
                 return link.is_proven
@@ -426,8 +426,8 @@ def _await(link: Link, until: float) -> Message | None:
         return messages[0]
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-        while (left := until - time.monotonic()) > 0:
-            for _, events in selector.select(left):
+        while (remaining := until - time.monotonic()) > 0:
+            for _, events in selector.select(remaining):
                 if events & selectors.EVENT_WRITE:
                     link.flush()
                     if not link.pending:

@@ -102,13 +102,13 @@ class Link:
 
     def receive(self) -> list[Message]:
         """The messages that have come; sets `closed` at the end of the stream or at nonsense."""
-        left = _READ_AT_ONCE
+        remaining = _READ_AT_ONCE
         try:
-            while self.closed is None and left > 0:
+            while self.closed is None and remaining > 0:
                 data = self.socket.recv(self._events())
                 if not data:
                     self.closed = "closed its connection"
-                left -= len(data)
+                remaining -= len(data)
                 self.is_silent = self.is_silent and not data
                 self._came += data
                 if self._handshake.wants:

@@ -164,8 +164,8 @@ def _quickstart_devices(console: Console) -> list[str]:
 
 def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdir: Place) -> None:
     train, facts = trainer.config.train, trainer.dataset.facts
-    words = ", ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items())
-    console.print(f"Held out: {words}")
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items())
+    console.print(f"Held out: {metrics}")
     if (line := train.task.yardstick(train.model, facts).sentence(values)) is not None:
         console.print(line)
     tokenizer, model = trainer.dataset.tokenizer, train.model
@@ -190,20 +190,20 @@ def _command(
 ) -> str:
     """The command that trains this run for as many steps again, its learning rate going on from
     where a decay to the last step has brought it, and without the patience that has ended it."""
-    words = [*_program(), "train", name, "--workdir", str(workdir)]
+    command = [*_program(), "train", name, "--workdir", str(workdir)]
     for binding in arguments.gin_bindings:
         if not binding.replace(" ", "").startswith("Train.steps="):
-            words += ["-b", binding]
+            command += ["-b", binding]
     kept = config.schedule.with_same_decay(steps_done)
     if kept != config.schedule:
-        words += ["-b", f"Schedule.decay_steps = {kept.decay_steps}"]
+        command += ["-b", f"Schedule.decay_steps = {kept.decay_steps}"]
     if config.mesh.simulated_devices:
-        words += ["--simulate-devices", str(config.mesh.simulated_devices)]
+        command += ["--simulate-devices", str(config.mesh.simulated_devices)]
     if arguments.allow_imports:
-        words.append("--allow-imports")
+        command.append("--allow-imports")
     if config.best.patience and steps_done < config.train.steps:
-        words += ["-b", "Best.patience = 0"]
-    return shlex.join([*words, "-b", f"Train.steps = {2 * steps_done}"])
+        command += ["-b", "Best.patience = 0"]
+    return shlex.join([*command, "-b", f"Train.steps = {2 * steps_done}"])
 
 
 def _program() -> list[str]:

@@ -155,15 +155,17 @@ def clip(
       group: numbers that share a scale of int4.
       say: takes a line for people.
     """
-    left = []
+    ratios = []
     for name, reader in _READ_BY.items():
         whole = weights[f"layers/{name}"]
         for layer, x_NI in enumerate(seen[reader]):
             weight_IO = whole[layer].reshape(x_NI.shape[1], -1)
             found, best_GO = clip_weight(x_NI, weight_IO, group=group)
             whole[layer] = np.asarray(found).reshape(whole[layer].shape)
-            left.append(float(best_GO.mean()))
-    say(f"{', '.join(_READ_BY)}: clipped to {np.mean(left):.0%} of their groups' ranges (the mean)")
+            ratios.append(float(best_GO.mean()))
+    say(
+        f"{', '.join(_READ_BY)}: clipped to {np.mean(ratios):.0%} of their groups' ranges on average"
+    )
 
 
 STEPS = 20  # values of alpha: 0, 1/20, .., 19/20

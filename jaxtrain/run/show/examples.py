@@ -147,16 +147,16 @@ def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
     ids, segments = example.inputs, example.segment_ids
     if tokenizer is None or segments is None or segments.max() <= 1:
         return [_text(_real(ids, segments), tokenizer)]
-    lines, left = list[str](), CHARACTERS
+    lines, remaining = list[str](), CHARACTERS
     for number in range(1, int(segments.max()) + 1):
         (indices,) = np.nonzero(segments == number)
         letter = LETTERS[(number - 1) % len(LETTERS)]
         first = "" if example.positions is None else f", from its token {_place(example, indices)}"
         lines.append(f"--- {letter}: tokens {indices[0]} to {indices[-1]}{first}")
-        if left <= 0:
+        if remaining <= 0:
             continue
-        lines.append(_text(ids[indices], tokenizer, left))
-        left -= len(lines[-1])
+        lines.append(_text(ids[indices], tokenizer, remaining))
+        remaining -= len(lines[-1])
     return lines
 
 

@@ -128,17 +128,17 @@ def _draw_part(plot: Any, box: Sequence[tuple[int, int]], shade: str, devices: s
 
 def _label(plot: Any, dimensions: Sequence[tuple[str, int, int]]) -> None:
     """Names, sizes and cuts of the drawn dimensions, the first from top to bottom."""
-    words = [
+    label = [
         f"{axis} {size}, {_pluralize(count, 'part') if count > 1 else 'whole'}"
         for axis, size, count in dimensions
     ]
     cuts = [np.linspace(0, size, min(count, 8) + 1).round() for _, size, count in dimensions]
     plot.margins(0)
     if dimensions:
-        plot.set_xlabel(words[-1])
+        plot.set_xlabel(label[-1])
         plot.set_xticks(cuts[-1])
     if len(dimensions) > 1:
-        plot.set_ylabel(words[0])
+        plot.set_ylabel(label[0])
         plot.set_yticks(cuts[0])
         plot.invert_yaxis()
     else:

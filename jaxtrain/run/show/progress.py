@@ -110,13 +110,13 @@ class Display:
         rate, mfu = line[f"{self._unit}_per_second"] or 0.0, line["mfu"]
         # The first step's time is the compiler's: nothing can be foretold from it.
         compiled = step > self._first_step + 1
-        left = clock(max(self._total_steps - step, 0) * seconds) if compiled else "?"
+        remaining = clock(max(self._total_steps - step, 0) * seconds) if compiled else "?"
         parts = [
             f"loss {line['loss']:.4g}",
             f"{quantity(rate)} {self._unit}/s",
             f"{seconds:.3g} s/step",
             *([f"mfu {mfu:.1%}"] if mfu is not None else []),
-            f"eta {left}",
+            f"eta {remaining}",
         ]
         return "  ".join(parts)
 

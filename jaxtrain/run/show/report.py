@@ -245,8 +245,8 @@ def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
     """Prints what is known of the data, and which files and records of it are left out."""
-    words = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
-    prefix = f"{', '.join(words)}; " if words else ""
+    parts = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
+    prefix = f"{', '.join(parts)}; " if parts else ""
     console.print(f"Data: {prefix}sha256 {digest[:16]}", soft_wrap=True)
     say(console, *sentences(facts))
 
@@ -290,8 +290,8 @@ def show_checkpoint(
 ) -> None:
     """Prints a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)
-    words = ", ".join(f"{name} {version}" for name, version in extra["versions"].items())
-    console.print(f"Format {extra['format']}, written with {words}", soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in extra["versions"].items())
+    console.print(f"Format {extra['format']}, written with {versions}", soft_wrap=True)
     for name, value in extra["data"].items():
         console.print(f"{name}: {value}", soft_wrap=True)
     say(console, *describe_ancestors(extra.get("ancestors", [])))

@@ -307,13 +307,13 @@ class Compressed:
         whole = [P(*spec[1:]) for spec in specs]
 
         def on_one(leaves: Arrays) -> tuple[Arrays, Arrays]:
-            sent, left = self.codec.exchange([x[0] for x in leaves])
-            return sent, [x[None] for x in left]
+            sent, residual = self.codec.exchange([x[0] for x in leaves])
+            return sent, [x[None] for x in residual]
 
         rest = specs if self.codec.keeps_rest else []
-        sent, left = on_each_device(on_one, (specs,), (whole, rest))(leaves)
+        sent, residual = on_each_device(on_one, (specs,), (whole, rest))(leaves)
         sent = jax.tree.structure(params).unflatten(sent)
-        return sent, structure.unflatten(left) if left else ()
+        return sent, structure.unflatten(residual) if residual else ()
 
 
 def quantize(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:

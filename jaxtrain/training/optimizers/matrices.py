@@ -137,7 +137,7 @@ def _moves(shape: tuple[int, ...], spec: P, stack: int, mesh: Any) -> list[P]:
             layers = (*parts_of(now[0]), axis)
             if shape[0] % math.prod(mesh[name] for name in layers):
                 continue
-            left = tuple(name for name in parts_of(now[dim]) if name != axis)
-            now[0], now[dim] = layers, left or None
+            remaining = tuple(name for name in parts_of(now[dim]) if name != axis)
+            now[0], now[dim] = layers, remaining or None
             found.append(P(*now))
     return found

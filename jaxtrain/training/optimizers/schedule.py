@@ -185,10 +185,10 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
     if settings.name == "inverse_sqrt":
         return jnp.maximum(jnp.sqrt(start / jnp.maximum(step, start)), final)
     if settings.name == "piecewise":
-        left = jnp.ones(())
+        fraction = jnp.ones(())
         for after, factor in settings.factors.items():
-            left = left * jnp.where(step > after, factor, 1.0)
-        return left
+            fraction = fraction * jnp.where(step > after, factor, 1.0)
+        return fraction
     if settings.name in _IN_CYCLES:
         since = jnp.maximum(step - start, 0) % (length + 1)
     else:
@@ -198,13 +198,13 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
         case "exponential":
             return final**progress
         case "linear" | "wsd":
-            left = 1 - progress
+            fraction = 1 - progress
         case "polynomial":
-            left = (1 - progress) ** settings.power
+            fraction = (1 - progress) ** settings.power
         case _:
-            left = 1 - _rise(progress)
+            fraction = 1 - _rise(progress)
     # Both ends exactly: a difference times what is left would round.
-    return left + final * (1 - left)
+    return fraction + final * (1 - fraction)
 
 
 def _rise(progress: jax.Array) -> jax.Array:

@@ -81,9 +81,9 @@ class Backward:
         """
         if not self.keep_residuals:
             return self._vjp(params, x, context)
-        left = iter(kept)
+        remaining = iter(kept)
         again = iter(jaxpr_as_fun(self._again)(*jax.tree.leaves((params, x, context))))
-        residuals = [next(left) if depends else next(again) for depends in self._depends]
+        residuals = [next(remaining) if depends else next(again) for depends in self._depends]
         return None, jax.tree.unflatten(self._tree, residuals)
 
     def halves(self, params: Any, x: Any, context: Any) -> "Halves":

@@ -83,7 +83,7 @@ def audit(
       widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
-    left = [
+    unmatched = [
         *itertools.chain.from_iterable(_split_concatenated(_Left(one, one.count)) for one in found)
     ]
     exact = [
@@ -95,16 +95,16 @@ def audit(
         matching.match_shifted, matching.match_all_reduce, matching.match_merged,
     )  # fmt: skip
     if widens:
-        left = [_to_bfloat16(one) for one in left]
+        unmatched = [_to_bfloat16(one) for one in unmatched]
     else:
-        left = [_to_bfloat16(one) if _is_greatest(one) else one for one in left]
-    matching.count(left)
-    left = _match(left, forms if widens else exact)
-    left = _match(map(_from_bfloat16, left), forms)
+        unmatched = [_to_bfloat16(one) if _is_greatest(one) else one for one in unmatched]
+    matching.count(unmatched)
+    unmatched = _match(unmatched, forms if widens else exact)
+    unmatched = _match(map(_from_bfloat16, unmatched), forms)
     unexpected = [
         Row(one.found.kind, one.found.axis, one.count, one.count * one.found.bytes,
             _where(one.found), "", None, False)
-        for one in left
+        for one in unmatched
     ]  # fmt: skip
     rows = [*matching.rows, *_small_together(unexpected, small), *matching.missing()]
     slow = set(dcn)
@@ -165,13 +165,13 @@ class _Matching:
         self.complete: set[tuple[str, str, int]] = set()  # kinds, axes and sizes, see `count`
         self.shifts: list[_Open] = []  # of less than this many bytes
 
-    def count(self, left: list[_Left]) -> None:
+    def count(self, unmatched: list[_Left]) -> None:
         """Note the kinds, axes and sizes of which as many arrays were found as are expected.
 
         An array of two rows is otherwise taken for two layers of an array half as large.
         """
         found, expected = collections.Counter(), collections.Counter()
-        for one in left:
+        for one in unmatched:
             found[one.found.kind, one.found.axis, one.found.bytes] += one.count
         for other in self.open:
             expected[other.expected.kind, other.expected.axis, other.expected.bytes] += other.count
@@ -181,26 +181,30 @@ class _Matching:
         """Devices along an axis, or along several joined by "+"."""
         return math.prod(self.sizes[name] for name in axis.split("+"))
 
-    def same(self, left: _Left, *, exact: bool = False) -> list[_Left]:
+    def same(self, unmatched: _Left, *, exact: bool = False) -> list[_Left]:
         """Kind, axis and size agree; exact: and how often it runs."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         for other in self._nearest(one, one.kind):
             if exact and other.count != count:
                 continue
             if count and other.expected.axis == one.axis and other.expected.bytes == one.bytes:
                 taken = min(count, other.count)
-                self._take(left, other, taken, taken, other.expected.cause)
+                self._take(unmatched, other, taken, taken, other.expected.cause)
                 count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
-    def of_a_size(self, left: _Left) -> list[_Left]:
+    def of_a_size(self, unmatched: _Left) -> list[_Left]:
         """Kind, axis and size agree, and as many are expected of them as were found."""
-        one = left.found
-        return self.same(left) if (one.kind, one.axis, one.bytes) in self.complete else [left]
+        one = unmatched.found
+        return (
+            self.same(unmatched)
+            if (one.kind, one.axis, one.bytes) in self.complete
+            else [unmatched]
+        )
 
-    def match_stacked(self, left: _Left, *, exact: bool = False) -> list[_Left]:
+    def match_stacked(self, unmatched: _Left, *, exact: bool = False) -> list[_Left]:
         """The arrays of several layers as one; exact: of all the layers."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         for other in self._nearest(one, one.kind):
             size = other.expected.bytes
             layers = one.bytes // size  # arrays of `size` in this one
@@ -209,15 +213,15 @@ class _Matching:
                 continue
             if count and fits and other.count >= layers:
                 taken = min(count, other.count // layers)
-                self._take(left, other, taken, taken * layers, other.expected.cause)
+                self._take(unmatched, other, taken, taken * layers, other.expected.cause)
                 count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
-    def match_padded(self, left: _Left) -> list[_Left]:
+    def match_padded(self, unmatched: _Left) -> list[_Left]:
         """A reduce-scatter of rows that a TPU pads until each shard is whole tiles."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         if one.kind != "reduce-scatter":
-            return [left]
+            return [unmatched]
         nearest = sorted(self._nearest(one, one.kind), key=lambda other: -other.expected.bytes)
         for other in nearest:  # the least padding first
             payload, devices = other.expected.bytes, self.devices(one.axis)
@@ -225,7 +229,7 @@ class _Matching:
             if count and fits and any(size % (_TILE_ROWS * devices) == 0 for size in one.shape):
                 taken = min(count, other.count)
                 cause = f"{other.expected.cause} (padded to whole tiles)"
-                self._take(left, other, taken, taken, cause)
+                self._take(unmatched, other, taken, taken, cause)
                 further = int((devices - 1) * (1 - payload / one.bytes))  # shards, the last one
                 moved = dataclasses.replace(
                     other.expected,
@@ -235,24 +239,24 @@ class _Matching:
                 )
                 self.shifts.append(_Open(moved, taken * (1 + further)))
                 count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
-    def match_shifted(self, left: _Left) -> list[_Left]:
+    def match_shifted(self, unmatched: _Left) -> list[_Left]:
         """Rows of a padded shard that lie on another device without padding."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
             fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)
             if count and other.count and fits and one.bytes < other.expected.bytes:
                 taken = min(count, other.count)
-                self._take(left, other, taken, taken, other.expected.cause, 0)
+                self._take(unmatched, other, taken, taken, other.expected.cause, 0)
                 count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
-    def match_all_reduce(self, left: _Left) -> list[_Left]:
+    def match_all_reduce(self, unmatched: _Left) -> list[_Left]:
         """A reduce-scatter or a gather that became an all-reduce."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         if one.kind != "all-reduce":
-            return [left]
+            return [unmatched]
         for kind in ("reduce-scatter", "all-gather"):
             for other in self._nearest(one, kind):
                 payload = other.expected.bytes
@@ -262,15 +266,15 @@ class _Matching:
                     taken = min(count, other.count)
                     cause = f"{other.expected.cause} ({kind} as all-reduce: twice the wire)"
                     # A gather's own payload is a device's part: both columns count the whole array.
-                    self._take(left, other, taken, taken, cause, taken * payload)
+                    self._take(unmatched, other, taken, taken, cause, taken * payload)
                     count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
-    def match_merged(self, left: _Left) -> list[_Left]:
+    def match_merged(self, unmatched: _Left) -> list[_Left]:
         """A reduce-scatter, and the all-reduce of its parts along other axes, in one all-reduce."""
-        one, count = left.found, left.count
+        one, count = unmatched.found, unmatched.count
         if one.kind != "all-reduce":
-            return [left]
+            return [unmatched]
         axes = set(one.axis.split("+"))
         for other in self._nearest(one, "reduce-scatter"):
             first = other.expected
@@ -283,10 +287,10 @@ class _Matching:
                     taken = min(count, other.count, second.count)
                     textbook = taken * (first.bytes + second.expected.bytes)
                     cause = f"{first.cause} (reduced whole over {one.axis}, then sliced)"
-                    self._take(left, other, taken, taken, cause, textbook)
+                    self._take(unmatched, other, taken, taken, cause, textbook)
                     second.count -= taken
                     count -= taken
-        return _rest(left, count)
+        return _rest(unmatched, count)
 
     def missing(self) -> list[Row]:
         """What the textbook moves and the program does not."""
@@ -304,7 +308,7 @@ class _Matching:
 
     def _take(
         self,
-        left: _Left,
+        unmatched: _Left,
         other: _Open,
         runs: int,
         of_expected: int,
@@ -313,54 +317,56 @@ class _Matching:
     ) -> None:
         other.count -= of_expected
         textbook = of_expected * other.expected.bytes if textbook is None else textbook
-        one, moved = left.found, runs * left.found.bytes
-        if left.wide:
+        one, moved = unmatched.found, runs * unmatched.found.bytes
+        if unmatched.wide:
             moved, cause = 2 * moved, f"{cause} (bfloat16 as float32: twice the bytes)"
         self.rows.append(Row(one.kind, one.axis, runs, moved, cause, "", textbook, True))
 
 
-def _match(left: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]) -> list[_Left]:
+def _match(
+    unmatched: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]
+) -> list[_Left]:
     """What no form explains."""
-    left = list(left)
+    unmatched = list(unmatched)
     for match in forms:
-        left = [rest for one in left for rest in match(one)]
-    return left
+        unmatched = [rest for one in unmatched for rest in match(one)]
+    return unmatched
 
 
-def _is_greatest(left: _Left) -> bool:
-    return left.found.op_name.endswith("reduce_max")
+def _is_greatest(unmatched: _Left) -> bool:
+    return unmatched.found.op_name.endswith("reduce_max")
 
 
-def _to_bfloat16(left: _Left) -> _Left:
+def _to_bfloat16(unmatched: _Left) -> _Left:
     """What it would have been in bfloat16."""
-    one = left.found
+    one = unmatched.found
     if one.dtype != "f32":
-        return left
+        return unmatched
     found = dataclasses.replace(one, bytes=one.bytes // 2)
-    return dataclasses.replace(left, found=found, wide=True)
+    return dataclasses.replace(unmatched, found=found, wide=True)
 
 
-def _from_bfloat16(left: _Left) -> _Left:
+def _from_bfloat16(unmatched: _Left) -> _Left:
     """The inverse."""
-    if not left.wide:
-        return left
-    found = dataclasses.replace(left.found, bytes=2 * left.found.bytes)
-    return dataclasses.replace(left, found=found, wide=False)
+    if not unmatched.wide:
+        return unmatched
+    found = dataclasses.replace(unmatched.found, bytes=2 * unmatched.found.bytes)
+    return dataclasses.replace(unmatched, found=found, wide=False)
 
 
-def _split_concatenated(left: _Left) -> Iterable[_Left]:
+def _split_concatenated(unmatched: _Left) -> Iterable[_Left]:
     """The arrays that were concatenated."""
-    one = left.found
+    one = unmatched.found
     if sum(part.bytes for part in one.parts) != one.bytes:
-        return [left]
+        return [unmatched]
     parts = (
         dataclasses.replace(one, bytes=part.bytes, shape=part.shape, parts=()) for part in one.parts
     )
-    return [dataclasses.replace(left, found=part) for part in parts]
+    return [dataclasses.replace(unmatched, found=part) for part in parts]
 
 
-def _rest(left: _Left, count: int) -> list[_Left]:
-    return [dataclasses.replace(left, count=count)] if count else []
+def _rest(unmatched: _Left, count: int) -> list[_Left]:
+    return [dataclasses.replace(unmatched, count=count)] if count else []
 
 
 _SCOPES = ("attention", "mlp", "experts", "embedding", "loss", "forward", "backward")

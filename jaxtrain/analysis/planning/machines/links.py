@@ -111,28 +111,30 @@ def directions(sizes: Mapping[str, int], target: Target) -> dict[str, float]:
       sizes: all mesh axes inside the slice, outermost first.
       target: the slice.
     """
-    left = [(size, 1) for size in target.shape if size > 1]
-    left += [(target.chip.devices, 0)] if target.chip.devices > 1 else []
+    rings_left = [(size, 1) for size in target.shape if size > 1]
+    rings_left += [(target.chip.devices, 0)] if target.chip.devices > 1 else []
     needs = {name: size for name, size in reversed(list(sizes.items())) if size > 1}
     found = dict.fromkeys(needs, 0.0)
 
     def take(name: str, some: Sequence[tuple[int, int]]) -> None:
         for one in some:
-            left.remove(one)
+            rings_left.remove(one)
             needs[name] //= one[0]
             found[name] += one[1]
 
     for name, size in needs.items():
-        ways = (itertools.combinations(left, count) for count in range(len(left), 0, -1))
+        ways = (
+            itertools.combinations(rings_left, count) for count in range(len(rings_left), 0, -1)
+        )
         whole = (some for some in itertools.chain(*ways) if math.prod(d for d, _ in some) == size)
         take(name, next(whole, ()))
     for name in needs:
-        for one in sorted(left, reverse=True):
+        for one in sorted(rings_left, reverse=True):
             if needs[name] % one[0] == 0:
                 take(name, [one])
     parted = [name for name, size in needs.items() if size > 1]
     for name in parted:
-        found[name] += sum(links for _, links in left) / len(parted)
+        found[name] += sum(links for _, links in rings_left) / len(parted)
     return {name: count or 1 for name, count in found.items()}
 
 

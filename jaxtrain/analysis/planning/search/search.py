@@ -111,20 +111,20 @@ def search(
     heavy: dict[tuple[Any, ...], bool] = {}  # without their remat: whether the state is too large
     priced = too_large = slower = done = 0
     large: list[tuple[_Layout, _Sized | None]] = []  # without a size: that was not needed to tell
-    left: list[_Layout] = []
+    unpriced: list[_Layout] = []
     for layout in _list_layouts(config, target, slices, refused):
-        left.append(layout)
-        if not len(left) % _TELL_EVERY:
-            tell(f"listing layouts: {len(left):,}")
-    kinds = {kind for layout in left for kind in layout.kinds}
-    heapq.heapify(left)
+        unpriced.append(layout)
+        if not len(unpriced) % _TELL_EVERY:
+            tell(f"listing layouts: {len(unpriced):,}")
+    kinds = {kind for layout in unpriced for kind in layout.kinds}
+    heapq.heapify(unpriced)
     interrupted = False
     try:
-        while left:
-            layout = heapq.heappop(left)
+        while unpriced:
+            layout = heapq.heappop(unpriced)
             done += 1
             if not done % _TELL_EVERY:
-                tell(_progress(done, len(left), fitting))
+                tell(_progress(done, len(unpriced), fitting))
             if not _may_be_shown(layout, fitting, best):
                 slower += 1
                 continue
@@ -144,7 +144,7 @@ def search(
                 if local is not None:
                     message = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
                     if message is None:
-                        heapq.heappush(left, local)
+                        heapq.heappush(unpriced, local)
                     else:
                         refused[message] = refused.get(message, 0) + 1
             else:
@@ -169,7 +169,7 @@ def search(
         candidates, priced, too_large, slower, refused,
         unfit=unfit,
         absent=() if interrupted else tuple(sorted(kinds - best.keys())),
-        left=len(left), interrupted=interrupted,
+        left=len(unpriced), interrupted=interrupted,
     )  # fmt: skip
 
 
@@ -177,14 +177,14 @@ def search(
 _TELL_EVERY = 50
 
 
-def _progress(done: int, left: int, fitting: Sequence[Candidate]) -> str:
-    words = f"pricing layouts by closed forms: {done:,} of {done + left:,}"
+def _progress(done: int, remaining: int, fitting: Sequence[Candidate]) -> str:
+    text = f"pricing layouts by closed forms: {done:,} of {done + remaining:,}"
     if not fitting:
-        return f"{words}, none that fits so far"
+        return f"{text}, none that fits so far"
     first = fitting[0]
     time = first.price.time.seconds
     step = "" if time is None else f" in {human_seconds(time)} a step"
-    return f"{words}, best so far {format_mesh(first.mesh)}{step} (Ctrl-C: show it)"
+    return f"{text}, best so far {format_mesh(first.mesh)}{step} (Ctrl-C: show it)"
 
 
 def _may_be_shown(
@@ -227,7 +227,7 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
             if refusal(variant, target) is None:
                 saved = size - price(variant, target).memory.total
                 ways.append((saved, " and ".join(bindings_of(changes))))
-    enough = [words for saved, words in sorted(ways) if size - saved <= room]
+    enough = [enough_text for saved, enough_text in sorted(ways) if size - saved <= room]
     devices = target.devices * slices_of(config, target)
     settings = f"with {enough[0]} it fits" if enough else "no setting alone is enough"
     return (

@@ -184,15 +184,15 @@ def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     if model.experts is None:
         most["expert"] = 1
 
-    def ways(axes: tuple[str, ...], left: int) -> Iterator[dict[str, int]]:
+    def ways(axes: tuple[str, ...], remaining: int) -> Iterator[dict[str, int]]:
         axis, *rest = axes
         if not rest:
-            if left <= most[axis]:
-                yield {axis: left}
+            if remaining <= most[axis]:
+                yield {axis: remaining}
             return
-        for size in range(1, min(left, most[axis]) + 1):
-            if left % size == 0:
-                for others in ways(tuple(rest), left // size):
+        for size in range(1, min(remaining, most[axis]) + 1):
+            if remaining % size == 0:
+                for others in ways(tuple(rest), remaining // size):
                     yield {axis: size, **others}
 
     yield from ways(MESH_AXES, devices)

@@ -396,8 +396,8 @@ def step_time(
     flops = executed_flops(config, layout)
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
-        words = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
-        return StepTime(None, None, None, None, flops, model, None, {}, None, words)
+        assumptions = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
+        return StepTime(None, None, None, None, flops, model, None, {}, None, assumptions)
     counted = pieces(
         config, layout, target, moved, peak=peak,
         update_bytes=update_bytes, to_host=to_host, on_disk=on_disk,

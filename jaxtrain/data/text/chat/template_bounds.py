@@ -39,10 +39,10 @@ def budget() -> Iterator[None]:
 
 
 def _spend(steps: int) -> None:
-    left = _left.get()
-    if left is not None:
-        left[0] -= steps
-        if left[0] < 0:
+    remaining = _left.get()
+    if remaining is not None:
+        remaining[0] -= steps
+        if remaining[0] < 0:
             raise BoundsError(f"it takes more than {MAX_STEPS:,} steps")
 
 

@@ -76,15 +76,15 @@ def texts_of(data: TextData) -> Texts:
     Raises:
       UserError: nothing there, or it is no text on this machine's disks.
     """
-    path, words = data.path(), f"TextData.source = {data.source!r}"
+    path, origin = data.path(), f"TextData.source = {data.source!r}"
     if path is not None and is_store(path):
-        raise UserError(f"{words} is a store already; name the text that it was made of")
+        raise UserError(f"{origin} is a store already; name the text that it was made of")
     if data.is_tokens():
-        raise UserError(f"{words} holds tokens already, and a run reads them as they are")
+        raise UserError(f"{origin} holds tokens already, and a run reads them as they are")
     files = data.files()
     paths = [] if files is None else _paths(files)
     if data.source == "synthetic" or any(isinstance(path, BucketPath) for path in paths):
-        raise UserError(f"{words} cannot be prepared: name text on this machine's disks")
+        raise UserError(f"{origin} cannot be prepared: name text on this machine's disks")
     records = Records(data.text_field, data.bad_records)
 
     def facts() -> dict[str, int | str]:

@@ -99,9 +99,9 @@ def _bar(
         tip = element("title", f"{part}: {human(value)}")
         pieces.append(_rect(1000 * start / scale, 1000 * value / scale, fill[part], tip))
         start += value
-    words = [data(start, human(start))]
+    parts_text = [data(start, human(start))]
     if limit is not None:
-        words += [" of ", data(limit, human(limit)), f" ({start / limit:.0%})"]
+        parts_text += [" of ", data(limit, human(limit)), f" ({start / limit:.0%})"]
         if limit <= scale:
             x = f"{1000 * limit / scale:.2f}"
             pieces.append(element("line", x1=x, x2=x, y1=0, y2=1, class_="limit"))
@@ -114,7 +114,7 @@ def _bar(
         role="img",
         aria_label=f"{name}: {label or human(0)}",
     )
-    head = element("div", element("span", name), element("span", *words), class_="name")
+    head = element("div", element("span", name), element("span", *parts_text), class_="name")
     return element("div", head, svg, class_="bar")
 
 
@@ -157,9 +157,9 @@ def curves(names: Sequence[str], panels: Iterable[Panel]) -> tuple[Html, str]:
             element(
                 "label",
                 element("input", type="checkbox", id=identifier, checked=True),
-                words,
+                label,
             )
-            for identifier, words in (("training", "training"), ("heldout", "held out (dots)"))
+            for identifier, label in (("training", "training"), ("heldout", "held out (dots)"))
         ]
     kinds_legend = element("fieldset", element("legend", "Measured on"), *several)
     body = element(
@@ -234,19 +234,19 @@ def _styles(curve: Curve, joined: bool) -> list[bool]:
 
 def _path(curve: Curve, is_line: bool) -> Html:
     """Return the points of a run as a line with gaps, or as dots."""
-    words, is_open = [], False
+    commands, is_open = [], False
     for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
         if not math.isfinite(value):
             is_open = False
             continue
         point = f"{step:.10g} {value:.7g}"
         # A line of no length is drawn as a dot, by its round ends.
-        words.append(f"L{point}" if is_open and is_line else f"M{point}L{point}")
+        commands.append(f"L{point}" if is_open and is_line else f"M{point}L{point}")
         is_open = True
     kind = "heldout" if curve.is_evaluation else "training"
     look = _look(curve.run)
     drawn = f"curve {look}" if is_line else f"dots {look.split()[0]}"
-    return element("path", d="".join(words), class_=f"run{curve.run} {kind} {drawn}")
+    return element("path", d="".join(commands), class_=f"run{curve.run} {kind} {drawn}")
 
 
 def _pad_range(low: float, high: float, margin: float) -> tuple[float, float]:

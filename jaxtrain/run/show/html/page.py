@@ -156,9 +156,9 @@ def data(value: float | None, shown: str) -> Html:
     return join(shown) if value is None else element("data", shown, value=repr(value))
 
 
-def verdict(words: str, tone: str) -> Html:
+def verdict(text: str, tone: str) -> Html:
     """Return the verdict over all as a badge; `tone` is 'good', 'bad' or 'unsure'."""
-    return element("p", element("span", words, class_=f"verdict {tone}"))
+    return element("p", element("span", text, class_=f"verdict {tone}"))
 
 
 def details(summary: str, *body: str) -> Html:

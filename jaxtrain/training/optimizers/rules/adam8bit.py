@@ -55,7 +55,7 @@ def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
     devices split, and a thirty-second of those that many split. A block has 256 elements if these
     sides have them, else fewer.
     """
-    left, sides = BLOCK, [1] * len(shape)
+    remaining, sides = BLOCK, [1] * len(shape)
 
     def parts(axis: str) -> int:
         split = parts_of(RULES[axis].parameter)
@@ -65,8 +65,8 @@ def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
     # The last first, so that a block is a run of neighbours where it can be one.
     for dim in sorted(own, key=lambda dim: (parts(axes[dim]), -dim)):
         power = shape[dim] & -shape[dim]
-        sides[dim] = min(max(power // parts(axes[dim]), 1), left)
-        left //= sides[dim]
+        sides[dim] = min(max(power // parts(axes[dim]), 1), remaining)
+        remaining //= sides[dim]
     return tuple(sides)
 
 
