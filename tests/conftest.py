@@ -167,7 +167,7 @@ def predicted(given, model, data, logits, *, top: int, say=print) -> list:
     """What `predict` tells with these logits."""
     says = Predictor(logits=logits, embeddings=logits, numbers=logits, write=list)
     objective = objective_named(model.objective)
-    return list(predict(given, model, data, says, objective=objective, top=top, say=say))
+    return list(predict(given, model, data, says, objective=objective, top=top, report=say))
 
 
 def make_step(

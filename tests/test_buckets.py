@@ -424,7 +424,7 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
     frozen = RunLock(workdir, 1)
     frozen.check()
     said = []
-    with RunLock.acquire(workdir, beat_seconds=0.02, say=said.append) as mine:
+    with RunLock.acquire(workdir, beat_seconds=0.02, report=said.append) as mine:
         assert mine.attempt == 2
         assert "is taken over: attempt 1, process 1 on elsewhere, did not beat" in said[0]
         with pytest.raises(Superseded, match="attempt 2 took it over"):
@@ -505,7 +505,7 @@ COMMAND = """
 import json, os, sys
 from jaxtrain.run.attempts.lock import RunLock
 from jaxtrain.run.attempts.records import write_exit
-lock = RunLock.acquire("gs://box/run", say=print)
+lock = RunLock.acquire("gs://box/run", report=print)
 step = 10 * lock.attempt
 (lock.workdir / "checkpoints" / str(step) / "manifest.json").write_bytes(b"{}")
 if lock.attempt < 3:
@@ -519,7 +519,7 @@ def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
     said = []
     settings = Supervision(max_restarts_without_progress=1, backoff_seconds=0.0)
     command = [sys.executable, "-c", COMMAND]
-    assert supervise(command, "gs://box/run", settings=settings, say=said.append) == 0
+    assert supervise(command, "gs://box/run", settings=settings, report=said.append) == 0
     assert [line.partition(";")[0] for line in said] == [
         "attempt 1: ended with status 9 (newest checkpoint: step 10)",
         "attempt 2: ended with status 9 (newest checkpoint: step 20)",

@@ -93,7 +93,7 @@ def test_a_folder_of_sentence_transformers_tells_its_embeddings(source, tmp_path
     config = load_config(
         f"hf:{source}", ["Precision.compute='float32'", "Mesh.fsdp=4", "Mesh.tensor=2"]
     )
-    assert importing.import_run(config, workdir, console=Console(quiet=True), say=print).passed
+    assert importing.import_run(config, workdir, console=Console(quiet=True), report=print).passed
     capsys.readouterr()
     assert main(["predict", "--workdir", str(workdir), *TEXTS]) == 0
     said = capsys.readouterr()

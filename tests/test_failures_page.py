@@ -175,11 +175,11 @@ def _clash(folder: Path) -> list[str]:
     file = folder / "file"
     file.touch()
     config = load_config("gpt_quickstart")
-    with pytest.raises(UserError) as in_the_way, begin(config, file, Flags(), say=print):
+    with pytest.raises(UserError) as in_the_way, begin(config, file, Flags(), report=print):
         pass
     theirs = folder / "theirs"
     (theirs / "checkpoints" / "1000").mkdir(parents=True)
-    with pytest.raises(UserError) as another_s, begin(config, theirs, Flags(), say=print):
+    with pytest.raises(UserError) as another_s, begin(config, theirs, Flags(), report=print):
         pass
     refused = [str(error.value) for error in (raised, in_the_way, another_s)]
     return [*refused, str(Superseded(folder, 1, 2))]

@@ -85,7 +85,9 @@ def test_a_deepseek_in_float8_comes_in_as_the_floats_that_it_stands_for(tmp_path
     (source / "config.json").write_text(json.dumps({**said, "quantization_config": SETTINGS}))
 
     config = load_config(f"hf:{source}", ["Mesh.fsdp=2", "Mesh.expert=4"])
-    found = importing.import_run(config, tmp_path / "run", console=Console(quiet=True), say=print)
+    found = importing.import_run(
+        config, tmp_path / "run", console=Console(quiet=True), report=print
+    )
     assert found.passed
     workdir = tmp_path / "run"
     trainer = Trainer(load_config(workdir / "config.gin"), workdir, read_only=True)

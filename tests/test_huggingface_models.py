@@ -263,7 +263,7 @@ def test_a_model_comes_in_gives_the_same_logits_and_goes_out_again(case, tmp_pat
     assert np.abs(expected).max() > 1.0
 
     config = load_config(f"hf:{source}", mesh)  # fsdp is what is left
-    found = importing.import_run(config, workdir, console=Console(quiet=True), say=print)
+    found = importing.import_run(config, workdir, console=Console(quiet=True), report=print)
     assert found.passed
     assert not found.differing
     assert found.logits is not None
@@ -396,7 +396,7 @@ def test_a_model_of_images_comes_in_tells_the_same_and_goes_out_again(case, tmp_
     config = load_config(f"hf:{source}", mesh)
     assert config.train.data.mean == (0.25,)
     assert config.train.data.image_size == side
-    found = importing.import_run(config, workdir, console=Console(quiet=True), say=print)
+    found = importing.import_run(config, workdir, console=Console(quiet=True), report=print)
     assert found.passed
     assert found.logits is not None
     trainer = Trainer(load_config(workdir / "config.gin", ["Precision.compute='float32'"]),

@@ -146,7 +146,7 @@ def test_a_woken_zombie_finds_out_before_it_writes(holder, tmp_path, monkeypatch
     os.waitid(os.P_PID, zombie.popen.pid, os.WSTOPPED)
     said = []
     jump_at_every_look(monkeypatch, jump)
-    held = RunLock.acquire(tmp_path, beat_seconds=BEAT_SECONDS, say=said.append)
+    held = RunLock.acquire(tmp_path, beat_seconds=BEAT_SECONDS, report=said.append)
     assert held.attempt == 2
     assert len(said) == 1
     assert re.search(r"taken over: attempt 1, process \d+ on elsewhere", said[0])
@@ -171,7 +171,7 @@ def test_who_takes_no_lock_outlives_a_holder_that_went_with_its_machine(holder, 
     assert len(lines) == 1
     assert "on elsewhere, did not beat for 0.15 seconds" in lines[0]
     assert records.newest_attempt(tmp_path) == 1
-    RunLock.acquire(tmp_path, say=lines.append).release()
+    RunLock.acquire(tmp_path, report=lines.append).release()
     lock.require_not_held(tmp_path, pytest.fail)  # it said that it ended
 
 
@@ -264,11 +264,11 @@ def test_who_judged_an_older_attempt_loses(holder, tmp_path):
     winners = []
 
     def another_is_faster(_):
-        winners.append(RunLock.acquire(tmp_path, say=lambda _: None))
+        winners.append(RunLock.acquire(tmp_path, report=lambda _: None))
 
     # Between judging the dead holder and taking the folder, somebody else takes it.
     with pytest.raises(UserError, match="attempt 2, process"):
-        RunLock.acquire(tmp_path, say=another_is_faster)
+        RunLock.acquire(tmp_path, report=another_is_faster)
     assert [winner.attempt for winner in winners] == [2]
     assert records.newest_attempt(tmp_path) == 2
     winners[0].check()
@@ -296,7 +296,7 @@ def test_a_claim_that_a_crash_left_unreadable_is_outlived(tmp_path, monkeypatch)
     clock = time.monotonic
     monkeypatch.setattr(time, "sleep", waited.append)
     monkeypatch.setattr(time, "monotonic", lambda: clock() + sum(waited))
-    assert RunLock.acquire(tmp_path, say=lambda _: None).attempt == 2
+    assert RunLock.acquire(tmp_path, report=lambda _: None).attempt == 2
     assert sum(waited) >= 3 * lock.BEAT_SECONDS
 
 

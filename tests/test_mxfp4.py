@@ -86,7 +86,9 @@ def test_a_folder_of_four_bits_comes_in_and_goes_out_as_floats(tmp_path):
     there.load_state_dict({**there.state_dict(), **floats})
 
     config = load_config(f"hf:{source}", ["Mesh.fsdp=8"])
-    found = importing.import_run(config, tmp_path / "run", console=Console(quiet=True), say=print)
+    found = importing.import_run(
+        config, tmp_path / "run", console=Console(quiet=True), report=print
+    )
     assert found.passed
     trainer = Trainer(
         load_config(tmp_path / "run" / "config.gin"), tmp_path / "run", read_only=True

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.training.settings import load_config
 
 
@@ -57,7 +57,7 @@ def test_what_was_taken_is_what_is_saved(tmp_path):
 
 def test_notes_are_printed_as_they_are():
     out = io.StringIO()
-    say(Console(file=out, width=40), "Name.field=[bold] " + 60 * "x", "another")
+    print_lines(Console(file=out, width=40), "Name.field=[bold] " + 60 * "x", "another")
     assert out.getvalue() == "Name.field=[bold] " + 60 * "x" + "\nanother\n"
 
 

@@ -179,7 +179,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
     sizes_I = {name: np.exp(drawn(width)) for name, width in widths.items()}
     seen = {one.readers[0]: drawn(2, 24, widths[one.readers[0]]) * sizes_I[one.readers[0]]
             for one in of}  # fmt: skip
-    scale(weights, seen, of, group=GROUP, say=lambda _: None)
+    scale(weights, seen, of, group=GROUP, report=lambda _: None)
     assert not np.allclose(weights["layers/down"], before["layers/down"], rtol=0.1)
     tokens = rng.integers(0, 61, (2, 16))
     shapes = program.abstract_state().params

@@ -28,7 +28,7 @@ class Machine:
         self.now, self.lines, self.saves = 0.0, [], []
         self.phases = Phases(lambda: self.now)
         self.schedule = AutomaticInterval(
-            mtbf=mtbf, steps=steps, phases=self.phases, say=self.lines.append,
+            mtbf=mtbf, steps=steps, phases=self.phases, report=self.lines.append,
             agree=lambda values: [max(pair) for pair in zip(values, others, strict=True)],
         )  # fmt: skip
 
@@ -116,7 +116,7 @@ def _often(tiny_config, *more):
 def test_a_run_saves_after_the_steps_that_it_reports_and_resumes(tiny_config, tmp_path):
     lines = []
     trainer = Trainer(_often(tiny_config), tmp_path / "run")
-    trainer._saved.schedule._say = lines.append
+    trainer._saved.schedule._report = lines.append
     trainer.train()
     saved = sealed_steps(tmp_path / "run" / "checkpoints")
     assert saved[0] == FIRST_STEPS

@@ -36,7 +36,7 @@ SUPERVISOR = """
 from jaxtrain.run.attempts.supervise import Supervision, supervise
 workdir, settings, *command = sys.argv[1:]
 settings = Supervision(**json.loads(settings))
-sys.exit(supervise(command, workdir, settings=settings, say=tell))
+sys.exit(supervise(command, workdir, settings=settings, report=tell))
 """
 FAST = {"backoff_seconds": 0.001, "poll_seconds": 0.02}
 
@@ -68,7 +68,7 @@ def run(workdir, *plan, **changes):
     """Supervises in this process: the exit status and the lines for people."""
     said = []
     given = Supervision(**{**FAST, **changes})
-    return supervise(train(workdir, *plan), workdir, settings=given, say=said.append), said
+    return supervise(train(workdir, *plan), workdir, settings=given, report=said.append), said
 
 
 def content(file):
@@ -125,7 +125,7 @@ def test_exit_json_never_claims_an_old_state(tmp_path):
         train(tmp_path, *[""] * 3, "save(6); kill()", "end('done'); sys.exit(1)", "end('done')"),
         tmp_path,
         settings=Supervision(**FAST),
-        say=lambda _: seen.append(exit_of(tmp_path)),
+        report=lambda _: seen.append(exit_of(tmp_path)),
     )
     assert status == 0
     killed, contradicted = seen
@@ -164,7 +164,7 @@ def test_stops_without_progress_end_too(tmp_path):
 def test_a_storm_before_the_folder_is_taken_ends_too(tmp_path):
     said, folder = [], tmp_path / "new"
     command = [sys.executable, "-c", "raise SystemExit(1)"]
-    assert supervise(command, folder, settings=Supervision(**FAST), say=said.append) == 1
+    assert supervise(command, folder, settings=Supervision(**FAST), report=said.append) == 1
     assert len(said) == 4
     end = exit_of(folder)
     assert (end["status"], end["attempt"]) == ("failed", 0)
@@ -212,7 +212,9 @@ sys.exit(1)
 def test_a_start_that_is_not_process_0_writes_nothing_about_the_run(tmp_path):
     with RunLock.acquire(tmp_path):
         command = [sys.executable, "-c", "raise SystemExit(1)"]
-        assert supervise(command, tmp_path, settings=Supervision(**FAST), say=lambda _: None) == 1
+        assert (
+            supervise(command, tmp_path, settings=Supervision(**FAST), report=lambda _: None) == 1
+        )
         assert not (tmp_path / "exit.json").exists()
         assert "exit" not in records(tmp_path)[0]
 
@@ -260,7 +262,7 @@ def test_a_closed_terminal_lets_the_command_save(tmp_path):
     ours, theirs = pty.openpty()
     settings, plan = json.dumps(FAST), train(tmp_path, SAVES.replace("SIGTERM", "SIGHUP"))
     process = subprocess.Popen(
-        [sys.executable, "-c", WITHOUT_JAX + SUPERVISOR.replace(", say=tell", ""), str(tmp_path),
+        [sys.executable, "-c", WITHOUT_JAX + SUPERVISOR.replace(", report=tell", ""), str(tmp_path),
          settings, *plan],
         stderr=theirs, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

@@ -106,7 +106,7 @@ def test_a_model_of_transformers_comes_in_and_goes_out_bit_for_bit(tmp_path):
     config = load_config(f"hf:{tmp_path / 'there'}", ["Mesh.fsdp = 2", "Mesh.tensor = 2",
                          "Mesh.data = 2", "Precision.compute = 'float32'"])  # fmt: skip
     found = importing.import_run(
-        config, tmp_path / "run", console=Console(quiet=True), say=lambda line: None
+        config, tmp_path / "run", console=Console(quiet=True), report=lambda line: None
     )
     assert found.passed
     assert found.logits is not None

@@ -35,7 +35,7 @@ from jaxtrain.config.swept import Combination, combinations
 from jaxtrain.models.model import has_stages, passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.commands.options import DONE, FAILED, USER_ERROR
-from jaxtrain.run.show.progress import say, terminal
+from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.setup import parameter_shapes
@@ -48,7 +48,7 @@ def verify(arguments: argparse.Namespace) -> int:
     config = load_config(name, arguments.gin_bindings, allow_imports=arguments.allow_imports)
     verification.simulate()
     console = terminal()
-    say(console, *config.notes)
+    print_lines(console, *config.notes)
     with showing(console) as show:
         found = verification.verify(config, on_small=show.small, on_proof=show.proof)
     show_end(console, found)
@@ -141,7 +141,7 @@ def _is_interrupted(made: Plan | None) -> bool:
 
 def _write_page(console: Console, file: Path, content: bytes) -> None:
     write_atomically(file, content)
-    say(console, f"Written: {file}")
+    print_lines(console, f"Written: {file}")
 
 
 def _on_target(
@@ -154,14 +154,14 @@ def _on_target(
         return
     jax.config.update("jax_platforms", "cpu")
     found = plan_on_target(budget, targets[0], price=price)
-    say(console, *sentences(budget, found))
+    print_lines(console, *sentences(budget, found))
 
 
 def _plan(
     arguments: argparse.Namespace, console: Console, target: Target, chosen: Combination
 ) -> Plan:
     config = load_config(arguments.config, chosen.bindings, allow_imports=arguments.allow_imports)
-    say(console, *config.notes)
+    print_lines(console, *config.notes)
 
     @contextlib.contextmanager
     def progress(words: str) -> Iterator[Callable[[str], None]]:

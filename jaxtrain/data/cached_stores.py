@@ -15,7 +15,7 @@ LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
 _TELL_SECONDS = 30.0
 
 
-def with_stores(data: Any, say: Callable[[str], None]) -> Any:
+def with_stores(data: Any, report: Callable[[str], None]) -> Any:
     """Return a run's data, with a token store on this machine for each large text and for each
     small store in a bucket.
 
@@ -24,32 +24,32 @@ def with_stores(data: Any, say: Callable[[str], None]) -> Any:
 
     Args:
       data: the settings.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: as in `prepare`; or the cache folder cannot be written.
     """
     if isinstance(data, TextData):
-        return _load_or_make(data, say)
+        return _load_or_make(data, report)
     # Imported here: most runs read one source.
     from jaxtrain.data.mixture import Mixture
 
     if isinstance(data, Mixture):
         kept = {
-            name: _load_or_make(dataclasses.replace(data.data, source=source), say).source
+            name: _load_or_make(dataclasses.replace(data.data, source=source), report).source
             for name, source in data.sources.items()
         }
         return dataclasses.replace(data, sources=kept)
     return data
 
 
-def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
+def _load_or_make(data: TextData, report: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
             from jaxtrain.data.text.stores.transfer import fetch
 
-            folder, away = fetch(path, say)
+            folder, away = fetch(path, report)
             return data if away is not None else dataclasses.replace(data, source=str(folder))
         return data
     if data.is_tokens():
@@ -57,17 +57,17 @@ def _load_or_make(data: TextData, say: Callable[[str], None]) -> TextData:
     size = data.size()
     if size is None or size < LARGE_BYTES:
         return data
-    return dataclasses.replace(data, source=str(_make(data, size, say)), heldout_split=None)
+    return dataclasses.replace(data, source=str(_make(data, size, report)), heldout_split=None)
 
 
-def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
+def _make(data: TextData, size: int, report: Callable[[str], None]) -> Path:
     """Return the store of a large text; its splits, if the source has such, and bad records are
     decided.
 
     Args:
       data: the text.
       size: its bytes.
-      say: takes a line for people.
+      report: takes a line for people.
     """
     # Imported here: most runs read less text than this.
     from jaxtrain.config.files import make_once
@@ -82,9 +82,9 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
     folder = cache_folder("stores") / part_digest(described.encode())[:32]
     named = f"TextData.source = {data.source!r}"
     if is_store(folder):
-        say(f"{named}: its tokens are in {folder}")
+        report(f"{named}: its tokens are in {folder}")
     else:
-        say(
+        report(
             f"{named} is large ({size:,} bytes): its tokens are kept in {folder} for the next "
             "starts; JAXTRAIN_CACHE moves that, jaxtrain prepare does it beforehand"
         )
@@ -95,7 +95,7 @@ def _make(data: TextData, size: int, say: Callable[[str], None]) -> Path:
         if time.monotonic() - reported_at > _TELL_SECONDS:
             reported_at = time.monotonic()
             share = f"{characters:,} characters" if known is None else f"{characters / known:.0%}"
-            say(f"{named}: {share} tokenized, {tokens:,} tokens")
+            report(f"{named}: {share} tokenized, {tokens:,} tokens")
 
     make_once(
         folder,

@@ -170,7 +170,7 @@ def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]
 
 
 def options_of_run(
-    platform: str, kind: str, steps: int, say: Callable[[str], object]
+    platform: str, kind: str, steps: int, report: Callable[[str], object]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the `xla_options` of train step and evaluation that this version's compiler has."""
 
@@ -179,7 +179,7 @@ def options_of_run(
             jax.jit(lambda: 0, compiler_options=options).lower().compile()
         return options
 
-    of_steps = with_known_options(xla_options(platform, steps, kind), compile_with, say)
+    of_steps = with_known_options(xla_options(platform, steps, kind), compile_with, report)
     options = xla_options(platform, kind=kind)
     return of_steps, {name: value for name, value in options.items() if name in of_steps}
 
@@ -187,7 +187,7 @@ def options_of_run(
 def with_known_options(
     options: Mapping[str, str],
     compiled: Callable[[dict[str, str]], _Compiled],
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> _Compiled:
     """Compile with those of the options that this version's compiler has.
 
@@ -196,7 +196,7 @@ def with_known_options(
     Args:
       options: as in `xla_options`.
       compiled: compiles with options.
-      say: called with a line for each missing option.
+      report: called with a line for each missing option.
     """
     left = dict(options)
     while True:
@@ -206,7 +206,7 @@ def with_known_options(
             missing = re.search(r"No such compile option: '(\w+)'", str(error))
             if missing is None or left.pop(missing.group(1), None) is None:
                 raise
-            say(
+            report(
                 f"this version's compiler has no option {missing.group(1)}: compiled without it "
                 "(docs/performance.md, XLA flags)"
             )

@@ -33,7 +33,7 @@ class RunData:
         workdir: Place | None,
         *,
         writes: bool,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         """Opens nothing yet.
 
@@ -42,10 +42,10 @@ class RunData:
           step: whose objective reads the data.
           workdir: the run's folder; None: it has none.
           writes: whether what is computed of the data is kept there.
-          say: takes a line for people.
+          report: takes a line for people.
         """
         self._config, self._step, self._workdir = config, step, workdir
-        self._writes, self._say = writes, say
+        self._writes, self._report = writes, report
         self._dataset: Dataset | None = None
 
     @functools.cached_property
@@ -56,7 +56,7 @@ class RunData:
           UserError: the source cannot be read.
         """
         train = self._config.train
-        opened = with_stores(train.data, self._say).open(seed=train.seed)
+        opened = with_stores(train.data, self._report).open(seed=train.seed)
         return self._step.setup.objective.dataset(opened, train.model)
 
     def dataset(self, stepper: Stepper, steps_done: int) -> Dataset:
@@ -78,7 +78,7 @@ class RunData:
             return stored_reference(self.opened, self._workdir)
         keep = self._workdir if self._writes else None
         state = self._step.eval_state(state)
-        return first_reference(self.opened, self._step.setup, state, keep, say=self._say)
+        return first_reference(self.opened, self._step.setup, state, keep, report=self._report)
 
 
 class Feed:

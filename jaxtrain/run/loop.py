@@ -125,7 +125,7 @@ class Loop:
       folder: the run's folder; None keeps everything in memory.
       metrics: the lines of all steps so far, and logs of the next ones.
       tracking: who else takes the metrics, of lines that survive a resume.
-      say: takes a line for people.
+      report: takes a line for people.
       next_batch: the number of the batch that the next step takes.
       steps_done: optimizer steps taken, known without asking the device.
     """
@@ -140,7 +140,7 @@ class Loop:
     folder: RunFolder | None
     metrics: RunMetrics
     tracking: "Sequence[Tracking]"
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     next_batch: int
     steps_done: int
     _is_compiled: bool = False
@@ -261,7 +261,7 @@ class Loop:
                 self._evaluate_and_log(stretch, first)
             stretch.record = self._record(first)
             if stretch.ends_early:
-                self.say(f"Ended at step {first}: {stretch.record}")
+                self.report(f"Ended at step {first}: {stretch.record}")
                 return stretch.values
             due = self._due(stretch, recorder)
             for step in range(first + 1, last + 1):
@@ -331,7 +331,7 @@ class Loop:
     def _report_best(self, stretch: _Stretch, step: int) -> None:
         is_early = stretch.ends_early and step < stretch.last
         early = f"Ended at step {step}, not {stretch.last}: " if is_early else ""
-        self.say(f"{early}{stretch.record}")
+        self.report(f"{early}{stretch.record}")
 
     def _record(self, step: int) -> Record | None:
         """Return the record of evaluations up to a step; None where nothing is compared."""
@@ -417,7 +417,7 @@ class Loop:
         self.attempt.goodput.mark_replay(self.steps_done, done=done)
         skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
         self.next_batch = position + skipped
-        self.say(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
+        self.report(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
 
 
 def _every(period: int, step: int) -> bool:

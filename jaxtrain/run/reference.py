@@ -39,7 +39,7 @@ def first_reference(
     state: TrainState,
     workdir: Place | None,
     *,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Dataset:
     """The data with what the model that a run starts with says of them; all processes ask.
 
@@ -48,10 +48,10 @@ def first_reference(
       setup: the synchronous program.
       state: what the run starts with, from `Step.eval_state`.
       workdir: the run's folder, where it is kept; None keeps it in memory.
-      say: takes a line for people.
+      report: takes a line for people.
     """
     train, heldout = _pairs(dataset)
-    say(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
+    report(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")
     log_probabilities = (
         _log_probabilities(setup, state, train),
         _log_probabilities(setup, state, heldout),

@@ -115,22 +115,22 @@ class Trainer:
             config, device_count=len(devices), platform=platform, kind=kind, trains=not read_only
         )
         self.config, self.console = config, console or quiet()
-        self.say = on_first_process(self.console)
+        self.report = on_first_process(self.console)
         if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
-            self.say(late)
+            self.report(late)
         self._attempt, self._platform = attempt or Attempt(OneProcess()), platform
         self.workdir = None if workdir is None else place(workdir)
         self._folder = self._attempt.folder
         if self.workdir is not None and self._folder is None and not read_only:
-            self._folder = own_folder(self.workdir, self.say)
+            self._folder = own_folder(self.workdir, self.report)
         self.layout = layouts.layout(config, devices)
         self.mesh = self.layout.mesh
         for note in layouts.notes(config, self.layout):
-            self.say(note)
+            self.report(note)
         disk = self.workdir if not read_only and isinstance(self.workdir, Path) else None
         self.program = compose(config, self.layout, disk)
         keep_memory(platform)
-        of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.say)
+        of_steps, of_evaluation = options_of_run(platform, kind, config.train.steps, self.report)
         self._step = CompiledStep(self.program, of_steps)
         self._evaluation = Evaluation(self.program, of_evaluation, self._attempt.phases)
         self._gradients = jax.jit(self.program.setup.gradients, compiler_options=of_evaluation)
@@ -145,13 +145,13 @@ class Trainer:
         )
         self._feed = Feed(config, self.layout, self.program, self.bad_records)
         data = RunData(
-            config, self.program, self.workdir, writes=self._folder is not None, say=self.say
+            config, self.program, self.workdir, writes=self._folder is not None, report=self.report
         )
         if not read_only:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = data.opened
         self._saved = states_of(
-            self.workdir, config, self.program, read_only=read_only, report=self.say,
+            self.workdir, config, self.program, read_only=read_only, report=self.report,
             may_write=self._attempt.may_write, phases=self._attempt.phases,
             before_seal=nothing if self._folder is None else self._folder.secure,
         )  # fmt: skip
@@ -162,7 +162,7 @@ class Trainer:
             from jaxtrain.run.metrics.tracking import trackings
 
             tracking = trackings(
-                config, track, lines=metrics.in_memory, say=self.say, folder=local,
+                config, track, lines=metrics.in_memory, report=self.report, folder=local,
                 named="in memory" if self.workdir is None else self.workdir.name,
             )  # fmt: skip
         if step is None:
@@ -173,7 +173,7 @@ class Trainer:
         self._loop = Loop(
             config=config, stepper=self._stepper, data=data, feed=self._feed,
             evaluation=self._evaluation, saved=self._saved, attempt=self._attempt,
-            folder=self._folder, metrics=metrics, tracking=tracking, say=self.say,
+            folder=self._folder, metrics=metrics, tracking=tracking, report=self.report,
             next_batch=next_batch, steps_done=int(state.step),
         )  # fmt: skip
         self._attempt.step = self.steps_done
@@ -244,7 +244,7 @@ class Trainer:
         from jaxtrain.run.huggingface.adapters import write_adapter
 
         program, state = self.program.setup, self.program.eval_state(self.state)
-        write_adapter(str(path), self.config, program, state, say=self.say)
+        write_adapter(str(path), self.config, program, state, report=self.report)
 
     @property
     def dataset(self) -> Dataset:

@@ -117,8 +117,8 @@ def plan(
         machine = by_run(calibrate, machine, allow_imports=allow_imports)
     effort: Effort = "none" if not compile else "thorough" if thorough else "quick"
     if search:
-        with progress("listing layouts") as tell:
-            found = search_layouts(config, machine, tell)
+        with progress("listing layouts") as report:
+            found = search_layouts(config, machine, report)
         if found.interrupted:
             effort = "none"
         made = _best_compiled(found, machine, effort, progress=progress)

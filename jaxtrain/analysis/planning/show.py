@@ -11,7 +11,7 @@ from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_li
 from jaxtrain.analysis.planning.search.candidates import FAR, FSDP
 from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.run.show.report import format_mesh, human_bytes, show_attention
 
 if TYPE_CHECKING:
@@ -43,17 +43,19 @@ def _head(console: Console, plan: "Plan") -> None:
         source = f"compiled in {plan.compiled.seconds:.0f} s"
         source += " by an earlier plan" if plan.compiled.cached else ""
     mesh = format_mesh(plan.layout.mesh.shape)
-    say(console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}")
+    print_lines(
+        console, f"Plan for {plan.target.name} ({devices} {chip.kind} devices), {mesh}: {source}"
+    )
     show_attention(console, plan.attention)
     if chip.hbm_bytes is None:
-        say(console, f"Memory: {human_bytes(plan.total)} a device")
+        print_lines(console, f"Memory: {human_bytes(plan.total)} a device")
         return
     needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
-    say(console, f"{plan.verdict.upper()}: {needs}")
+    print_lines(console, f"{plan.verdict.upper()}: {needs}")
     if plan.compiled is not None and plan.compiled.refusal:
-        say(console, f"The compiler says: {plan.compiled.refusal}")
+        print_lines(console, f"The compiler says: {plan.compiled.refusal}")
     elif plan.compiled is not None and not plan.fits:
-        say(
+        print_lines(
             console,
             "A GPU's compiler rejects no program for its size: its arguments and what it reserves "
             "beside them are more than programs get there (Train.gpu_memory_fraction)",
@@ -126,7 +128,7 @@ def _buffers(console: Console, plan: "Plan") -> None:
 
 def _traffic(console: Console, plan: "Plan") -> None:
     if not plan.rows:
-        say(console, "Traffic: none")
+        print_lines(console, "Traffic: none")
         return
     table = Table(title="Traffic of one device and step", title_justify="left")
     for name in ("collective", "axis", "link"):
@@ -149,13 +151,15 @@ def _traffic(console: Console, plan: "Plan") -> None:
     if len(plan.rows) > _ROWS:
         rest = plan.rows[_ROWS:]
         size = human_bytes(sum(row.bytes for row in rest))
-        say(console, f"... and {len(rest)} smaller rows of {size} together (--json has them)")
+        print_lines(
+            console, f"... and {len(rest)} smaller rows of {size} together (--json has them)"
+        )
 
 
 def _time(console: Console, plan: "Plan") -> None:
     time = plan.time
     if time.seconds is None:
-        say(console, f"Time: {'; '.join(time.assumptions)}")
+        print_lines(console, f"Time: {'; '.join(time.assumptions)}")
         return
     # Where a program was compiled, its schedule counts; the closed forms stand beside it.
     closed = time.estimate
@@ -191,16 +195,16 @@ def _time(console: Console, plan: "Plan") -> None:
     row("communication behind computation", time.hidden, estimate.hidden, "")
     console.print(table)
     if time.kernels:
-        say(
+        print_lines(
             console,
             f"Of the computation {human_seconds(time.kernels)} are attention's kernels, of which "
             "the program says nothing: by closed form.",
         )
     if plan.whole_run is not None:
         watts = plan.target.chip.watts
-        say(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
+        print_lines(console, sentence(plan.whole_run, unit=unit, error_bar=around, watts=watts))
     for assumption in time.assumptions:
-        say(console, f"Assumed: {assumption}.")
+        print_lines(console, f"Assumed: {assumption}.")
 
 
 def _goodput(console: Console, plan: "Plan") -> None:
@@ -208,7 +212,9 @@ def _goodput(console: Console, plan: "Plan") -> None:
         shown = show_goodput if plan.reliability.is_requested else show_goodput_line
         shown(console, plan.goodput)
     elif plan.reliability.is_requested:
-        say(console, "Goodput: not known without the time of a step; name a target that has one")
+        print_lines(
+            console, "Goodput: not known without the time of a step; name a target that has one"
+        )
 
 
 def _candidates(console: Console, plan: "Plan") -> None:
@@ -217,7 +223,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
         return
     if found.interrupted:
         left = _describe_unpriced(found)
-        say(console, f"The search was interrupted: {left}; others may be better")
+        print_lines(console, f"The search was interrupted: {left}; others may be better")
     table = Table(title="Search: best layouts first", title_justify="left")
     table.add_column("", justify="right")
     table.add_column("mesh", overflow="fold")
@@ -255,17 +261,19 @@ def _candidates(console: Console, plan: "Plan") -> None:
     console.print(table)
     for kind in found.absent:
         which = "FSDP alone" if kind == FSDP else f"{kind} parallelism"
-        say(console, f"No layout with {which} fits in less than {FAR:g} times the best's time")
+        print_lines(
+            console, f"No layout with {which} fits in less than {FAR:g} times the best's time"
+        )
     refused = sum(found.refused.values())
-    say(
+    print_lines(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
         f"out, slower by products and what their mesh waits for alone; {refused} meshes rejected",
     )
     for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
-        say(console, f"  {count} x {reason}")
+        print_lines(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
-    say(console, f"To train so: {pasted or 'as it is'}")
+    print_lines(console, f"To train so: {pasted or 'as it is'}")
 
 
 def _describe_unpriced(found: "Found") -> str:
@@ -286,9 +294,9 @@ def _step(one: "Candidate") -> str:
 
 def _advice(console: Console, plan: "Plan") -> None:
     if plan.advice:
-        say(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
+        print_lines(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
     for advice in plan.advice:
-        say(console, f"- {advice}")
+        print_lines(console, f"- {advice}")
 
 
 # The part of a device's memory below which a bar could not be seen next to the capacity.

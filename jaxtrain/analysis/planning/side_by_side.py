@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.run.show.figures import Picture
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.run.show.report import format_mesh, human_bytes
 
 _GIB = 2**30
@@ -83,7 +83,7 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
     for entry in entries:
         if entry.refusal is not None:
             text = f"{entry.name}: {entry.refusal}"
-            say(console, text)
+            print_lines(console, text)
 
 
 def _days(plan: Plan) -> float:

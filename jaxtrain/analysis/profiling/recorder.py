@@ -16,7 +16,7 @@ from jaxtrain.analysis.profiling.operations import profile
 from jaxtrain.analysis.profiling.show import show
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 
 FOLDER = "profile"
 OPERATIONS_FILE = "operations.json"
@@ -51,7 +51,7 @@ class Recorder:
         self._folder, self._console = workdir / FOLDER, console
         self._first, self._last = done + FIRST, min(done + LAST, last)
         if last - done < LAST:
-            self._say(
+            self._print(
                 f"Profile: {last - done} steps are left, so it looks at steps {self._first} to "
                 f"{self._last} instead of {LAST - FIRST + 1}"
             )
@@ -114,9 +114,9 @@ class Recorder:
             return
         jax.profiler.stop_trace()
         self._over = True
-        self._tell((seconds - self._started) / (self._last - self._first + 1))
+        self._show_profile((seconds - self._started) / (self._last - self._first + 1))
 
-    def _tell(self, step_seconds: float) -> None:
+    def _show_profile(self, step_seconds: float) -> None:
         assert self._ceilings is not None, "this process records"
         trace, module = newest_trace(self._folder), parse(self._text)
         program = self._text.split(maxsplit=2)[1].rstrip(",")  # "HloModule jit_train_step, ..."
@@ -133,18 +133,18 @@ class Recorder:
         file = self._folder / OPERATIONS_FILE
         write_atomically(file, json.dumps(found.to_json(), indent=1).encode())
         show(self._console, found)
-        self._say(f"Profile: {file}; the trace for TensorBoard and Perfetto: {trace.parent}")
+        self._print(f"Profile: {file}; the trace for TensorBoard and Perfetto: {trace.parent}")
 
     def close(self) -> None:
         """Discard an unfinished profile: the run stops, or goes back."""
         if self._started is not None and not self._over:
             jax.profiler.stop_trace()
-            self._say("Profile: left out, since the run stopped among the steps it looks at")
+            self._print("Profile: left out, since the run stopped among the steps it looks at")
         self._over = True
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if self._records:
-            say(self._console, line)
+            print_lines(self._console, line)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.profiling.operations import Figures, Profile
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 
 ROWS = 15
 
@@ -39,7 +39,7 @@ def show(console: Console, found: Profile) -> None:
         operations.add_row(one.name, where, one.origin.operation, *_cells(one.figures))
     console.print(layers)
     console.print(operations)
-    say(console, f"Per device; {limits}")
+    print_lines(console, f"Per device; {limits}")
 
 
 def _cells(figures: Figures) -> list[str]:

@@ -22,7 +22,7 @@ from jaxtrain.run.show.html.page import (
     tiles,
     verdict,
 )
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.run.show.report import format_mesh, human_bytes
 
 _READS = (
@@ -65,7 +65,7 @@ def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -
 def _plan_section(plan: Plan, level: str = "") -> Html:
     """Return everything of one plan but the page's title."""
     recorder = Recorder()
-    say(recorder, *plan.config.notes)
+    print_lines(recorder, *plan.config.notes)
     show.show(recorder, plan)
     # The lines before the first table say what was planned and whether it fits.
     first = next((i for i, one in enumerate(recorder.blocks) if not isinstance(one, str)), 0)

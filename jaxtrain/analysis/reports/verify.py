@@ -14,7 +14,7 @@ from jaxtrain.run.show.html.page import (
     tiles,
     verdict,
 )
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.training.settings import Config
 
 _READS = (
@@ -51,7 +51,7 @@ def verify_page(report: Report, config: Config, name: str, words: Sequence[str] 
     proofs.print(proof_table(report.proofs))
     show_end(proofs, report)
     show_small(small, report.small)
-    say(small, *config.notes)
+    print_lines(small, *config.notes)
     return document(
         f"{name}: proofs",
         verdict(found, tone),

@@ -36,11 +36,11 @@ TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before
 TOKEN_FILE = "token"  # in attempts/: what is fetched of a run's folder is beside that
 GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator[Attempt]:
+def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> Iterator[Attempt]:
     """Everything around the training of one attempt; leaving it records how it ended.
 
     Finds and joins the other processes, takes the run's folder, watches the phases, and turns
@@ -51,7 +51,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
       config: the run's configuration.
       workdir: the run's folder.
       flags: what the command line says about the processes.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: the folder is in use, another program's, cannot be made or written, or is in no
@@ -72,13 +72,15 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             if cluster.process_id == 0:
                 with _usable(workdir):
                     sealing.reject_others(workdir)
-                    lock = RunLock.acquire(workdir, say=say, on_superseded=_leave_superseded)
+                    lock = RunLock.acquire(workdir, report=report, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
-            peers = _rendezvous(cluster, config, workdir, 0 if lock is None else lock.attempt, say)
+            peers = _rendezvous(
+                cluster, config, workdir, 0 if lock is None else lock.attempt, report
+            )
             stack.callback(peers.close)
             lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
             own = (METRICS_FILE, GOODPUT_FILE, *POSITION_FILES) if peers.process_id == 0 else ()
-            folder = RunFolder(workdir, pull=own, may_write=_fence(lock), report=say)
+            folder = RunFolder(workdir, pull=own, may_write=_fence(lock), report=report)
             stack.callback(folder.close)
         attempt = Attempt(
             peers,
@@ -96,7 +98,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, say: Say) -> Iterator
             peers.listen(listeners)
             with phases.phase("start"):
                 distributed_init.start(
-                    cluster, peers, simulated_devices=config.mesh.simulated_devices, report=say
+                    cluster, peers, simulated_devices=config.mesh.simulated_devices, report=report
                 )
             stack.enter_context(attempt.listening(end.report_interrupted))
             stack.enter_context(
@@ -134,7 +136,9 @@ def _goodput(workdir: Path, phases: Phases) -> Goodput:
     return Goodput(read_account(file), phases, file=file)
 
 
-def _rendezvous(cluster: Cluster, config: Config, workdir: Place, attempt: int, say: Say) -> Peers:
+def _rendezvous(
+    cluster: Cluster, config: Config, workdir: Place, attempt: int, report: Reporter
+) -> Peers:
     if cluster.num_processes == 1:
         return OneProcess({"attempt": attempt})
     names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -144,8 +148,8 @@ def _rendezvous(cluster: Cluster, config: Config, workdir: Place, attempt: int, 
     return rendezvous(
         cluster,
         hello,
-        token=RunToken(os.environ, workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE, report=say),
-        report=say,
+        token=RunToken(os.environ, workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE, report=report),
+        report=report,
         welcome={"attempt": attempt},
         heartbeat_seconds=SILENCE_SECONDS / 10,
         silence_seconds=SILENCE_SECONDS,

@@ -22,7 +22,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import parse_json, read_bounded
 from jaxtrain.run.attempts.watchdog import Activity, Phases
-from jaxtrain.run.show.progress import clock, say
+from jaxtrain.run.show.progress import clock, print_lines
 
 if TYPE_CHECKING:
     from jaxtrain.run.show.figures import Picture
@@ -118,7 +118,7 @@ class Account:
             if spent > 0:
                 table.add_row(CAUSES[cause], _human(spent), f"{spent / total:.1%}")
         console.print(table)
-        say(console, self.sentence())
+        print_lines(console, self.sentence())
 
     def figure(self) -> "Picture":
         """A bar for each attempt, stacked by cause; the oldest share one where there are many."""

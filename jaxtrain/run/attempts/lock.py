@@ -65,7 +65,7 @@ class RunLock:
         *,
         host: str | None = None,
         beat_seconds: float = BEAT_SECONDS,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
         on_superseded: Callable[[Superseded], None] | None = None,
     ) -> Self:
         """Takes the folder for the next attempt and beats until `release`; process 0 alone calls.
@@ -77,7 +77,7 @@ class RunLock:
           workdir: the run's folder; made if it is not there.
           host: this machine's name; None asks it.
           beat_seconds: between two beats.
-          say: takes the line that a folder was taken over from another machine; None: stderr.
+          report: takes the line that a folder was taken over from another machine; None: stderr.
           on_superseded: called once, by the beating thread, when a newer attempt has the folder.
 
         Raises:
@@ -90,7 +90,7 @@ class RunLock:
             holder = find_unended(workdir, newest)
             if holder is not None and holder.token == claim.token:
                 break  # a storage that was slow to show what we took
-            _wait_until_stale(workdir, newest, holder, claim, say or _to_stderr)
+            _wait_until_stale(workdir, newest, holder, claim, report or _to_stderr)
             # Exactly the number after the one that was judged: who judged an older one loses.
             if take(workdir, newest + 1, claim):
                 newest += 1
@@ -135,7 +135,7 @@ class RunLock:
         self.release()
 
 
-def require_not_held(workdir: Place, say: Callable[[str], None]) -> None:
+def require_not_held(workdir: Place, report: Callable[[str], None]) -> None:
     """For a program that writes without a lock of its own, such as a notebook.
 
     A holder on another machine is waited for as `RunLock.acquire` does: one that went with its
@@ -143,14 +143,14 @@ def require_not_held(workdir: Place, say: Callable[[str], None]) -> None:
 
     Args:
       workdir: the run's folder.
-      say: takes the line that a holder elsewhere is taken for gone.
+      report: takes the line that a holder elsewhere is taken for gone.
 
     Raises:
       UserError: an attempt from the command line is alive there.
     """
     attempt = newest_attempt(workdir)
     mine = Claim.of_this_process(socket.gethostname(), BEAT_SECONDS)
-    _wait_until_stale(workdir, attempt, find_unended(workdir, attempt), mine, say)
+    _wait_until_stale(workdir, attempt, find_unended(workdir, attempt), mine, report)
 
 
 def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
@@ -162,7 +162,7 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
 
 
 def _wait_until_stale(
-    workdir: Place, attempt: int, holder: Claim | None, mine: Claim, say: Callable[[str], None]
+    workdir: Place, attempt: int, holder: Claim | None, mine: Claim, report: Callable[[str], None]
 ) -> None:
     """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
     if holder is None:
@@ -184,7 +184,7 @@ def _wait_until_stale(
             raise refused
         if newest_attempt(workdir) > attempt or find_unended(workdir, attempt) is None:
             return
-    say(
+    report(
         f"{workdir} is taken over: {who}, did not beat for "
         f"{BEATS_WAITED * holder.beat_seconds:g} seconds"
     )

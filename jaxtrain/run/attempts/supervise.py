@@ -301,7 +301,7 @@ def supervise(
     workdir: str | Place,
     *,
     settings: Supervision | None = None,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> int:
     """Runs a command until it is done, cannot go on or is stopped; returns the exit status.
 
@@ -312,20 +312,20 @@ def supervise(
       command: the program and its arguments; it writes into `workdir`.
       workdir: the run's folder.
       settings: when and how long; None: the defaults.
-      say: takes a line for people; None: stderr.
+      report: takes a line for people; None: stderr.
     """
-    workdir, settings, say = place(workdir), settings or Supervision(), say or _to_stderr
+    workdir, settings, report = place(workdir), settings or Supervision(), report or _to_stderr
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         best, restarts = records.newest_step(workdir), 0
     with record_signals() as stop:
         while True:
-            ending = _run(command, workdir, settings, stop, say)
+            ending = _run(command, workdir, settings, stop, report)
             with contextlib.suppress(BucketError):
                 ending.write(workdir)
             if ending.status == PREEMPTED and (reason := _idle(workdir, settings)):
-                say(reason)
+                report(reason)
                 ending.write_last(workdir, "failed", reason)
                 return FAILED
             if ending.status in (DONE, USER_ERROR, PREEMPTED):
@@ -336,25 +336,25 @@ def supervise(
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
             if stop and ending.attempt is None and ending.status == -stop[0]:
                 # What exit.json says of the attempt before is still so.
-                say(f"stopped by {_name(stop[0])} before anything was started")
+                report(f"stopped by {_name(stop[0])} before anything was started")
                 return PREEMPTED
             if stop:
-                say(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")
+                report(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")
                 return FAILED
             if restarts >= settings.max_restarts_without_progress:
                 reason = (
                     f"gave up after {restarts} restarts in a row without a newer checkpoint "
                     f"({kept}); the last was {ending}"
                 )
-                say(reason)
+                report(reason)
                 ending.write_last(workdir, "failed", reason)
                 return FAILED
             seconds = settings.backoff(restarts)
             restarts += 1
-            say(f"{ending} ({kept}); starting again in {seconds:g} s")
+            report(f"{ending} ({kept}); starting again in {seconds:g} s")
             if _wait(seconds, settings.poll_seconds, stop):
                 reason = f"stopped by {_name(stop[0])} between two attempts; the last was {ending}"
-                say(f"{reason}; run the same command again to go on")
+                report(f"{reason}; run the same command again to go on")
                 ending.write_last(workdir, "preempted", reason)
                 return PREEMPTED
 
@@ -426,7 +426,7 @@ def _run(
     workdir: Place,
     settings: Supervision,
     stop: list[int],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> _Ending:
     """One start of the command; kills it where it stalls or does not stop in time.
 
@@ -435,7 +435,7 @@ def _run(
       workdir: the run's folder.
       settings: when and how long.
       stop: numbers of the signals that came to this process; others are added meanwhile.
-      say: takes a line for people.
+      report: takes a line for people.
     """
     attempt_before, step_before = _read_progress(workdir)
     child = Child(
@@ -455,7 +455,7 @@ def _run(
             continue
         if stop and deadline is None:
             deadline = now + settings.grace_seconds
-            say(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
+            report(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
             child.send_signal(stop[0])
         if deadline is not None and (len(stop) > 1 or now >= deadline):
             came = f"a second signal, {_name(stop[1])}" if len(stop) > 1 else "no end"

@@ -279,7 +279,7 @@ class AutomaticInterval(SaveSchedule):
         steps: int,
         phases: Phases,
         agree: Agree,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         """Measure at the first save.
 
@@ -288,10 +288,10 @@ class AutomaticInterval(SaveSchedule):
           steps: of the run: no interval is longer.
           phases: where the time of this process goes.
           agree: returns the largest of every process's value, for each of the values.
-          say: takes a line for people.
+          report: takes a line for people.
         """
         self._mtbf, self._steps = mtbf, steps
-        self._phases, self._agree, self._say = phases, agree, say
+        self._phases, self._agree, self._report = phases, agree, report
         self.interval: int | None = None
         self._save_costs: list[float] = []
         self.resume(0)
@@ -317,7 +317,7 @@ class AutomaticInterval(SaveSchedule):
         if self.interval is not None and abs(best - self.interval) <= _CHANGE * self.interval:
             return
         self.interval = best
-        self._say(
+        self._report(
             f"Train.save_every='auto': a save every {best:,} steps ({_human(best * each)}) from "
             f"step {step} on. A save takes {_human(cost)}, a step {_human(each)}, and one failure "
             f"is expected every {_human(self._mtbf)} (Checkpoint.mtbf)"

@@ -81,7 +81,7 @@ class SavedRun(RunStates):
             steps=train.steps,
             phases=self._phases,
             agree=_largest,
-            say=self._report,
+            report=self._report,
         )
 
     def restore_step(self, step: int) -> tuple[TrainState, int]:

@@ -22,8 +22,8 @@ from jaxtrain.run.cluster.cluster import (
     Listeners,
     OneProcess,
     Peers,
+    Reporter,
     Row,
-    Say,
     Table,
     name_processes,
 )
@@ -183,7 +183,7 @@ def rendezvous(
     *,
     token: RunToken,
     timeout_seconds: float = 300.0,
-    report: Say = lambda line: None,
+    report: Reporter = lambda line: None,
     welcome: Announcement | None = None,
     heartbeat_seconds: float = 2.0,
     silence_seconds: float = 30.0,

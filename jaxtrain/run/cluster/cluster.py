@@ -10,7 +10,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.wire import split_address
 
 Announcement = Mapping[str, str | int]
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 
 LaunchedBy = Literal[
     "alone",

@@ -17,7 +17,7 @@ import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.parallel.devices import offer_cpu_devices
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Peers, Say
+from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Peers, Reporter
 from jaxtrain.run.cluster.wire import bind_host, is_free, is_loopback, join_address, split_address
 
 _CHUNK = 1 << 16
@@ -135,7 +135,7 @@ def start(
     *,
     simulated_devices: int = 0,
     timeout_seconds: float = 300.0,
-    report: Say = lambda line: None,
+    report: Reporter = lambda line: None,
 ) -> None:
     """Joins the processes into one JAX program, whose devices are those of all; opens the backend.
 

@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.cluster.authentication import ClientHandshake, RunToken
-from jaxtrain.run.cluster.cluster import Announcement, Cluster, ClusterError, Say, name_processes
+from jaxtrain.run.cluster.cluster import (
+    Announcement,
+    Cluster,
+    ClusterError,
+    Reporter,
+    name_processes,
+)
 from jaxtrain.run.cluster.wire import (
     Link,
     Listener,
@@ -63,7 +69,7 @@ def join_run(
     *,
     token: RunToken,
     timeout_seconds: float,
-    report: Say,
+    report: Reporter,
     welcome: Announcement,
     heartbeat_seconds: float,
     silence_seconds: float,
@@ -142,7 +148,9 @@ def _rendezvous_of(
 class _HostSide:
     """Process 0 while the others arrive."""
 
-    def __init__(self, cluster: Cluster, own: Message, listener: Listener, report: Say) -> None:
+    def __init__(
+        self, cluster: Cluster, own: Message, listener: Listener, report: Reporter
+    ) -> None:
         self._cluster, self._listener, self._report = cluster, listener, report
         self._hellos: dict[int, Message] = {0: own}
         self._links: dict[int, Link] = {}
@@ -336,7 +344,7 @@ def _validate_second_coordinator(host: str, port: int, own: Message, secret: byt
 
 
 def _join(
-    cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Say
+    cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Reporter
 ) -> Rendezvous:
     assert cluster.coordinator is not None
     host, port = split_address(cluster.coordinator)

@@ -31,7 +31,7 @@ from jaxtrain.run.show.examples import (
     show_examples,
     show_tokens,
 )
-from jaxtrain.run.show.progress import quantity, say, terminal
+from jaxtrain.run.show.progress import print_lines, quantity, terminal
 from jaxtrain.training.settings import load_config
 
 
@@ -43,12 +43,12 @@ def describe_data(arguments: argparse.Namespace) -> int:
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
     )
-    print_line = functools.partial(say, console)
-    say(console, *config.notes)
+    print_line = functools.partial(print_lines, console)
+    print_lines(console, *config.notes)
     dataset = with_stores(config.train.data, print_line).open(seed=config.train.seed)
     report.show_facts(console, dataset.facts, dataset.digest)
     report.show_mixing(console, dataset, config.train)
-    say(console, f"Digest: sha256 {dataset.digest}")
+    print_lines(console, f"Digest: sha256 {dataset.digest}")
     # Text is cheap to read, and statistics are of many rows; images are decoded.
     rows = arguments.examples
     if dataset.unit == "tokens":
@@ -63,7 +63,7 @@ def describe_data(arguments: argparse.Namespace) -> int:
         show_examples(batch, dataset, arguments.examples, print_line)
         if picture is not None:
             write_atomically(picture, data_picture(batch, dataset).png())
-            say(console, f"Drawn: {picture}")
+            print_lines(console, f"Drawn: {picture}")
     return DONE
 
 
@@ -97,7 +97,7 @@ def prepare_store(arguments: argparse.Namespace) -> int:
         with path_errors(f"--out {arguments.out}", needs="name a folder that can be written"):
             if isinstance(out, BucketPath):
                 store = prepare_in_bucket(
-                    data, out, workers=workers, progress=show, say=bar.console.print
+                    data, out, workers=workers, progress=show, report=bar.console.print
                 )
             else:
                 store = prepare(data, out, workers=workers, progress=show)
@@ -116,7 +116,7 @@ def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextDa
     config = load_config(
         source if is_config else "gpt_quickstart", bindings, allow_imports=arguments.allow_imports
     )
-    say(console, *config.notes)
+    print_lines(console, *config.notes)
     data = config.train.data
     if not isinstance(data, TextData):
         raise UserError(
@@ -135,7 +135,7 @@ def _report_store(console: Console, store: Store, out: Place, data: TextData) ->
         f"To train on them: -b 'TextData.source=\"{out}\"'"
         + ("" if data.tokenizer == "byte" else f" -b 'TextData.tokenizer=\"{data.tokenizer}\"'"),
     ]
-    say(console, *sentences(store.facts), *lines)
+    print_lines(console, *sentences(store.facts), *lines)
 
 
 END = "<|endoftext|>"
@@ -157,7 +157,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
         out.mkdir(parents=True, exist_ok=True)
         characters, tokens = train_bpe(data, out, vocab_size=arguments.vocab_size)
     file = out / "tokenizer.json"
-    say(
+    print_lines(
         console,
         f"{tokens:,} tokens learned from {characters:,} characters, in {file}",
         f"To train with it: -b 'TextData.tokenizer=\"{file}\"', with a model's vocab_size of at "

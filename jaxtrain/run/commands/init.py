@@ -10,7 +10,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.run.commands.options import DONE
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 
 
 def show_configs(console: Console) -> int:
@@ -19,7 +19,7 @@ def show_configs(console: Console) -> int:
     longest = max(len(header.name) for header in headers)
     for header in headers:
         line = f"{header.name:{longest}}  {header.trains}; for {header.hardware}"
-        say(console, line)
+        print_lines(console, line)
     return DONE
 
 

@@ -22,7 +22,7 @@ from jaxtrain.run.attempts.supervise import Child
 from jaxtrain.run.commands.options import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.metrics.files import lines_of
 from jaxtrain.run.show import compare
-from jaxtrain.run.show.progress import clock, say, terminal
+from jaxtrain.run.show.progress import clock, print_lines, terminal
 from jaxtrain.training.settings import Config, load_config
 
 PICTURE = "sweep.png"
@@ -89,21 +89,21 @@ def sweep(arguments: argparse.Namespace) -> int:
     for number, point in enumerate(points):
         name = f"{point.folder.name} ({number + 1} of {len(points)})"
         if done[number]:
-            say(console, f"{name}: trained already")
+            print_lines(console, f"{name}: trained already")
             continue
         log = point.folder.with_name(f"{point.folder.name}.log")
-        say(console, f"{name}: its output is in {log}")
+        print_lines(console, f"{name}: its output is in {log}")
         started = time.monotonic()
         status, signals = _train(arguments, point, log)
         if signals or status == PREEMPTED:
-            say(console, f"{name}: stopped; run the same command again to go on")
+            print_lines(console, f"{name}: stopped; run the same command again to go on")
             return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
         if status != DONE:
             record = records.read(point.folder / records.EXIT_FILE) or {}
             refused = status == USER_ERROR or "reason" not in record
             failed[point.folder] = f"status {status}" if refused else str(record["reason"])
         seconds = clock(time.monotonic() - started)
-        say(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
+        print_lines(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
     _show(console, points, failed, workdir)
     return FAILED if failed else DONE
 
@@ -192,4 +192,4 @@ def _show(
     runs = [compare.Run(p.folder.name, lines_of(p.folder)) for p in points if last[p.folder]]
     if runs:
         write_atomically(workdir / PICTURE, compare.figure(runs).png())
-        say(console, f"Drawn: {workdir / PICTURE}")
+        print_lines(console, f"Drawn: {workdir / PICTURE}")

@@ -47,7 +47,7 @@ from jaxtrain.run.loop import RecorderKind
 from jaxtrain.run.metrics.files import numbers_of, strict
 from jaxtrain.run.show import report
 from jaxtrain.run.show.compare import list_names, runs_in
-from jaxtrain.run.show.progress import Output, quiet, say, terminal
+from jaxtrain.run.show.progress import Output, print_lines, quiet, terminal
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
 from jaxtrain.training.settings import Checkpoint, Config, load_config
@@ -85,12 +85,14 @@ def train(
     try:
         with (
             explain_folder_errors(workdir),
-            begin.begin(config, workdir, flags, say=functools.partial(say, console)) as attempt,
+            begin.begin(
+                config, workdir, flags, report=functools.partial(print_lines, console)
+            ) as attempt,
         ):
             output.when_closed(attempt.request_stop)
             if not attempt.is_first:
                 console = quiet()
-            say(console, *config.notes)
+            print_lines(console, *config.notes)
             with attempt.phases.phase("start"):
                 if recorder is not None:
                     done = max(sealed_steps(workdir / FOLDER), default=0)
@@ -109,7 +111,7 @@ def train(
                 if (
                     message := advise_on_waiting(account, config.train.data, trainer.dataset)
                 ) is not None:
-                    say(console, message)
+                    print_lines(console, message)
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config, trainer.steps_done)
@@ -279,7 +281,7 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
     # Standard output is for the result; a damaged checkpoint that is skipped is said beside it.
     console = console or Console(stderr=True)
     of_training = set(notes_of_schedule(config.schedule, config.train.steps))
-    say(console, *(note for note in config.notes if note not in of_training))
+    print_lines(console, *(note for note in config.notes if note not in of_training))
     return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
 
 

@@ -74,7 +74,7 @@ _PREFIX = "base_model.model."
 
 
 def write_adapter(
-    out: str, config: Config, setup: Setup, state: TrainState, *, say: Callable[[str], None]
+    out: str, config: Config, setup: Setup, state: TrainState, *, report: Callable[[str], None]
 ) -> None:
     """Writes the adapters of a state as a folder of PEFT's.
 
@@ -83,7 +83,7 @@ def write_adapter(
       config: the run's configuration.
       setup: whose state it is.
       state: what is written.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: there are no adapters, the model is known nowhere else, the folder cannot be made,
@@ -99,7 +99,7 @@ def write_adapter(
     with new_folder(out) as (folder, temporary):
         safetensors.write(temporary / WEIGHTS, shapes, "F32", made)
         write_atomically(temporary / CONFIG, json.dumps(content, indent=2).encode())
-    say(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
+    report(f"{len(shapes)} tensors of {len(tuning.targets)} adapters in {folder}")
 
 
 def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from jaxtrain.run.commands.options import DONE, FAILED
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import CARRIED_FOLDER, import_run
-from jaxtrain.run.show.progress import say, terminal
+from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.training.settings import load_config
 
 
@@ -26,23 +26,25 @@ def import_hf(arguments: argparse.Namespace) -> int:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")
     name = HUGGING_FACE + arguments.source.removeprefix(HUGGING_FACE)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
-    say(console, *config.notes)
+    print_lines(console, *config.notes)
     workdir = place(arguments.workdir)
-    found = import_run(config, workdir, console=console, say=functools.partial(say, console))
+    found = import_run(
+        config, workdir, console=console, report=functools.partial(print_lines, console)
+    )
     # As written: the tokenizer that came along may have replaced that of `config`.
     data = load_config(
         str(workdir / "config.gin"), allow_imports=arguments.allow_imports
     ).train.data
     has_tokenizer = (workdir / CARRIED_FOLDER / TOKENIZER).is_file()
     if isinstance(data, TextData) and data.source == "synthetic" and not has_tokenizer:
-        say(
+        print_lines(
             console,
             "No tokenizer came with it: to give it text, bind TextData.source and "
             "TextData.tokenizer to what it was trained on",
         )
     elif isinstance(data, TextData) and data.open_tokenizer().end_of_text is None:
-        say(console, no_end_of_text("TextData", data.tokenizer))
-    say(
+        print_lines(console, no_end_of_text("TextData", data.tokenizer))
+    print_lines(
         console,
         f"To go on: jaxtrain {first_use(config.train.model, workdir)}, or train "
         f"{workdir}/config.gin --workdir {workdir}",

@@ -46,7 +46,7 @@ CARRIED_FOLDER = "huggingface"
 
 
 def import_run(
-    config: Config, workdir: Place, *, console: Console, say: Callable[[str], None]
+    config: Config, workdir: Place, *, console: Console, report: Callable[[str], None]
 ) -> receipt.Receipt:
     """Makes the run's folder: config.gin, a sealed checkpoint of step 0, and what is carried along.
 
@@ -54,7 +54,7 @@ def import_run(
       config: of `hf:DIR`, with what is bound otherwise.
       workdir: the run's folder, which holds none yet.
       console: where the receipt goes.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: the folder holds a run, or the configuration cannot run on these devices, or the
@@ -75,7 +75,7 @@ def import_run(
     program = compose(config, layouts.layout(config)).setup.replace(tuning=Tuning())
     params = read_parameters(folder, program, config.train.model)
     with create_atomically(workdir):
-        return _write(config, workdir, folder, params, program, console=console, say=say)
+        return _write(config, workdir, folder, params, program, console=console, report=report)
 
 
 def _write(
@@ -86,7 +86,7 @@ def _write(
     setup: Setup,
     *,
     console: Console,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> receipt.Receipt:
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         carried = workdir / CARRIED_FOLDER
@@ -95,7 +95,7 @@ def _write(
         for name, content in source.extra_files().items():
             write_atomically(carried / name, content)
     extra = metadata.describe_parameters(config, setup, of_published(source.path))
-    save_first(0, _partition(params, setup), extra, config=config, workdir=workdir, say=say)
+    save_first(0, _partition(params, setup), extra, config=config, workdir=workdir, report=report)
     (family, _), model = source.family_and_model, config.train.model
     shapes, tensors = shapes_of(setup), source.tensors()
     stored = match(family, model, shapes, tensors, where=str(config.train.start_from))
@@ -128,7 +128,7 @@ def save_first(
     *,
     config: Config,
     workdir: Place,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Writes the checkpoint that a new run begins with, then its config.gin.
 
@@ -136,7 +136,7 @@ def save_first(
       CheckpointError: it cannot be written; there is no later save to wait for.
     """
     once = dataclasses.replace(config.checkpoint, max_failed_saves=1)
-    checkpoints = Checkpoints(workdir, once, report=say)
+    checkpoints = Checkpoints(workdir, once, report=report)
     try:
         checkpoints.save(step, state, extra)
         checkpoints.wait()

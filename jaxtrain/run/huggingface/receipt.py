@@ -30,7 +30,7 @@ from jaxtrain.models.weights.formats.safetensors import raw
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.run.inference.outputs import logits
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -137,7 +137,7 @@ class Receipt:
         lines += [
             f"Training differs from transformers': {one}" for one in self.training_differences
         ]
-        say(console, *lines)
+        print_lines(console, *lines)
 
 
 def compare(

@@ -211,7 +211,7 @@ def embed_texts(
     data: object,
     vectors: Callable[[Batch], np.ndarray],
     *,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> Iterator[Embedding]:
     """The embedding of each text, which neither padding nor the other texts change.
 
@@ -220,7 +220,7 @@ def embed_texts(
       model: the model's settings.
       data: of the run: its tokenizer, and the tokens of the longest text.
       vectors: those of a batch of texts, [B, D].
-      say: called with the number of texts that were cut.
+      report: called with the number of texts that were cut.
 
     Raises:
       UserError: a text is empty, or the run's data have no tokenizer.
@@ -240,7 +240,7 @@ def embed_texts(
     encoded = [tokenizer.encode_whole(one, at_most) for one in texts_of(given, model)]
     cut = sum(was_cut for _, was_cut in encoded)
     if cut:
-        say(
+        report(
             f"{cut} of {len(encoded)} texts are longer than {at_most} tokens "
             "(TextData.sequence_length): the rest of them is left out"
         )

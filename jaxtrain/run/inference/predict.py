@@ -137,7 +137,7 @@ def predict_with(
         trainer.logits, vectors, functools.partial(regression_outputs, program, state), write
     )
     ask = functools.partial(predict, inputs, model, data, predictor, objective=program.objective)
-    return list(ask(top=top, say=trainer.say, skip=skip))
+    return list(ask(top=top, report=trainer.report, skip=skip))
 
 
 def predict(
@@ -148,7 +148,7 @@ def predict(
     *,
     objective: Objective,
     top: int | None,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
     skip: Skip = None,
 ) -> Iterator[Output]:
     """Yield a prediction for each input, prepared as in evaluation.
@@ -167,7 +167,7 @@ def predict(
       predictor: what the model makes of prepared inputs.
       objective: what it was trained to tell.
       top: classes that are named, or all where there are fewer; None: 3.
-      say: called with a line if class names are unknown, and if texts are cut.
+      report: called with a line if class names are unknown, and if texts are cut.
       skip: is given the error of an input that cannot be read; None raises it.
 
     Raises:
@@ -181,14 +181,16 @@ def predict(
     name, looks_back = type(model).__name__, reads_tokens(model) and bool(model.cached)
     if reads_tokens(model) and pooling_of(model) is not None:
         instead = "makes embeddings"
-        found = embed_texts(given, model, data, predictor.embeddings, say=say)
+        found = embed_texts(given, model, data, predictor.embeddings, report=report)
     elif isinstance(objective, Regression):
         instead, again = "predicts numbers", isinstance(objective, Reconstruction)
         found = predict_vectors(given, model, data, predictor.numbers, again=again)
     elif reads_pairs(model) or (looks_back and not isinstance(objective, TokenClassification)):
         instead, found = "writes text", _write_texts(given, model, predictor.write)
     else:
-        return _classes(given, model, data, predictor.logits, 3 if top is None else top, say, skip)
+        return _classes(
+            given, model, data, predictor.logits, 3 if top is None else top, report, skip
+        )
     if top is not None:
         raise UserError(f"--top {top}: {name} {instead} and predicts no classes; leave it out")
     return found
@@ -208,7 +210,7 @@ def _classes(
     data: object,
     logits: Callable[[Any], np.ndarray],
     top: int,
-    say: Callable[[str], object],
+    report: Callable[[str], object],
     skip: Skip,
 ) -> Iterator[Prediction]:
     """The likeliest classes."""
@@ -236,7 +238,7 @@ def _classes(
         names = logits_of_parts.names()
     except UserError as error:
         names = [str(number) for number in range(logits_of_parts.classes)]
-        say(f"Classes are printed by number, since the data cannot be opened: {error}")
+        report(f"Classes are printed by number, since the data cannot be opened: {error}")
     for begin in range(0, len(logits_of_parts.called), AT_ONCE):
         part = range(begin, min(begin + AT_ONCE, len(logits_of_parts.called)))
         # The last ones are filled up: one program serves all.

@@ -189,7 +189,7 @@ class Tracking:
         name: str,
         folder: Path | None,
         lines: list[dict[str, Any]],
-        say: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         """Opens the service.
 
@@ -198,14 +198,14 @@ class Tracking:
           name: of the service.
           folder: where metrics.jsonl is; None: `lines` are all that there is.
           lines: of a run without a folder.
-          say: takes a line for people.
+          report: takes a line for people.
 
         Raises:
           UserError: the service is not there.
         """
         self._metrics = None if folder is None else folder / METRICS_FILE
         self._file = None if folder is None else folder / f"tracker_{name}.json"
-        self._lines, self._say = lines, say
+        self._lines, self._report = lines, report
         position: dict[str, Any] = {"run": None, "done": 0}
         if self._file is not None and self._file.is_file():
             position = _position(self._file)
@@ -229,7 +229,7 @@ class Tracking:
         try:
             self._service.close()
         except Exception as error:  # noqa: BLE001 - a run that is done is not lost by it
-            self._say(f"{self._service.name} was not closed: {error}")
+            self._report(f"{self._service.name} was not closed: {error}")
 
     def _cut(self) -> None:
         if self._metrics is not None:
@@ -246,7 +246,7 @@ class Tracking:
                 self._service.track(line["step"], numbers_of(line))
                 self._done = done
         except Exception as error:  # noqa: BLE001 - no service's failure ends a training
-            self._say(
+            self._report(
                 f"{self._service.name} did not take the metrics up to step {step} ({error}); "
                 "they are given to it again at the next checkpoint"
             )
@@ -291,7 +291,7 @@ def trackings(
     folder: Path | None,
     named: str,
     lines: list[dict[str, Any]],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Tracking]:
     """Return the trackers of a run's metrics: of several processes only the first has any.
 
@@ -301,7 +301,7 @@ def trackings(
       folder: of the run on this machine.
       named: what the run is called where the settings do not say it.
       lines: those of a run without a folder.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: the service is not there.
@@ -317,8 +317,8 @@ def trackings(
             named=named,
             config=config.operative(),
         )
-        found.append(Tracking(service, config.tracker.name, folder, lines, say))
+        found.append(Tracking(service, config.tracker.name, folder, lines, report))
     if track is not None:
         function = Function(track)
-        found.append(Tracking(lambda run: function, function.name, folder, lines, say))
+        found.append(Tracking(lambda run: function, function.name, folder, lines, report))
     return found

@@ -145,7 +145,7 @@ def clip(
     seen: Mapping[str, np.ndarray],
     *,
     group: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Clips the weights of a Llama's layers in place, but for queries and keys.
 
@@ -153,7 +153,7 @@ def clip(
       weights: its parameters by name, float32, the layers in their order.
       seen: what the weights of READ read, [L, N, I].
       group: numbers that share a scale of int4.
-      say: takes a line for people.
+      report: takes a line for people.
     """
     ratios = []
     for name, reader in _READ_BY.items():
@@ -163,8 +163,8 @@ def clip(
             found, best_GO = clip_weight(x_NI, weight_IO, group=group)
             whole[layer] = np.asarray(found).reshape(whole[layer].shape)
             ratios.append(float(best_GO.mean()))
-    say(
-        f"{', '.join(_READ_BY)}: clipped to {np.mean(ratios):.0%} of their groups' ranges on average"
+    report(
+        f"{', '.join(_READ_BY)}: clipped to {np.mean(ratios):.0%} of their groups' range on average"
     )
 
 
@@ -240,7 +240,7 @@ def scale(
     of: tuple[Readers, ...],
     *,
     group: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Scales a model's weights in place; what it computes is the same but for rounding.
 
@@ -250,7 +250,7 @@ def scale(
         read of the scaled model.
       of: from `scaling_groups`.
       group: numbers that share a scale of int4.
-      say: takes a line for people.
+      report: takes a line for people.
     """
     # All are found before any is scaled: what one reads, another makes.
     found = {one: _of_layers(weights, seen[one.readers[0]], one, group) for one in of}
@@ -268,7 +268,9 @@ def scale(
             between = whole.ndim - 1 - len(channels)
             whole /= scales_LI.reshape(-1, *[1] * between, *channels)
         middle = f"{np.median(alphas_L):.2f}"
-        say(f"{', '.join(one.readers)}: scaled by their inputs' size to the {middle} (the median)")
+        report(
+            f"{', '.join(one.readers)}: scaled by their inputs' size to the {middle} (the median)"
+        )
 
 
 def _of_layers(

@@ -41,7 +41,7 @@ from jaxtrain.run.quantization.activation_aware import (
     scale,
     scaling_groups,
 )
-from jaxtrain.run.show.progress import say, terminal
+from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import merge_adapters, on_host, place_weights
 from jaxtrain.training import layouts
@@ -63,7 +63,7 @@ from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.step import base_step
 
-Say = Callable[[str], None]
+Reporter = Callable[[str], None]
 _OPTIONS = SettingNames("--bits 4", "--group-size {}", "--bits 8")
 
 
@@ -87,7 +87,7 @@ def quantize(arguments: argparse.Namespace) -> int:
     weight_format = "int8" if bits == 8 else "int4"
     write_quantized(
         trainer, out, weight_format, group=group or Finetune.quantize_group, text=text,
-        say=functools.partial(say, console),
+        report=functools.partial(print_lines, console),
     )  # fmt: skip
     return DONE
 
@@ -99,7 +99,7 @@ def write_quantized(
     *,
     group: int,
     text: str | None,
-    say: Say,
+    report: Reporter,
 ) -> None:
     """Writes the folder of the run with its layers' quantized weights.
 
@@ -109,7 +109,7 @@ def write_quantized(
       weight_format: what the weights are held in.
       group: numbers of int4 that share a scale.
       text: a file by whose text int4 is calibrated; None: by none.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: the model has no such weights, sizes do not divide into groups, the text cannot be
@@ -141,7 +141,7 @@ def write_quantized(
     whole = before.replace(build=config.train.model.build, tuning=Tuning())
     was = _bytes(params)
     if text is not None:
-        params = _scale(trainer, whole, params, group, text, say)
+        params = _scale(trainer, whole, params, group, text, report)
     step = compose(config, layout)
     setup = step.setup
     with warnings.catch_warnings():
@@ -158,15 +158,15 @@ def write_quantized(
                 (out / CARRIED_FOLDER).mkdir(parents=True, exist_ok=True)
             for name, content in companion_files(trainer.config, trainer.workdir).items():
                 write_atomically(out / CARRIED_FOLDER / name, content)
-        save_first(trainer.steps_done, made, extra, config=config, workdir=out, say=say)
-    say(
+        save_first(trainer.steps_done, made, extra, config=config, workdir=out, report=report)
+    report(
         f"{out}: {_bytes(made.frozen):,} bytes of parameters, were {was:,}; a weight of the layers "
         f"takes {_bits(setup, made.frozen):.2f} bits"
     )
 
 
 def _scale(
-    trainer: Trainer, setup: Setup, params: nnx.State, group: int, text: str, say: Say
+    trainer: Trainer, setup: Setup, params: nnx.State, group: int, text: str, report: Reporter
 ) -> nnx.State:
     """The parameters with their weights scaled and clipped by what they read on a text."""
     sizes = token_model(trainer.config.train.model)
@@ -182,12 +182,12 @@ def _scale(
     if not tokens:
         raise UserError(f"--calibrate {text}: the file is empty; name one with text")
     rows_BT = rows_of(tokens, sizes.context_length)
-    say(f"Calibrated on {rows_BT.size:,} of the {len(tokens):,} tokens of {text}")
+    report(f"Calibrated on {rows_BT.size:,} of the {len(tokens):,} tokens of {text}")
     state = dataclasses.replace(trainer.state, params=params, opt_state=(), frozen=nnx.State({}))
     seen = read_by(setup, state, rows_BT, list(READ))
     values = {name: x.astype(np.float32) for name, x in on_host(params, setup.stages).items()}
-    scale(values, seen, of, group=group, say=say)
-    clip(values, seen, group=group, say=say)
+    scale(values, seen, of, group=group, report=report)
+    clip(values, seen, group=group, report=report)
     dtype = np.dtype(trainer.config.precision.params)
     values = {name: x.astype(dtype) for name, x in values.items()}
     return place_weights(base_step(setup).abstract_state().params, values, setup.stages)

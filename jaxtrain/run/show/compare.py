@@ -18,7 +18,7 @@ from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
 from jaxtrain.run.show.html import charts
 from jaxtrain.run.show.html.page import Recorder, document, sections
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 
 if TYPE_CHECKING:
     from jaxtrain.run.show.figures import Picture
@@ -99,10 +99,10 @@ def plot(
     console.print(table(runs))
     if picture is not None:
         write_atomically(picture, figure(runs).png())
-        say(console, f"Drawn: {picture}")
+        print_lines(console, f"Drawn: {picture}")
     if page is not None:
         write_atomically(page, runs_page(runs, words))
-        say(console, f"Written: {page}")
+        print_lines(console, f"Written: {page}")
     return DONE
 
 

@@ -26,7 +26,7 @@ SHEET_IMAGES = 64  # of the first batch, which are drawn
 MOST = 10  # of the commonest tokens
 
 
-def first_batch(train: Train, dataset: Dataset, rows: int, say: Callable[[str], None]) -> Batch:
+def first_batch(train: Train, dataset: Dataset, rows: int, report: Callable[[str], None]) -> Batch:
     """The first rows of the first step's batch, in its order and with its augmentation.
 
     Raises:
@@ -38,33 +38,35 @@ def first_batch(train: Train, dataset: Dataset, rows: int, say: Callable[[str], 
         seed=train.seed,
         rows=np.arange(min(rows, train.global_batch_size)),
         threads=0,
-        bad_records=BadRecords(train.bad_records, lambda record: say(f"{record}: left out")),
+        bad_records=BadRecords(train.bad_records, lambda record: report(f"{record}: left out")),
         order=dataset.mixing or dataset.by_length,
     )
     return next(stream)
 
 
-def show_examples(batch: Batch, dataset: Dataset, count: int, say: Callable[[str], None]) -> None:
+def show_examples(
+    batch: Batch, dataset: Dataset, count: int, report: Callable[[str], None]
+) -> None:
     """Prints the first `count` rows of a batch: text by its documents, with the row drawn."""
     for row in range(min(count, len(batch.inputs))):
         example = Batch(*(None if leaf is None else leaf[row] for leaf in vars(batch).values()))
         if dataset.unit in ("images", "vectors"):
-            say(f"Example {row + 1}: {_numbers(example, dataset)}")
+            report(f"Example {row + 1}: {_numbers(example, dataset)}")
             continue
         if dataset.unit == "pairs":
             given: Any = example.source
             source = _text(_real(given, example.source_segment_ids), dataset.tokenizer)
             target = _text(_real(example.targets, example.segment_ids), dataset.tokenizer)
-            say(f"Example {row + 1}: {source!r} -> {target!r}")
+            report(f"Example {row + 1}: {source!r} -> {target!r}")
             continue
-        say(f"Example {row + 1}: {_tokens(example)}")
+        report(f"Example {row + 1}: {_tokens(example)}")
         for line in draw_row(example):
-            say(line)
+            report(line)
         for line in _texts(example, dataset.tokenizer):
-            say(line)
+            report(line)
 
 
-def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> None:
+def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -> None:
     """Prints what a batch of text is made of: padding, documents a row, its commonest tokens."""
     ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
     size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
@@ -81,14 +83,14 @@ def show_tokens(batch: Batch, dataset: Dataset, say: Callable[[str], None]) -> N
     found, counts = np.unique(ids, return_counts=True)
     known = dataset.facts.get("vocab_size")  # data of your own need not tell it
     fractions.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
-    say(f"The first batch: {', '.join(fractions)}")
+    report(f"The first batch: {', '.join(fractions)}")
     most = np.argsort(-counts, kind="stable")[:MOST]
     names = [
         (repr(tokenizer.decode([int(found[token])])) if tokenizer else str(found[token]))
         + f" {counts[token] / len(ids):.1%}"
         for token in most.tolist()
     ]
-    say(f"The commonest: {', '.join(names)}")
+    report(f"The commonest: {', '.join(names)}")
 
 
 def draw_row(example: Batch) -> list[str]:

@@ -28,13 +28,13 @@ class Output:
         self.encoding = stream.encoding
         self._is_terminal = stream.isatty()
         self._gone: str | None = None
-        self._tell: Callable[[str], None] | None = None
+        self._report: Callable[[str], None] | None = None
 
-    def when_closed(self, tell: Callable[[str], None]) -> None:
-        """Has `tell` called with what was closed: now, where that has happened, or then."""
-        self._tell = tell
+    def when_closed(self, report: Callable[[str], None]) -> None:
+        """Has `report` called with what was closed: now, where that has happened, or then."""
+        self._report = report
         if self._gone is not None:
-            tell(self._gone)
+            report(self._gone)
 
     def isatty(self) -> bool:
         return self._is_terminal
@@ -67,8 +67,8 @@ class Output:
                 os.dup2(null, descriptor)
         os.close(null)
         self._gone = self._closed if is_pipe else TERMINAL_CLOSED
-        if self._tell is not None:
-            self._tell(self._gone)
+        if self._report is not None:
+            self._report(self._gone)
 
 
 class Display:
@@ -98,7 +98,7 @@ class Display:
         self._progress.update(self._task, completed=step, figures=figures)
 
     def line(self, text: str) -> None:
-        say(self._console, text)
+        print_lines(self._console, text)
 
     def close(self) -> None:
         if self._progress is not None:
@@ -136,7 +136,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
-def say(console: Console, *lines: str) -> None:
+def print_lines(console: Console, *lines: str) -> None:
     """Prints lines as they are: a log file's are not cut to a terminal's width."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -149,7 +149,7 @@ def on_first_process(console: Console) -> Callable[[str], None]:
 
     def say_first(line: str) -> None:
         if jax.process_index() == 0:
-            say(console, line)
+            print_lines(console, line)
 
     return say_first
 

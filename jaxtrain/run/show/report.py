@@ -21,7 +21,7 @@ from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.run.checkpoint.leaves import StoredLeaf
 from jaxtrain.run.checkpoint.metadata import describe_ancestors
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.training.corruption import replicated_fraction
 from jaxtrain.training.optimizers.groups import Part, factors_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
@@ -193,7 +193,7 @@ def show_attention(console: Console, choice: Choice | None) -> None:
     """Prints which attention kernel runs, and why; nothing for a model without attention."""
     if choice is not None:
         text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
-        say(console, text)
+        print_lines(console, text)
 
 
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
@@ -239,8 +239,10 @@ def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
     if verbose:
         show_config(console, config.to_gin())
         return
-    say(console, "Settings that differ from their defaults (config.gin has all; --verbose):")
-    say(console, changes(config))
+    print_lines(
+        console, "Settings that differ from their defaults (config.gin has all; --verbose):"
+    )
+    print_lines(console, changes(config))
 
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
@@ -248,7 +250,7 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
     parts = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
     prefix = f"{', '.join(parts)}; " if parts else ""
     console.print(f"Data: {prefix}sha256 {digest[:16]}", soft_wrap=True)
-    say(console, *sentences(facts))
+    print_lines(console, *sentences(facts))
 
 
 def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
@@ -294,7 +296,7 @@ def show_checkpoint(
     console.print(f"Format {extra['format']}, written with {versions}", soft_wrap=True)
     for name, value in extra["data"].items():
         console.print(f"{name}: {value}", soft_wrap=True)
-    say(console, *describe_ancestors(extra.get("ancestors", [])))
+    print_lines(console, *describe_ancestors(extra.get("ancestors", [])))
     show_config(console, extra["config"])
     table = Table(title="Arrays", title_justify="left", show_footer=True)
     total = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in tree.values())

@@ -7,7 +7,7 @@ from jaxtrain.analysis.planning.goodput.goodput import Change, Goodput
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import count_of
 from jaxtrain.run.checkpoint.save_schedule import FAILURE_RATES
-from jaxtrain.run.show.progress import say
+from jaxtrain.run.show.progress import print_lines
 from jaxtrain.run.show.report import human_bytes
 
 _DAY = 86_400.0
@@ -26,12 +26,12 @@ _CAUSES = {
 def show_line(console: Console, goodput: Goodput) -> None:
     """Print one line, of a plan that was not asked for more."""
     if not goodput.progresses:
-        say(console, _stuck(goodput))
+        print_lines(console, _stuck(goodput))
         return
     low, high = goodput.bounds
     given = goodput.reliability.mtbf is not None
     rates = "the rate of Checkpoint.mtbf" if given else "the published failure rates"
-    say(
+    print_lines(
         console,
         f"Goodput: about {goodput.fraction:.1%} ({low:.1%} to {high:.1%}) of "
         f"{_days(goodput.days(goodput.fraction))} with a save every "
@@ -44,12 +44,12 @@ def show(console: Console, goodput: Goodput) -> None:
     """Print the section of `plan --goodput`."""
     _rates(console, goodput)
     if not goodput.progresses:
-        say(console, _stuck(goodput))
+        print_lines(console, _stuck(goodput))
         return
     low, high = goodput.bounds
     interruptions, simulated = goodput.interruptions, goodput.simulated_fraction
     interval = human_seconds(goodput.save_every * goodput.step_seconds)
-    say(
+    print_lines(
         console,
         f"Goodput {goodput.fraction:.1%} ({low:.1%} to {high:.1%}; simulated {simulated:.1%}): "
         f"{_days(goodput.days(goodput.fraction))} ({_days(goodput.days(high))} to "
@@ -57,16 +57,16 @@ def show(console: Console, goodput: Goodput) -> None:
     )
     if goodput.price is not None:
         dollars = [goodput.dollars(one) or 0.0 for one in (goodput.fraction, high, low)]
-        say(console, f"Cost: ${dollars[0]:,.0f} (${dollars[1]:,.0f} to ${dollars[2]:,.0f})")
-    say(console, f"Best Train.save_every: {goodput.save_every:,} ({interval})")
+        print_lines(console, f"Cost: ${dollars[0]:,.0f} (${dollars[1]:,.0f} to ${dollars[2]:,.0f})")
+    print_lines(console, f"Best Train.save_every: {goodput.save_every:,} ({interval})")
     configured = goodput.configured_fraction
     if goodput.configured is None:
-        say(console, "Train.save_every='auto' chooses it from measured times")
+        print_lines(console, "Train.save_every='auto' chooses it from measured times")
     if configured is not None:
         every = goodput.configured or "0, the end alone"
-        say(console, f"With Train.save_every={every} as configured: {configured:.1%}")
+        print_lines(console, f"With Train.save_every={every} as configured: {configured:.1%}")
     saved = goodput.saving
-    say(
+    print_lines(
         console,
         f"A checkpoint of {human_bytes(saved.state_bytes)} takes "
         f"{human_seconds(saved.step_seconds)} from the steps, is complete "
@@ -77,9 +77,9 @@ def show(console: Console, goodput: Goodput) -> None:
     _losses(console, goodput)
     _changes(console, goodput)
     if goodput.reliability.mtbf is None:
-        say(console, "10 % of the runs are below and above, each at a rate of the table.")
+        print_lines(console, "10 % of the runs are below and above, each at a rate of the table.")
     else:
-        say(console, "10 % of the runs are below and above, at the given rate.")
+        print_lines(console, "10 % of the runs are below and above, at the given rate.")
 
 
 def _rates(console: Console, goodput: Goodput) -> None:
@@ -99,7 +99,7 @@ def _rates(console: Console, goodput: Goodput) -> None:
         console.print(table)
     hours = goodput.reliability.mtbf_hours
     which = "the median of the table" if goodput.reliability.mtbf is None else "as given"
-    say(
+    print_lines(
         console,
         f"One interruption in {hours:,.0f} device-hours ({which}): one every "
         f"{human_seconds(goodput.mtbf)} on {goodput.devices:,} devices",

@@ -81,7 +81,7 @@ def price(
 
 
 def search(
-    config: Config, target: Target, tell: Callable[[str], None] = lambda words: None
+    config: Config, target: Target, report: Callable[[str], None] = lambda words: None
 ) -> Found:
     """Prices every layout of a configuration on a target by closed forms.
 
@@ -97,7 +97,7 @@ def search(
     Args:
       config: the configuration.
       target: the machine.
-      tell: called now and then with a sentence on how far the search is.
+      report: called now and then with a sentence on how far the search is.
 
     Raises:
       UserError: nothing fits, or nothing may run.
@@ -115,7 +115,7 @@ def search(
     for layout in _list_layouts(config, target, slices, refused):
         unpriced.append(layout)
         if not len(unpriced) % _TELL_EVERY:
-            tell(f"listing layouts: {len(unpriced):,}")
+            report(f"listing layouts: {len(unpriced):,}")
     kinds = {kind for layout in unpriced for kind in layout.kinds}
     heapq.heapify(unpriced)
     interrupted = False
@@ -124,7 +124,7 @@ def search(
             layout = heapq.heappop(unpriced)
             done += 1
             if not done % _TELL_EVERY:
-                tell(_progress(done, len(unpriced), fitting))
+                report(_progress(done, len(unpriced), fitting))
             if not _may_be_shown(layout, fitting, best):
                 slower += 1
                 continue

@@ -33,7 +33,7 @@ WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
 _RANGE_BYTES = 1 << 26  # asked for at a time
 
 
-def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
+def fetch(store: BucketPath, report: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
     """Return the cache folder with a copy of the store; downloaded at first call, in bounded
     memory.
 
@@ -41,7 +41,7 @@ def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPa
 
     Args:
       store: the store in the bucket.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Returns:
       The folder, and where the tokens are: None is there too.
@@ -61,7 +61,7 @@ def fetch(store: BucketPath, say: Callable[[str], None]) -> tuple[Path, BucketPa
         wanted = [file.name for file in (*others, *(tokens if whole else ()))]
         wanted += [*(checksums_of(folder, split).name for split in SPLITS), *TOKENIZER_FILES]
         origin = f"TextData.source = {str(store)!r}"
-        say(
+        report(
             f"{origin}: fetched to {folder}, for the next starts too"
             if whole
             else f"{origin}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are "
@@ -100,7 +100,7 @@ def prepare_in_bucket(
     *,
     workers: int,
     progress: Callable[[int, int], None],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Store:
     """Prepare a token store in a folder of a bucket, like `prepare`; an interrupted attempt
     resumes.
@@ -113,7 +113,7 @@ def prepare_in_bucket(
       out: empty, or of an earlier start on this machine.
       workers: as in `prepare`.
       progress: as in `prepare`.
-      say: takes a line for people.
+      report: takes a line for people.
 
     Raises:
       UserError: as in `prepare`; or there is something else in the folder.
@@ -140,7 +140,7 @@ def prepare_in_bucket(
         for file in (folder / name for name in names if (folder / name).is_file()):
             sent = folder / f"{file.name}.sent"
             if not sent.exists() or there.get(file.name) != file.stat().st_size:
-                say(f"sending {file.name} ({file.stat().st_size:,} bytes) to {out}")
+                report(f"sending {file.name} ({file.stat().st_size:,} bytes) to {out}")
                 (out / file.name).upload(file)
                 sent.touch()
         (out / STORE_FILE).write_bytes((folder / STORE_FILE).read_bytes())
