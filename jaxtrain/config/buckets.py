@@ -137,7 +137,7 @@ class BucketPath:
         rows = []
         for name, facts in sorted(found.items()):
             address = f"{SCHEME}{name}"
-            # An object whose name ends with a slash stands for a folder in some tools.
+            # An object whose name ends with a slash represents a folder in some tools.
             if address.endswith("/") or address == self.address:
                 continue
             below = _check(address, self).relative_to(self).as_posix()

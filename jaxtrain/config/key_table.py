@@ -34,7 +34,7 @@ class Only:
 
     Attributes:
       allowed: the supported values; of an object or a list, equality decides.
-      default: the value that a missing key or null stands for.
+      default: the value of a missing key or null.
       reason: why others are not supported, for the message; may be empty.
     """
 

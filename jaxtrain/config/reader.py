@@ -71,7 +71,7 @@ class Text:
     """gin text that is not from a file.
 
     Attributes:
-      text: as it would stand there.
+      text: as it would be written there.
       origin: what messages call it; in brackets, such as `<settings>`, without numbers of lines.
     """
 
@@ -208,7 +208,7 @@ class _Bindings:
             )
         known = settings_of(CONFIGURABLES[name])
         if field not in known:
-            # Imported here, as below: what people meant is asked where they erred.
+            # Imported here, as below: suggestions are needed only for errors.
             from jaxtrain.config.values import of_a_choice
 
             close = nearest(field, known)

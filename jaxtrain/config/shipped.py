@@ -58,7 +58,7 @@ class Header:
     Attributes:
       name: of the config.
       trains: its first sentence.
-      hardware: what it is meant for, without what stands in brackets and after a semicolon.
+      hardware: what it is meant for, without text in brackets and after a semicolon.
     """
 
     name: str

@@ -30,7 +30,7 @@ def combinations(bindings: Sequence[str]) -> list[Combination]:
     """Return all combinations, the last swept setting changing fastest; a single one without lists.
 
     Args:
-      bindings: gin bindings; `Name.field = [A, B]` stands for one with A and one with B.
+      bindings: gin bindings; `Name.field = [A, B]` means one run with A and one with B.
 
     Raises:
       UserError: a list is empty, or has a value twice.

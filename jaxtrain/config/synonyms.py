@@ -44,7 +44,7 @@ class Synonym:
 
     Attributes:
       words: those names, a space between two; case, `_` and `-` do not count. A name with a
-        section, such as `Checkpoint.every`, stands for itself in that section alone.
+        section, such as `Checkpoint.every`, applies in that section alone.
       targets: the settings here.
       unit: how the value differs from what the word takes elsewhere.
     """

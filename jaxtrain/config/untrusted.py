@@ -1,6 +1,6 @@
 """Bounded reading of untrusted files: regular files of a limited size, JSON of a limited depth.
 
-Every reader of other people's files goes through here, so that none of them blocks on a FIFO, fills
+Every reader of untrusted files goes through here, so that none of them blocks on a FIFO, fills
 the memory or exhausts Python's stack.
 """
 

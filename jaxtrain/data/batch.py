@@ -17,8 +17,8 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Batch of text, pairs, images or vectors; `B` rows, `T` tokens a row (`S` of a source), `HWC`
-    pixels, `D` features.
+    """Batch of text, pairs, images or vectors; `B` rows, `T` tokens per row (`S` of a source),
+    `HWC` pixels, `D` features.
 
     Attributes:
       inputs: int32 tokens [B, T], for pairs the decoder's inputs; or float32 vectors instead of

@@ -24,7 +24,7 @@ def with_stores(data: Any, report: Callable[[str], None]) -> Any:
 
     Args:
       data: the settings.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: as in `prepare`; or the cache folder cannot be written.
@@ -67,7 +67,7 @@ def _make(data: TextData, size: int, report: Callable[[str], None]) -> Path:
     Args:
       data: the text.
       size: its bytes.
-      report: takes a line for people.
+      report: called with each line to print.
     """
     # Imported here: most runs read less text than this.
     from jaxtrain.config.files import make_once

@@ -103,7 +103,7 @@ class Dataset:
         `unigram_entropy` (nats per held-out target).
       tokenizer: what made the tokens; None for all but text, and for random tokens.
       unit: what throughput counts.
-      mixing: of a mixture, how its sources are drawn; None: all examples, each once an epoch.
+      mixing: of a mixture, how its sources are drawn; None: all examples, each once per epoch.
       by_length: of rows of several lengths, which batch has which; None: all have one.
       workers: processes that make batches; 0: threads of this one do.
     """

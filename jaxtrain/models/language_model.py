@@ -30,7 +30,7 @@ class LayerPart(Protocol):
         ...
 
     def other_flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token besides those of these parameters."""
+        """Training FLOPs per token besides those of these parameters."""
         ...
 
 
@@ -111,7 +111,7 @@ class LanguageModel(Protocol):
         return self.layers * self.block.matmul_parameters() + around + rows * self.embed_dim
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token: 6 N, and the attention scores or the recurrence (arXiv
+        """Training FLOPs per token: 6 N, and the attention scores or the recurrence (arXiv
         2204.02311, appendix B)."""
         layers = self.num_layers + len(self.predicting)
         others = layers * self.block.other_flops_per_token(sequence_length)

@@ -14,7 +14,7 @@ from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts
 if TYPE_CHECKING:
     from jaxtrain.nn.layers import Pooling
 
-# What `from jaxtrain.models import ...` finds beside the sizes of the architectures.
+# What `from jaxtrain.models import ...` finds in addition to the sizes of the architectures.
 __all__ = [
     "AttentionFacts", "Cached", "ExpertsFacts", "ImageModel", "Inputs", "Model", "TokenModel",
     "VectorModel",

@@ -28,7 +28,7 @@ class Cached:
       every_token: whether every token so far has its own (keys, values), or all together one (a
         state).
       dtype: its dtype; None is the one that is computed in.
-      leading: how many layers keep it that stand before the equal ones.
+      leading: number of leading layers that keep it, before the scanned ones.
     """
 
     shape: tuple[int, ...]

@@ -72,8 +72,8 @@ def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) 
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
     holds, and one sum over the vocabulary's mesh axes puts them together; along axes that split
-    the stream's places beside the tokens' (arXiv 2205.05198) each device gets the sums of its own
-    places alone. A table is gathered along embed before the lookup.
+    the stream's positions in addition to the tokens' (arXiv 2205.05198) each device gets the sums
+    of its own places alone. A table is gathered along embed before the lookup.
     """
     layout = current_layout()
     tokens, tables = [one for one, _ in lookups], [gather(table) for _, table in lookups]
@@ -95,13 +95,13 @@ def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) 
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """How a lookup lies on the devices.
+    """How a lookup is sharded over the devices.
 
     Attributes:
       tokens: of the tokens [B, T].
       vocabulary: the mesh axes that split the table's rows.
       rows: of the table, on one device.
-      scattered: mesh axes that split the places of what is looked up, beside the tokens' own.
+      scattered: mesh axes that split the positions of the result, in addition to the tokens' own.
     """
 
     tokens: P
@@ -256,7 +256,7 @@ def rotate(
     Args:
       x_BTNH: queries or keys.
       positions_BT: int32 places of the tokens in their documents.
-      frequencies: float32 [H/2], radians a place.
+      frequencies: float32 [H/2], radians per position.
       scale: what the turned x is multiplied by.
     """
     positions_BT = shard(positions_BT, ("inner_batch", "length"))

@@ -144,7 +144,7 @@ class BatchNorm(nnx.Module):
 class Running:
     """The running statistics of a model's batch norms while a batch goes through it.
 
-    Norms are found by themselves: what stands between a model and its norms passes this on.
+    Norms are found by themselves: wrappers between a model and its norms pass this on.
     """
 
     def __init__(self, model: nnx.Module, statistics: nnx.State, *, train: bool) -> None:
@@ -203,7 +203,7 @@ class GroupNorm(nnx.Module):
     def _of_groups(self, own_BC: jax.Array, spread_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Each channel's mean and variance to those of its group, given to each of its channels.
 
-        A group may lie over several devices: two numbers a channel are gathered, no activation.
+        A group may span several devices: two values per channel are gathered, no activation.
         """
         B, C = own_BC.shape
         split = (B, self.groups, C // self.groups)

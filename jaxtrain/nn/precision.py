@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import is_variable, logical_axes
 class Precision:
     """Dtypes of the parameters at rest and in matrix products.
 
-    The loss, norms and softmax are float32 whatever stands here.
+    The loss, norms and softmax are always float32.
 
     Attributes:
       params: the dtype of the master parameters; that of the moments is Optimizer.moments. An
@@ -28,7 +28,7 @@ class Precision:
       float32_products: what products of float32 numbers are computed in: 'device' is its default,
         TF32 on GPUs since Ampere and bfloat16 on TPUs; 'tf32' has at least 10 bits (three bfloat16
         products on TPUs), 'float32' all 23. For Precision.compute='float32', and the routers and
-        optimizers that compute in float32 whatever stands there. Plans price the default.
+        optimizers that always compute in float32. Plans price the default.
       gradients: the dtype in which gradients of microbatches are summed, on a device and between
         devices (Megatron-LM's grad_reduce_in_fp32). Those of a step with one microbatch are in the
         dtype that they are computed in.

@@ -196,7 +196,7 @@ class Remat:
 
     @property
     def kept(self) -> Policy:
-        """What the policy's name and those of the activations stand for."""
+        """Return the policy that a name and the activations' names select."""
         return _policy_of(self)
 
     @property
@@ -230,7 +230,7 @@ def _refusals(settings: Remat) -> Iterator[str]:
 
 
 def validate(settings: Remat) -> Iterator[str]:
-    """A sentence for each reason why a policy and the names beside it do not go together."""
+    """Yield each reason why a policy and the activation names are incompatible."""
     for setting, names in settings.named.items():
         if names and settings.policy == "none":
             yield (

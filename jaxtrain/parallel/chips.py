@@ -45,7 +45,7 @@ class Slices:
     Attributes:
       grids: chips along each direction.
       most_chips: those of the largest slice, where there are all slices of whole cubes of 4x4x4
-        beside the grids: three multiples of 4 in ascending order; else None.
+        in addition to the grids: three multiples of 4 in ascending order; else None.
       compiler_s_name: what libtpu calls the chip, where that is not its name.
     """
 

@@ -109,11 +109,11 @@ _XLA_OPTIONS: dict[str, dict[str, str]] = {
 }
 
 # By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
-# whose SparseCores can do them beside the products, as TPU7x's do by default: published recipes
-# have these flags (MaxText's `xla_flags_library.py`), the first six for what is moved, the others
-# for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last reductions.
-# Theirs for all-reduces is left out: with it libtpu 0.0.42 ends the process (offload_collective_
-# strategies.cc) on Llama 8B over v5p:4x4x4.
+# whose SparseCores can run them concurrently with matmuls, as TPU7x's do by default: published
+# recipes have these flags (MaxText's `xla_flags_library.py`), the first six for what is moved, the
+# others for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last
+# reductions. Theirs for all-reduces is left out: with it libtpu 0.0.42 ends the process
+# (offload_collective_ strategies.cc) on Llama 8B over v5p:4x4x4.
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
@@ -129,8 +129,8 @@ _SPARSE_CORES = {
     "xla_sc_enable_instruction_fusion": "false",
 }
 # By itself libtpu begins and ends an all-to-all in one operation. So asked it puts the experts'
-# beside the products of another part, also in the branches of pipelines (published recipes have it
-# too); on other chips it has not been tried.
+# overlapping the matmuls of another part, also in the branches of pipelines (published recipes have
+# it too); on other chips it has not been tried.
 _ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": "true"}
 _V5P, _V6E = ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")
 _OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES | _ALL_TO_ALL)

@@ -179,7 +179,7 @@ def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     """Return the devices of a run: all of them, or as many as requested.
 
     Raises:
-      UserError: there is none, one stands there twice, or a process of the run has none of them.
+      UserError: there is none, one is listed twice, or a process of the run has none of them.
     """
     pass_over_libtpu()
     if devices is None:

@@ -68,7 +68,7 @@ def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
     """Yield each dimension of parameters and moments that does not divide over its devices.
 
     Args:
-      layout: where they lie.
+      layout: how they are sharded.
       shapes: the parameters, of which no array need be there.
     """
     for name, variable in by_name(shapes).items():
@@ -166,7 +166,7 @@ def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[
     """Yield a note for each array on more devices than the configuration says.
 
     Args:
-      layout: where everything lies.
+      layout: how everything is sharded.
       written: the mesh's sizes as the user has them.
       model: its settings.
     """
@@ -207,7 +207,7 @@ def validate(
 
     Args:
       model: its settings.
-      layout: where its parameters and their moments lie.
+      layout: how its parameters and their moments are sharded.
       shapes: its parameters, of which no array need be there.
       free: the axis of Mesh that takes what is left; None: none does.
     """

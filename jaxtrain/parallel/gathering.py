@@ -29,7 +29,7 @@ Groups = tuple[tuple[int, ...], ...]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GradientSlice:
-    """A weight, and what lies as its gradient is to lie: the gradient is taken with respect to it.
+    """A weight, and an array sharded like its gradient: the gradient is taken with respect to that.
 
     The slice never enters the forward pass, it only gives the gradient its type. Of ZeRO 2 it is
     the fsdp slice of a replicated weight, so each layer's gradient is reduced straight into its
@@ -148,7 +148,7 @@ def _join_groups(x: jax.Array, groups: Groups | None) -> jax.Array:
 def _attach(
     weight: jax.Array, slice_: jax.Array, moved: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Return the weight, whose gradient is the slice's: `moved` to where that lies."""
+    """Return the weight, whose gradient is the slice's, `moved` to the slice's sharding."""
 
     @jax.custom_vjp
     def attach(weight: jax.Array, slice_: jax.Array) -> jax.Array:

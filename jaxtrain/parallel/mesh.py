@@ -204,7 +204,7 @@ def make_mesh(
       settings: the sizes.
       devices: in any order; neighbours of an axis are chosen by the links between them.
       tensor_layout, tensor_depth: as in Sharding: other layouts than 1d have axes `row` and
-        `depth` beside a smaller `tensor`.
+        `depth` with a smaller `tensor`.
 
     Raises:
       UserError: the sizes do not fit the devices or their slices.
@@ -253,7 +253,8 @@ def _order(sizes: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, devices)
     except NotImplementedError:
-        # An axis of 32 on a grid of 4x4x4: it takes half of one direction beside another axis.
+        # An axis of 32 on a grid of 4x4x4: it takes half of one direction together with another
+        # axis.
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 

@@ -202,7 +202,7 @@ class Layout:
     def weight(self, axes: tuple[str, ...]) -> P:
         """Return the PartitionSpec of a parameter during the computation: gathered over fsdp.
 
-        Layers stay on their stage; what stands around them is gathered over pipe too.
+        Layers stay on their stage; embedding and head are gathered over pipe too.
         """
         return _of_stage(self, None, axes)
 

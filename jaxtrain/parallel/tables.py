@@ -37,8 +37,8 @@ RULES: dict[str, AxisRule] = {
     "length": AxisRule(None, None, "context"),
     "residual_length": AxisRule(None, None, "context"),  # and "tensor" under sequence parallelism
     "embed": AxisRule("fsdp", None, None),
-    # Along embed too, of what stands before the first layer and after the last: every stage of a
-    # pipeline keeps a part, and all of it is gathered once a step.
+    # Along embed too, for embedding and head: every stage of a
+    # pipeline keeps a part, and all of it is gathered once per step.
     "vocab_embed": AxisRule(("fsdp", "pipe"), None, None),
     "place": _WHOLE,
     # Norm scales and biases along embed: replicated, since a collective for each of them costs more
@@ -64,7 +64,7 @@ RULES: dict[str, AxisRule] = {
     # Of a layer of any width: activations come out split, and are gathered for the next layer.
     "fan_in": AxisRule("fsdp", None, None),
     "fan_out": _TENSOR,
-    "side": _WHOLE,  # of a preconditioner's rows, which lie as the matrix's side: the whole side
+    "side": _WHOLE,  # of a preconditioner's rows, sharded like the matrix's side: the whole side
     "rank": _WHOLE,  # of an adapter: its other dimensions are its weight's
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
     "state": _WHOLE,  # of a channel of a state space
@@ -91,8 +91,8 @@ _2_5D = _2D | {
     "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
 }
 _3D = RULES | {
-    # arXiv 2105.14450: a cube, x = `depth`, y = `row`, z = `tensor`. Rows of the batch lie along x
-    # and y and embed along z; inside attention and the MLP, y and z change places.
+    # arXiv 2105.14450: a cube, x = `depth`, y = `row`, z = `tensor`. Rows of the batch are split
+    # along x and y and embed along z; inside attention and the MLP, y and z change places.
     "batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
     "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "tensor")),
     # z first: gathering along the last axes moves runs that stay together.

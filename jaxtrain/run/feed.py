@@ -42,7 +42,7 @@ class RunData:
           step: whose objective reads the data.
           workdir: the run's folder; None: it has none.
           writes: whether what is computed of the data is kept there.
-          report: takes a line for people.
+          report: called with each line to print.
         """
         self._config, self._step, self._workdir = config, step, workdir
         self._writes, self._report = writes, report

@@ -15,7 +15,7 @@ LONG_RUN = 500  # steps of one call of `train`; to settle takes a third of a sec
 class Garbage:
     """Has the cycles collected that drawings, evaluations and saves leave behind, one after each.
 
-    They wait for the collector, which looks at old objects when a quarter of them is new: beside
+    They wait for the collector, which looks at old objects when a quarter of them is new: with
     the half million that imports and compilation make that is seldom. Meanwhile several saves'
     arrays and tens of megabytes of drawings pile up. So what is there when the step is compiled is
     left out of account until the run ends, and the rest is looked at in milliseconds.
@@ -61,7 +61,7 @@ def share_arenas() -> None:
 def give_back() -> None:
     """Gives the system all pages that glibc has free, in milliseconds; nothing with another libc.
 
-    By itself glibc gives back at most what lies above the last block in use, and with
+    By itself glibc returns at most the memory above the last block in use, and with
     `compilation.keep_memory` not that. Where a drawing and a save fall together they leave a few
     small blocks above all else, and everything below stays. The step after it takes its own again.
     """

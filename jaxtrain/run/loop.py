@@ -125,7 +125,7 @@ class Loop:
       folder: the run's folder; None keeps everything in memory.
       metrics: the lines of all steps so far, and logs of the next ones.
       tracking: who else takes the metrics, of lines that survive a resume.
-      report: takes a line for people.
+      report: called with each line to print.
       next_batch: the number of the batch that the next step takes.
       steps_done: optimizer steps taken, known without asking the device.
     """

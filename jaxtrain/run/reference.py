@@ -1,7 +1,8 @@
 """Log-probabilities of a reference model (DPO), computed once and cached.
 
 The reference is the model that the run starts with. A run that goes on has left it, so the numbers
-lie beside its checkpoints, with a digest of themselves and of the data. Letters: B rows, T length.
+are stored next to its checkpoints, with a digest of themselves and of the data. Letters: B rows, T
+length.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ def first_reference(
       setup: the synchronous program.
       state: what the run starts with, from `Step.eval_state`.
       workdir: the run's folder, where it is kept; None keeps it in memory.
-      report: takes a line for people.
+      report: called with each line to print.
     """
     train, heldout = _pairs(dataset)
     report(f"Log-probabilities by the reference: of {len(train) + len(heldout):,} pairs, once")

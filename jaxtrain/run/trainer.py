@@ -69,7 +69,7 @@ class Trainer:
       program: the pure functions, which are traced while `layout` is active.
       bad_records: the records of training and evaluation that could not be read.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
-      say: takes a line for people, for process 0's terminal.
+      report: prints a line on process 0's terminal.
     """
 
     def __init__(
@@ -375,7 +375,7 @@ class Trainer:
         return on_host(found, plain.stages)
 
     def lower(self) -> jax.stages.Lowered:
-        """The train step lowered from shapes alone, for people who look inside."""
+        """The train step lowered from shapes alone, for inspection."""
         with self.layout.active():
             return self._step.lower(self.abstract_batch())
 

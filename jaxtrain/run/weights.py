@@ -201,5 +201,5 @@ def _format_list(names: list[str]) -> str:
 
 
 def _places(stages: Stages) -> np.ndarray:
-    """Where each layer stands in the order of the stages; int [layers]."""
+    """Return each layer's index in the order of the stages; int [layers]."""
     return np.flatnonzero(stages.valid)[np.argsort(stages.order[stages.valid])]

@@ -27,8 +27,8 @@ class CompiledStep:
 
     All its methods are to be called with the step's layout active.
 
-    Where a part of the state lies in files, what is compiled takes the arrays in memory and leaves
-    the update to be done: `around` it stands what does that.
+    Where a part of the state is offloaded to files, the compiled step takes the arrays in memory
+    and leaves that part's update to the code `around` it.
 
     Attributes:
       structure: of a TrainState of the step, whose arrays these are.

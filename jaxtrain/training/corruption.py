@@ -201,7 +201,7 @@ def replay_step(
 ) -> tuple[TrainState, Sums]:
     """Run a step twice, from the state and from a copy of it, and compare all bits.
 
-    The copy and the first result lie in device memory together: twice the state. Both times the
+    The copy and the first result are in device memory together: twice the state. Both times the
     run's own compiled step is called: nothing is compiled for it, and both states are donated.
     The step has to be a function of its arguments: on GPUs some operations add in any order, and
     two results differ without anybody's fault, unless XLA_FLAGS has --xla_gpu_deterministic_ops.

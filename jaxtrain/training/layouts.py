@@ -40,7 +40,7 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
     """Return the layout on all devices, or on the given ones.
 
     Raises:
-      UserError: the devices stand in other slices than `Mesh.dcn` says.
+      UserError: the devices are in other slices than `Mesh.dcn` specifies.
     """
     devices = jax.devices() if devices is None else devices
     mesh = make_mesh(
@@ -116,7 +116,7 @@ def _keeps_plainly(config: Config) -> bool:
     """Whether all that is kept of a parameter is of its own shape, on the devices of its shards.
 
     Blocks of eight or four bits, factored moments and preconditioners are of sizes and layouts of
-    their own, as adapters, what replicas tell each other and what lies in a host's memory.
+    their own, as adapters, what replicas exchange and what is in a host's memory.
     """
     if config.finetune.lora_rank is not None or config.exchange.method != "synchronous":
         return False

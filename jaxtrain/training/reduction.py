@@ -1,4 +1,4 @@
-"""Local gradient accumulation: gradients are summed over the mesh once a step.
+"""Local gradient accumulation: gradients are summed over the mesh once per step.
 
 A device's gradient of its own rows, and of its own places in them, is summed over microbatches
 without a word to the others along `data`, `expert` and `context` (and along `fsdp`, where that axis
@@ -37,10 +37,10 @@ OfRows = Callable[..., tuple[nnx.State, Sums, nnx.State]]
 
 
 def reduce_once_axes(layout: Layout, passes: int) -> tuple[str, ...]:
-    """Return the mesh axes over which gradients are reduced once a step; others of the batch, once
-    a pass.
+    """Return the mesh axes over which gradients are reduced once per step; others of the batch,
+    once a pass.
 
-    Of one pass these are none where a whole gradient is all-reduced, which each layer's is beside
+    Of one pass these are none where a whole gradient is all-reduced, which overlaps each layer's
     the backward pass of the layer before. Left to the compiler, a gradient that is scattered along
     one axis and summed along another is summed whole over both.
 
@@ -175,10 +175,10 @@ def _with_fsdp(spec: P, dim: int | None) -> P:
 def _sum(x: jax.Array, axes: tuple[str, ...], dim: int | None, lead: int) -> jax.Array:
     """Sum x along these axes; with `dim`, the devices of fsdp keep a shard each along it.
 
-    Of `lead` dimensions of layers, the scattered one and all others, rows lie after rows in memory:
+    Of `lead` dimensions of layers, the scattered one and all others, rows are contiguous in memory:
     XLA's TPU compiler scatters rows of whole tiles (8 of float32, 16 of bfloat16), and sums the
     whole of an array that it may lay out as it likes. So where a device's rows are fewer (one of
-    64 of each head), each is cut into several: they lie in memory as before.
+    64 of each head), each is cut into several: the memory layout is unchanged.
     """
     if dim is None:
         return jax.lax.psum(x, axes) if axes else x

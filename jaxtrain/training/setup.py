@@ -46,7 +46,7 @@ def with_row_ids(batch: Batch) -> Batch:
 def split_microbatches(batch: Batch, count: int) -> Batch:
     """Add a leading microbatch dimension; row r goes to microbatch r mod count.
 
-    Rows that lie on one device stay there: splitting into runs of rows would move them.
+    Rows that are on one device stay there: splitting into runs of rows would move them.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def apply_on_devices(
       old: the state, its parameters sharded as the moments are.
       grads: likewise.
       good: as in `Gradient`.
-      extra: what the optimizer's rule takes beside gradients.
+      extra: further arguments of the optimizer's rule.
     """
     updates, opt_state = optax.with_extra_args_support(setup.optimizer).update(
         grads, old.opt_state, old.params, layers=setup.layer_order, **extra

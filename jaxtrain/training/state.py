@@ -56,7 +56,7 @@ class Gradient(NamedTuple):
       metrics: the step's metrics so far.
       statistics: the new running statistics.
       exchange: the new value of `TrainState.exchange`.
-      extra: what the optimizer takes beside gradients: `curvature`.
+      extra: further arguments of the optimizer: `curvature`.
       good: bool scalar, whether the update counts; None: it does. Where it is false the update
         keeps the old bits of all that it would change but the count of steps.
     """

@@ -202,7 +202,7 @@ class Plan:
             *remarks(self.config, self.target, self.layout, self.rows, warnings),
         ]
 
-    # -- what people look at --------------------------------------------------------------------
+    # -- reports --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
         """The object that `plan --json` writes."""
@@ -315,5 +315,5 @@ class Plan:
 
 
 def collectives_of(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
-    """The collectives of a compiled step: bytes a device and step, loops multiplied out."""
+    """The collectives of a compiled step: bytes per device and step, loops multiplied out."""
     return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

@@ -75,7 +75,7 @@ def validate_amounts(price: float | None, tokens: float | None) -> None:
 
 
 def sentence(run: WholeRun, *, unit: str, error_bar: float, watts: float | None) -> str:
-    """A line for people: how long, how much."""
+    """Return one line on the run's duration and cost."""
     seconds = run.days * _DAY
     least, most = (human_seconds(seconds * (1 + sign * error_bar)) for sign in (-1, 1))
     text = (

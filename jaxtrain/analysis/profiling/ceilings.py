@@ -25,7 +25,7 @@ class Ceilings:
     Attributes:
       flops: FLOP/s of matrix products in the compute dtype; None where it is not known.
       bandwidth: bytes/s of memory; None where it is not known.
-      source: where both come from, for people.
+      source: where both come from, for messages.
       cached: (size, bytes/s) of operations whose bytes fit into caches, by rising size and falling
         rate; empty where only memory's is known.
     """

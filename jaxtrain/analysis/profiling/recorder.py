@@ -104,7 +104,7 @@ class Recorder:
         """Start or stop recording; the devices have finished all steps so far.
 
         Args:
-          seconds: on a clock that stands still outside training steps.
+          seconds: on a clock that is paused outside training steps.
         """
         if self._started is None:
             options = jax.profiler.ProfileOptions()

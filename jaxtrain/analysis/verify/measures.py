@@ -21,8 +21,8 @@ NARROW = {
     "float8": 2 * math.hypot(0.053, 0.0265),
     "int8": 2 * math.hypot(1, 1) * math.sqrt(2 * math.log(2**12)) / 127 / math.sqrt(12),
 }
-# Arrays whose gradients are small beside the others' are compared on this fraction of the largest:
-# some are zero but for rounding, such as those of a bias that softmax cancels.
+# Arrays whose gradients are small compared with the others' are compared on this fraction of the
+# largest: some are zero but for rounding, such as those of a bias that softmax cancels.
 FLOOR = 1e-3
 
 Arrays = dict[str, np.ndarray]

@@ -1,4 +1,4 @@
-"""Choice of meshes of at most eight devices that stand for a mesh of any size."""
+"""Choice of meshes of at most eight devices that represent a mesh of any size."""
 
 import itertools
 import math

@@ -22,8 +22,8 @@ class UnevenText:
 
     Attributes:
       rows: the rows as the packer makes them.
-      vectors: float32 [V, F], what stands in place of each token where vectors are read; None:
-        tokens are.
+      vectors: float32 [V, F], the input vectors where a model reads vectors instead of tokens;
+        None: tokens are.
     """
 
     rows: PackedText

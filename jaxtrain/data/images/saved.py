@@ -29,7 +29,7 @@ class ArrowFile:
 
     Attributes:
       path: where it is.
-      named: what people gave: itself, or what it was unpacked from.
+      named: the path that the user gave: itself, or what it was unpacked from.
     """
 
     path: Path

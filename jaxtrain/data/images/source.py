@@ -66,7 +66,7 @@ class ImageData:
       rescale_factor: what pixels of 0 to 255 are multiplied by.
       mean: subtracted from rescaled pixels; one value, or one a channel.
       std: what rescaled pixels, less the mean, are divided by; one value, or one a channel.
-      workers: processes beside this one that decode and augment; 0: two threads of it do. Batches
+      workers: further processes that decode and augment; 0: two threads of it do. Batches
         are the same with any number.
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.

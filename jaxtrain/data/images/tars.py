@@ -2,7 +2,7 @@
 
 A sample is the members whose names agree up to the first dot: `0001.jpg` with `0001.cls`, a number,
 or with `0001.json`, a field of which is one. A tar is read once, header by header, for where
-the images lie; that is kept in the cache folder.
+the images are stored; that is kept in the cache folder.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ _OTHER_IMAGES = frozenset(
 )  # fmt: skip
 _SHOWN = 3
 _FORMAT = 2  # of what is kept in the cache folder
-_LABEL_BYTES = 1 << 20  # of a .cls or .json beside an image
+_LABEL_BYTES = 1 << 20  # of a .cls or .json next to an image
 
 
 class _Tar(NamedTuple):
@@ -51,7 +51,7 @@ class TarImages:
     Attributes:
       paths: the files.
       of_file: int64 [samples], which of them has the image.
-      begins, sizes: int64 [samples], where it lies there, in bytes.
+      begins, sizes: int64 [samples], its byte range there.
       of_class: int64 [samples].
       identity: sha256 hex of each file's names and sizes of members.
     """

@@ -1,10 +1,10 @@
 """Sampler of a mixture of datasets: which source each row of the training stream comes from.
 
 Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
-ratio lies (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any
+ratio falls (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any
 batch, holds the sources in their shares to within a few rows. How many of the places before p are a
 source's is a sum of floors, known in some 30 divisions however large p is, also where the shares
-move evenly with p; so what stands at p needs neither memory nor the places before it.
+move evenly with p; so the example at p needs neither memory nor the positions before it.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class _Segment:
 class Mixing:
     """Mixture sampler: the weights of the sources, and the order in which they are drawn.
 
-    The examples of the sources stand one source after the other, training and held-out ones alike.
+    The examples of the sources are concatenated, training and held-out ones alike.
 
     Attributes:
       sources: in their order.

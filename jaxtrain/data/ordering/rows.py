@@ -75,7 +75,7 @@ class TrainingRows:
       global_batch_size: rows of a batch over all processes.
       seed: of the order and of what augmentation draws.
       augment: whether it draws anything.
-      order: in which examples are drawn; None: each once an epoch, shuffled anew.
+      order: in which examples are drawn; None: each once per epoch, shuffled anew.
     """
 
     examples: Examples
@@ -94,7 +94,7 @@ class TrainingRows:
         examples = self.examples
         if not (self.augment and isinstance(examples, MixedRows)):
             return self._rows_without_mixing(number, rows, bad)
-        # Rows are mixed in pairs of neighbours, which stand on one machine but for odd shares: a
+        # Rows are mixed in pairs of neighbors, which are on one machine but for odd shares: a
         # row that is here for the other's sake alone is read and left out.
         others = np.minimum(rows ^ 1, self.global_batch_size - 1)
         needed, inverse = np.unique(np.concatenate([rows, others]), return_inverse=True)

@@ -25,7 +25,7 @@ def shuffle_nearby(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
 
     The blocks that the positions are in are cached, the latest few of them.
 
-    The blocks of places that they lie in are kept, the latest few of them.
+    The latest few blocks of positions that contain them are cached.
     """
     if not len(positions):
         return np.empty(0, np.int64)

@@ -58,7 +58,7 @@ def read_answered(
             yield found
         return
     with reading(path) as stream:
-        # A binary file's lines end at a line feed alone: U+2028 may stand inside a text.
+        # A binary file's lines end at a line feed alone: U+2028 may occur inside a text.
         lines = (
             line.removeprefix(BYTE_ORDER_MARK) if not number else line
             for number, line in enumerate(stream)

@@ -289,7 +289,7 @@ class Corruption:
         """
         lost = span_mask(len(tokens), self.share, self.mean_length, rng)
         source = insert_sentinels(tokens, lost, self.sentinels)
-        # The other way about: what is left comes before each span, so that as many sentinels stand
+        # The other way about: what is left comes before each span, so that as many sentinels are
         # for it, each before the span that it is the sentinel of.
         target = insert_sentinels(tokens, ~lost, self.sentinels) if lost.any() else tokens[:0]
         ended = [np.append(one, self.end) for one in (source, target)]

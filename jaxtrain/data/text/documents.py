@@ -53,7 +53,7 @@ _PACKED: dict[str, Reader] = {
 }
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # behind the ending, where TFDS and others put it
 
-# What a folder source reads beside those; anything else in the folder is left out, and said.
+# Other suffixes that a folder source reads; anything else in the folder is skipped, with a warning.
 # fmt: off
 TEXT_SUFFIXES = frozenset((
     ".bash", ".c", ".cc", ".cfg", ".cpp", ".css", ".cu", ".go", ".h", ".hpp", ".html",

@@ -167,7 +167,7 @@ class BestFit(WholeBatches):
     """Rows of `sequence_length` tokens, packed best-fit with whole documents or parts of them.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target: every token but
-    the first of its document is a target exactly once an epoch, and what a row has left is padding
+    the first of its document is a target exactly once per epoch, and what a row has left is padding
     (segment 0, loss_mask 0).
 
     Attributes:

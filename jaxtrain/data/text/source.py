@@ -69,7 +69,7 @@ class TextData:
         `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these, on a
         disk or in a bucket; or `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their
         `.idx`.
-      sequence_length: tokens a row.
+      sequence_length: tokens per row.
       separate_documents: documents in one row do not see each other and positions restart; False
         lets attention run across them, which kernels without segment ids need.
       lengths: of 'padded' rows that are shorter than sequence_length, such as (64, 256).
@@ -380,7 +380,7 @@ class TextData:
     def files(self) -> dict[Split, documents.Files] | None:
         """Return the files of a source that is paths, by split; None for other sources.
 
-        Without `heldout_split` all stand under "train".
+        Without `heldout_split` all are listed under "train".
 
         Raises:
           UserError: nothing is there, or no split of that name.

@@ -2,7 +2,7 @@
 
 A piece is encoded with some of the text before and after it, and only the tokens that begin in it
 are kept: what a tokenizer puts at a text's beginning or end, such as the space of SentencePiece's
-kind, stands at no border. A border is where a token ends and another begins. Both pieces have to
+kind, is at no border. A border is where a token ends and another begins. Both pieces have to
 find the same two tokens there, from which it follows for byte-pair encodings that no token of the
 whole text crosses it: a sequence of tokens is the encoding of its text if each two neighbors are.
 """

@@ -136,7 +136,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; invalid UTF-8 and ids over 255 become U+FFFD."""
-        # 0xFF appears nowhere in UTF-8, so it stands for every id that is no byte.
+        # 0xFF appears nowhere in UTF-8, so it represents every id that is not a byte.
         return bytes(min(int(token), 0xFF) for token in ids).decode("utf-8", errors="replace")
 
     def token(self, setting: str, name: str) -> int:

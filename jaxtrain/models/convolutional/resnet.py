@@ -1,7 +1,7 @@
 """ResNet for images: the ImageNet form (18 to 152, v1.5) and the CIFAR form (20, 32, 56).
 
 Sources: He et al. 2015, "Deep Residual Learning" (arXiv 1512.03385), tables 1 and 6. v1.5: the
-stride of a bottleneck stands in its 3x3 convolution, as in torchvision. A shortcut whose shape
+stride of a bottleneck is in its 3x3 convolution, as in torchvision. A shortcut whose shape
 changes is a 1x1 convolution in both forms (option B of section 4.2).
 Letters: B batch, H height, W width, C channels or classes.
 """
@@ -160,7 +160,7 @@ class ResNet(Unstacked):
         return ResNetModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs an image (H, W, C): 3 x 2 x the multiply-adds of convolutions and head.
+        """Training FLOPs per image (H, W, C): 3 x 2 x the multiply-adds of convolutions and head.
 
         The backward pass costs two forward passes; norms and pooling are not counted. The forward
         pass of ResNet-50 at 224 x 224 is 4.09e9 multiply-adds.

@@ -1,7 +1,7 @@
 """Seq2Seq: GRU encoder and decoder with attention.
 
 Sources: Cho et al. 2014 (arXiv 1406.1078) and Sutskever et al. 2014 (arXiv 1409.3215), whose
-sources are read as they stand here; attention of Luong et al. 2015 (arXiv 1508.04025), without
+sources are read in their order here; attention of Luong et al. 2015 (arXiv 1508.04025), without
 feeding it to the next input: so all places of a target are learned from at once.
 Letters: S source length, T target length, D embed, V vocab, L layers.
 """

@@ -2,7 +2,7 @@
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
 is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;
-for classes of sentences a layer and tanh before a matrix of classes and a bias. An encoder of
+for classes of sentences per layer and tanh before a matrix of classes and a bias. An encoder of
 sentences (Reimers and Gurevych 2019, arXiv 1908.10084) has no head at all.
 Letters: B batch, T length, V vocab, D embed, C places, Y token types.
 """
@@ -203,8 +203,8 @@ class BERTModel(nnx.Module):
         return self.block(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """What the output matrix reads: a layer, GELU and a norm; of classes a layer and tanh; what
-        the last layer gave, where there is no head."""
+        """What the output matrix reads: a layer, GELU and a norm; of classes per layer and tanh;
+        what the last layer gave, where there is no head."""
         if self.transform is None or self.transform_bias is None:
             return shard(x_BTD, HIDDEN)
         with jax.named_scope("transform"):

@@ -54,7 +54,7 @@ class DeepSeek(LanguageModel):
       shared_experts: experts that every token goes through.
       num_experts: experts of a layer that tokens are routed to.
       experts_per_token: how many of those a token goes through.
-      expert_groups: groups that the experts stand in.
+      expert_groups: groups of the experts.
       groups_per_token: groups, the best for it, that a token's experts are chosen from.
       router: 'softmax' chooses the highest probabilities (V2); 'sigmoid' the highest sigmoids plus
         a bias that their load moves (V3).

@@ -42,7 +42,7 @@ class Mixtral(LanguageModel):
       normalize_gates: a token's experts are weighted by the softmax over them; else by theirs in
         the softmax over all experts, so that the weights sum to less than 1.
       capacity_factor: None lets every expert take all tokens that choose it (dropless); a number
-        gives it ceil(capacity_factor T experts_per_token / num_experts) slots a row of T tokens,
+        gives it ceil(capacity_factor T experts_per_token / num_experts) slots per row of T tokens,
         and what comes later in the row is dropped: the token goes on without that expert.
       balance_weight: what the load-balancing loss (of each row and layer by itself, mean over both;
         k where the load is even) is multiplied by. `router_aux_loss_coef` of transformers

@@ -32,7 +32,7 @@ class Family:
       names: the map between its tensors and our parameters.
       prefix: what all names but that of an output matrix begin with; files of a model without its
         output matrix may lack it.
-      copies: tensors that may lie in a file a second time, where they are tied -> the first.
+      copies: tensors that may be stored in a file a second time, where they are tied -> the first.
       buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
       counts: names of tensors that hold a whole number which is nothing here; written as 0, before
         all others.

@@ -113,7 +113,7 @@ class Folder:
         }
 
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name, in the floats that it stands for; only headers are read.
+        """Every tensor by name, dequantized to floats; only headers are read.
 
         Raises:
           UserError: there is no safetensors file, or one of them is not what it should be.
@@ -180,7 +180,7 @@ class Folder:
         return json_object(read_bounded(file), file)
 
     def _resolve_inside(self, file: Path) -> Path:
-        """The file itself, where it lies in the folder; the hub's cache links to its own blobs."""
+        """The path of the file in the folder; the hub's cache links to its own blobs."""
         real, root = file.resolve(), self.path.resolve()
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
         if not (real.is_relative_to(root) or real.is_relative_to(blobs)):

@@ -2,9 +2,9 @@
 
 A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
 [N H, D] for each L: letters in brackets are one dimension there, of size 1 where there are none,
-and a letter that is missing there stands in the tensor's name, `"layers.{L}.q_proj.weight"`, as a
-number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Letters in brackets on
-our side are one dimension here, `"(SUC)D->DCSU"`, and the line says their sizes. Reading it from
+and a letter that is missing there is written in the tensor's name, `"layers.{L}.q_proj.weight"`, as
+a number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Letters in brackets
+on our side are one dimension here, `"(SUC)D->DCSU"`, and the line says their sizes. Reading it from
 the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
 other. Several parameters that are one tensor there have a line each, one after the other, which say
 the rows that are theirs, or their turn along its last dimension.
@@ -36,7 +36,7 @@ class Name:
       sizes: of the letters that are in brackets on our side.
       turn: where several parameters take turns along a tensor's last dimension, this one's, from 0
         on, and how many there are; None: it is this parameter alone.
-      first: the number there of our first layer, where others stand before it.
+      first: the number there of our first layer, where other layers precede it.
     """
 
     theirs: str
@@ -53,7 +53,7 @@ class Name:
 
     @functools.cached_property
     def named(self) -> str:
-        """The letters that stand in the tensor's name."""
+        """The letters in braces in the tensor's name."""
         return "".join(letter for letter, _ in _NAMED.findall(self.theirs))
 
     @functools.cached_property
@@ -198,7 +198,7 @@ def _letters(side: str) -> tuple[str, ...]:
 
 
 def _word(numbers: Mapping[str, int], named: re.Match) -> str:
-    """What stands in a tensor's name for a letter in braces."""
+    """Return the text that replaces a letter in braces in a tensor's name."""
     letter, words = named.groups()
     return str(numbers[letter]) if words is None else words.split("|")[numbers[letter]]
 

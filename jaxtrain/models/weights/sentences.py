@@ -76,7 +76,7 @@ TABLES: Mapping[str, KeyTable] = {
 
 
 def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
-    """What the files beside config.json say, to be read as if it stood there under `KEY`.
+    """Contents of the files next to config.json, as an entry `KEY` of it.
 
     Args:
       read: the content of a file of the folder; None: there is none.

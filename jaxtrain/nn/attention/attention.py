@@ -56,10 +56,11 @@ def attention(
 ) -> Float[Array, "B T N H"]:
     """softmax(q k / sqrt(H) + bias) v over the visible keys, softmax in float32, N a multiple of K.
 
-    Before the bias scores may be capped, and the softmax may have a sink beside its keys: `Mask`.
+    Before the bias, scores may be soft-capped, and the softmax may have a sink in addition to its
+    keys: see `Mask`.
 
     Where the layout splits sequences, `context_parallel` says how they are put together, and the
-    tokens must lie as `jaxtrain.nn.attention.context.along_context` lays them for it. The
+    tokens must be ordered as `jaxtrain.nn.attention.context.along_context` orders them for it. The
     kernel has a name of its own: what 'auto' means, `training.program.resolve_kernel` settles.
 
     Raises:

@@ -169,7 +169,7 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
     def tile(parts: tuple[Any, ...], segments: Any) -> tuple[jax.Array, ...]:
         q_cRH, k_cSH, v_cSH, out_cRH, log_sums_cR1, d_out_cRH = map(_by_head, parts)
         mean_cR1 = (out_cRH * d_out_cRH).sum(-1, keepdims=True)
-        # Keys last: sums over the queries then run along the rows of the scores as they lie, and
+        # Keys last: sums over the queries then run along the rows of the scores in memory, and
         # only the small operand is transposed; the other way is three times slower.
         dk_cHS = jnp.zeros((k_cSH.shape[0], H, S), jnp.float32)
         dv_cHS, dqs = dk_cHS, []
@@ -208,7 +208,7 @@ def _by_head(x_btkgh: jax.Array) -> jax.Array:
 
 
 def _by_place(x_cRh: jax.Array, k: int, G: int) -> jax.Array:
-    """[b, t, k, G, h], as the whole arrays lie."""
+    """[b, t, k, G, h], in the layout of the whole arrays."""
     c, _, h = x_cRh.shape
     return jnp.swapaxes(x_cRh.reshape(c // k, k, -1, G, h), 1, 2)
 

@@ -57,7 +57,7 @@ def sum_of_sequence(sums: jax.Array) -> jax.Array:
 
 
 def shard_mask(mask: Mask) -> Mask:
-    """A mask whose arrays lie as queries and keys do: documents by rows, sinks by heads."""
+    """A mask whose arrays are sharded like queries and keys: documents by rows, sinks by heads."""
     return _by_field(lambda x, axes: shard(x, axes), mask)
 
 
@@ -195,7 +195,7 @@ def ulysses(
     c = split()
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
-        # Documents are compared over whole sequences: 4 bytes a token are gathered.
+        # Documents are compared over whole sequences: 4 bytes per token are gathered.
         ids = (mask.segment_ids_BT, mask.segment_ids_BS)
         ids = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), ids)
         mask = dataclasses.replace(mask, segment_ids_BT=ids[0], segment_ids_BS=ids[1])

@@ -74,7 +74,7 @@ class GroupedQuery:
       norm: of each head of the queries and of the keys before they are turned, each with
         parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
       turned: dimensions of each head that positions turn, its first ones; None: all of them.
-      query_scale: what queries are multiplied by, beside the 1 / sqrt(head_dim) of all attention.
+      query_scale: factor of the queries, in addition to the usual 1 / sqrt(head_dim).
       local: which layers have another window and other rotations than these; None: all are alike.
       pattern: which of the tokens before it a query sees, in place of a window; None: all.
       softcap: the bound that scores are flattened towards; None: none.

@@ -28,7 +28,7 @@ _FASTEST_FIRST = {
 }
 _OTHERWISE = ("xla", "reference")
 # No flash kernel of a GPU has sinks. From this length on, scores of all pairs cost more than blocks
-# in plain JAX: 64 heads of 2,048 tokens are 3 GB a row in float32, with gradients.
+# in plain JAX: 64 heads of 2,048 tokens are 3 GB per row in float32, with gradients.
 _LONG_WITH_SINKS = 2048
 _OF_SINKS = ("cudnn", "triton", "blocked", "xla", "reference")
 # The others do all pairs of tokens, of which a pattern hides most.
@@ -103,7 +103,7 @@ class Choice:
 
     Attributes:
       kernel: its name; never 'auto'.
-      why: a clause for people: what was asked for, or why the faster ones cannot do it.
+      why: a clause for messages: what was requested, or why the faster kernels cannot be used.
     """
 
     kernel: str

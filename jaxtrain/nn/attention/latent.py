@@ -43,7 +43,7 @@ class Latent:
       rotary_dim: width of the part that they turn; of the keys it is one for all heads.
       value_dim: width of a head's values.
       rotary: how positions turn it; its own scale is not used.
-      query_scale: what queries are multiplied by, beside the root of a head's width.
+      query_scale: factor of the queries, in addition to the usual 1 / sqrt(head_dim).
       residual_stddev: spread of the weight that makes the result.
     """
 
@@ -154,7 +154,7 @@ class Latent:
         return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
 
     def _absorbs(self, T: int, S: int) -> bool:
-        """Whether T queries are taken to S latents with fewer multiply-adds a head than keys and
+        """Whether T queries are taken to S latents with fewer multiply-adds per head than keys and
         values are made of these: with few queries they are."""
         made = self.key_value_rank * (self.plain_dim + self.value_dim)
         to_heads = S * made + 2 * T * S * self.width

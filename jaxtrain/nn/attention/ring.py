@@ -282,7 +282,8 @@ def _over_chunks(function: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any
 
 
 class _Rank:
-    """What a rank knows of itself: its shapes, the steps, and which run of whom lies where."""
+    """Per-rank constants: its shapes, the number of steps, and which chunk of which rank is
+    where."""
 
     def __init__(self, ring: _Ring, ranks: jax.Array, q: jax.Array, k: jax.Array) -> None:
         self.ring, self.rank, self.c = ring, ranks[0], ring.layout.mesh.shape[AXIS]

@@ -18,7 +18,7 @@ class Rotations(Protocol):
     """How positions turn the halves of a head against each other.
 
     Attributes:
-      scale: what queries and keys are multiplied by beside it.
+      scale: further factor of queries and keys.
     """
 
     @property
@@ -102,7 +102,7 @@ class Yarn:
       high_frequency_factor: those of more not at all (beta, or beta_fast; 32 there).
       original_context_length: the context that scaling extends, in tokens.
       whole_pairs: whether the share grows from a whole pair to a whole one, as in the authors'
-        code, or from what lies between two (GPT-OSS).
+        code, or from an interpolated value (GPT-OSS).
     """
 
     theta: float
@@ -114,7 +114,7 @@ class Yarn:
 
     @property
     def scale(self) -> float:
-        """0.1 ln s + 1, the root of the paper's 1 / t: it stands on both sides of the product."""
+        """0.1 ln s + 1, the root of the paper's 1 / t: it multiplies both queries and keys."""
         return 0.1 * math.log(self.scaling) + 1
 
     def frequencies(self, head_dim: int) -> jax.Array:

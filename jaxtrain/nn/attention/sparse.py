@@ -1,8 +1,8 @@
 """Block-sparse attention that computes only the scores of a pattern.
 
 What a query sees comes in parts that no key is twice in: the keys near it, in its own block of the
-row and the blocks beside it, and the few far ones, gathered. Each part has the greatest score, the
-sum of exponentials and the weighted values of its queries; together they are one softmax (arXiv
+row and the adjacent blocks, and the few distant ones, gathered. Each part has the greatest score,
+the sum of exponentials and the weighted values of its queries; together they are one softmax (arXiv
 2205.14135, section 3.1). Documents may begin anywhere in a block: masks of pairs say who sees whom.
 
 Letters: B batch, T length, N query heads, K kv heads, G = N / K, H head_dim; C blocks of a row of b
@@ -80,7 +80,7 @@ class _Part:
     out_BTKGH: jax.Array
 
     def with_nothing(self, change: Callable[[jax.Array, float], jax.Array]) -> "_Part":
-        """The same, with each array changed by what stands there for queries that have no key."""
+        """The same, with each array replaced by its neutral value for queries that have no key."""
         return _Part(
             change(self.top_BTKG, _HIDDEN), change(self.sum_BTKG, 0), change(self.out_BTKGH, 0)
         )
@@ -170,7 +170,7 @@ def _attend_padded(
 def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
     """The window, the global keys of the document that a block begins in, their queries.
 
-    Other documents of a block begin in it, or beside it: their global tokens are near.
+    Other documents of a block begin in it or in an adjacent one: their global tokens are near.
     """
     pattern, block = rule.pattern, rule.pattern.window
     sees = _parts_of(rule)
@@ -395,7 +395,7 @@ def _parts_of(rule: _Rule) -> _Sees:
 
 
 def _far(sees: _Sees, block: int) -> _Sees:
-    """What is seen of the keys that lie before those which `_near` has."""
+    """Return what is visible of the keys before those that `_near` has."""
     return lambda query, key: sees(query, key) & (key.row // block < query.row // block - 1)
 
 

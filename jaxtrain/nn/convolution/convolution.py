@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import current_layout
 
 # By the dimensions of what is convolved: signals, images.
 _ORDER = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC")}
-# Of the patches of one tile: what a core's second-level cache holds beside the gradient.
+# Of the patches of one tile: what fits in a core's L2 cache together with the gradient.
 _TILE_BYTES = 5 * 2**19
 Kept = tuple[jax.Array, jax.Array]
 
@@ -162,7 +162,7 @@ class Window(NamedTuple):
     Attributes:
       size: pixels of a side.
       stride: pixels from one result to the next.
-      rows, columns: pixels that stand before and after the image's own.
+      rows, columns: padding before and after the image.
     """
 
     size: int

@@ -129,7 +129,7 @@ def _in_turn(part: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
     """(number, part) of every device's part of the sequence, from this one's on."""
     size, rank = lax.axis_size(_AXIS), lax.axis_index(_AXIS)
     for step in range(size):
-        # Sent before it is multiplied: a schedule may put the product beside it.
+        # Sent before it is multiplied, so that a schedule can overlap the matmul with it.
         following = _permute(part, -1) if step < size - 1 else part
         yield _of_ring(rank + step), part
         part = following

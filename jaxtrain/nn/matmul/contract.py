@@ -192,7 +192,7 @@ def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> j
     return jax.sharding.reshard(repeated, split.weight(axes))
 
 
-# What the letters of an equation mean; B is the inner batch beside one of _INNER.
+# What the letters of an equation mean; B is the inner batch next to one of _INNER.
 _MEANING = {
     "B": "batch", "T": "length", "D": "embed", "F": "mlp", "N": "heads", "K": "kv_heads",
     "H": "head_dim", "V": "vocab", "P": "qkv", "C": "latent",

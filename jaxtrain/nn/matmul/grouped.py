@@ -1,6 +1,6 @@
 """Grouped matmul of tokens with their experts' weights, also in float8.
 
-Letters: N rows that stand expert after expert, E experts, S slots of each, K what is summed over, M
+Letters: N rows sorted by expert, E experts, S slots of each, K what is summed over, M
 what comes of it.
 """
 

@@ -5,7 +5,7 @@ multiplies E times as much (openxla/xla#40189). Here a place of the grid makes o
 expert. Rows are visited as in MegaBlocks (arXiv 2211.15841): a tile of rows that several experts
 share once for each of them, who writes its own.
 
-Letters: N rows that stand expert after expert, E experts, K what is summed over, M what comes of
+Letters: N rows sorted by expert, E experts, K what is summed over, M what comes of
 it, V visits.
 """
 
@@ -142,7 +142,7 @@ def visits(sizes_E: jax.Array, N: int, rows: int) -> jax.Array:
     count = jnp.where(sizes > 0, (end - 1) // rows - first + 1, 0)
     visited = jnp.cumsum(count)
     visit = jnp.arange(V, dtype=jnp.int32)
-    # Who has this visit: as many as have had all of theirs stand before.
+    # The expert of this visit: the number of experts whose visits are all done.
     whose = (visit[:, None] >= visited).sum(1, dtype=jnp.int32)
     known = jnp.minimum(whose, len(sizes_E))
     tile = first[known] + visit - (visited - count)[known]

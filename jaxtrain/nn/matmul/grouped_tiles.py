@@ -3,7 +3,7 @@
 XLA's `ragged_dot` multiplies all rows by every expert there: E times the work. Rows are visited as
 in `grouped_kernel`: a tile that several experts share once for each of them.
 
-Letters: N rows that stand expert after expert, E experts, K what is summed over, M what comes of
+Letters: N rows sorted by expert, E experts, K what is summed over, M what comes of
 it, R rows of a tile.
 """
 

@@ -47,7 +47,7 @@ class Watched(StructuredWeight):
     ) -> jax.Array:
         """As in StructuredWeight, of x [B, T, ...].
 
-        The probe's gradient is what stands in x, whatever is differentiated; x itself has none.
+        The probe's gradient is x, whatever is differentiated; x itself has none.
         """
         del draws, layer
         base: Any = weight.replace(self.weight)

@@ -8,7 +8,7 @@ The first two as bitsandbytes lays them out, the third with the numbers of AutoA
 - 'int8' (LLM.int8(), arXiv 2208.07339): each number of the result has one float32, the largest
   magnitude over all that is summed over for it; codes are rounded multiples of a 127th of it.
 - 'int4' (AWQ, arXiv 2306.00978): code c of a group of numbers that are summed over one after the
-  other stands for (c - zero) scale. Zero is one of the 16 codes and scale a float16: 16 even steps
+  other represents (c - zero) scale. Zero is one of the 16 codes and scale a float16: 16 even steps
   from the least of the group and 0 to the largest of them. Packed as 'nf4'.
 """
 
@@ -48,10 +48,10 @@ class Quantized(StructuredWeight):
       codes: int8 in the weight's shape; or uint8, half as many along `dim`.
       scales: float32: 'nf4' one for 64 along `dim`; 'int8' without what is summed over; 'int4'
         float16, one for each group along `dim`.
-      zeros: 'int4' uint8, as many: the codes that stand for 0; else None.
+      zeros: 'int4' uint8, as many: the codes of 0; else None.
       codes_axes, scales_axes: what their dimensions mean.
       kind: which of them.
-      dim: the dimension along which blocks lie, counted from the end (-1, -2, ...).
+      dim: the dimension of the blocks, counted from the end (-1, -2, ...).
       summed: the dimensions that are summed over, likewise.
     """
 
@@ -139,7 +139,7 @@ def _of_blocks(blocks: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
     """The codes of nf4, and the scale of each block along `dim`."""
     largest = jnp.abs(blocks).max(dim, keepdims=True)
     scaled = blocks / jnp.where(largest == 0, 1, largest)
-    # How many of the midpoints between neighbours a number lies above is its code.
+    # A number's code is how many of the midpoints between neighboring levels it exceeds.
     code = jnp.zeros_like(scaled, jnp.uint8)
     for middle in (NF4[1:] + NF4[:-1]) / 2:
         code += (scaled > float(middle)).astype(jnp.uint8)
@@ -159,7 +159,7 @@ def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.A
 
 
 def dequantize(value: Quantized) -> jax.Array:
-    """The floats that the codes stand for, float32."""
+    """Return the dequantized values, float32."""
     codes, scales = value.codes, value.scales
     if value.kind == "int8":
         scales = jnp.expand_dims(scales, tuple(codes.ndim + i for i in value.summed))
@@ -201,7 +201,7 @@ def of_arrays(
 
 
 def _dequantize(codes: jax.Array) -> jax.Array:
-    """The number that each code stands for: a lookup in 16, as comparisons, which fuse."""
+    """Return each code's value: a lookup in 16 as comparisons, which fuse."""
     found = jnp.full_like(codes, NF4[0], jnp.float32)
     for code in range(1, 16):
         found = jnp.where(codes == code, float(NF4[code]), found)

@@ -1,7 +1,7 @@
 """Mixture of experts (MoE): expert parallel all-to-all over the mesh axis `expert`, and experts.
 
-Letters: B rows, T length, t tokens of any rows, D embed, F mlp, E experts, k experts a token, N = B
-T k assignments on a device, C slots a row and expert, R devices along `expert`.
+Letters: B rows, T length, t tokens of any rows, D embed, F mlp, E experts, k experts per token, N =
+B T k assignments on a device, C slots per row and expert, R devices along `expert`.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ TOKENS = ("batch", "length", "embed")
 # What an expert has at least of a part of the exchange: of fewer rows a product takes hardly longer
 # than reading its weights and adding to their gradients, which each part does.
 ROWS_OF_A_PART = 4096
-# Each expert's parameters, which lie with it; a network is those of all experts by name.
+# Each expert's parameters, sharded with it; a network is those of all experts by name.
 AXES = {
     "gate": ("experts", "embed", "mlp"),
     "up": ("experts", "embed", "mlp"),
@@ -245,7 +245,7 @@ def slots_per_expert(
 def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
     """In how many parts tokens go to their experts and come back.
 
-    What one part has to go through is computed beside the exchange of the other. Not more than two:
+    The computation of one part overlaps with the exchange of the other. Not more than two:
     a part more is one more product of every matrix (benchmarks/history/overlap.md).
 
     Args:
@@ -387,10 +387,10 @@ def _with_capacity(
     slots_BTk: jax.Array,
     networks: Networks,
 ) -> jax.Array:
-    """Experts that take C tokens a row; what finds no slot contributes nothing.
+    """Experts that take C tokens per row; what finds no slot contributes nothing.
 
-    All parts of an all-to-all are one array of E B C D values a device (B its own rows), there and
-    back; a part has some of the slots of every row and expert.
+    All parts of an all-to-all are one array of E B C D values per device (B its own rows), there
+    and back; a part has some of the slots of every row and expert.
     """
     B, T, D = x_BTD.shape
     E = ranks * networks["gate"].shape[0]
@@ -501,7 +501,7 @@ def _run_grouped_over_ranks(
 def _run_grouped(
     gated: Gated, by: Grouped, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks
 ) -> jax.Array:
-    """The networks' outputs for rows that stand expert after expert, sizes_E of them each."""
+    """The networks' outputs for rows sorted by expert, sizes_E of them each."""
 
     # The expert of each row; E for a row that is nobody's.
     expert_N = (jnp.arange(x_ND.shape[0])[:, None] >= jnp.cumsum(sizes_E)).sum(1)

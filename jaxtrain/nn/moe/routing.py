@@ -1,6 +1,6 @@
 """Mixture-of-experts routers: top-k experts of a token, and their gates.
 
-Letters: B rows, T length, E experts, k experts a token, G groups of experts.
+Letters: B rows, T length, E experts, k experts per token, G groups of experts.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Router(Protocol):
     biased: ClassVar[bool]
 
     def weights(self, key: jax.Array, num_experts: int) -> Weights:
-        """Parameters beside the matrix that makes the logits."""
+        """Parameters in addition to the matrix of the logits."""
         ...
 
     def __call__(self, own: Weights, logits_BTE: jax.Array, experts_per_token: int) -> Routes:
@@ -51,7 +51,7 @@ class Groups:
     """Only experts of a token's best groups are chosen among (arXiv 2405.04434, section 2.1.3).
 
     Attributes:
-      count: groups, of experts that stand one after the other.
+      count: number of groups of consecutive experts.
       chosen: how many of them are a token's.
     """
 

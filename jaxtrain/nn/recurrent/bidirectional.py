@@ -34,7 +34,7 @@ class RecurrentLayer(Layer, Protocol):
         ...
 
     def other_flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token besides those of these parameters."""
+        """Training FLOPs per token besides those of these parameters."""
         ...
 
 

@@ -132,7 +132,7 @@ class RecurrentPair(nnx.Module):
             setattr(self, name, weight)
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> Memory:
-        """What was read of the sources, each of which stands at its row's beginning."""
+        """Encoder outputs; each source begins at the start of its row."""
         ids_BS = mask.segment_ids_BT
         assert ids_BS is not None, "a pair's padding is marked"
         nowhere_BS = jnp.zeros(source_BS.shape, jnp.int32)  # the order is in the recurrence

@@ -63,7 +63,7 @@ class StateSpaceLayer(abc.ABC):
 
     @abc.abstractmethod
     def other_flops(self) -> int:
-        """FLOPs a token of everything else that counts, forward: 2 K of each channel's
+        """FLOPs per token of everything else that counts, forward: 2 K of each channel's
         convolution, 6 of each state (its rate, its input, two for the recurrence, two for the sum
         that is read)."""
 

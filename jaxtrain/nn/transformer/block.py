@@ -1,8 +1,8 @@
 """Transformer block: attention, and an MLP or experts, each with its norm and residual.
 
 A part is a frozen dataclass. Its fields say which mathematics it is, `weights` draws its
-parameters, and a call computes with them. The parameters of all parts of a block lie side by side
-under their own names: how a block is put together does not show in a checkpoint.
+parameters, and a call computes with them. The parameters of all parts of a block are stored side by
+side under their own names: how a block is put together does not show in a checkpoint.
 Letters: B batch, T length, D embed.
 """
 
@@ -15,7 +15,7 @@ import jax
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.dropout import Dropout
-from jaxtrain.nn.execution import HIDDEN as HIDDEN  # beside RESIDUAL, for models
+from jaxtrain.nn.execution import HIDDEN as HIDDEN  # in addition to RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts, LayerFacts
 from jaxtrain.nn.layers import Norm
@@ -54,7 +54,7 @@ class Attends(Protocol):
         ...
 
     def score_flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token of the products with keys and values."""
+        """Training FLOPs per token of the products with keys and values."""
         ...
 
     def __call__(
@@ -122,7 +122,7 @@ class Feeds(Protocol):
 # A part with its parameters and all but its input: what is added to the stream, and what else.
 Part = Callable[[jax.Array], tuple[jax.Array, Any]]
 
-# Where the norm of a part stands: (norm with its parameters, stream, part) -> new stream, the else.
+# Placement of the norm of a part: (norm with its parameters, stream, part) -> new stream, extras.
 Placement = Callable[[Callable[[jax.Array], jax.Array], jax.Array, Part], tuple[jax.Array, Any]]
 
 
@@ -149,7 +149,7 @@ class Block:
     Attributes:
       attention, mlp: the parts.
       norm: which norm each of them has.
-      placement: where it stands.
+      placement: before or after a part.
       after: the norm of what each part gives, before the stream has it; None: there is none.
       dropout: of what each part gives, in training: its first place is attention's.
     """
@@ -189,7 +189,7 @@ class Block:
         return self.attention.matmul_parameters() + self.mlp.matmul_parameters()
 
     def other_flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs a token of the attention scores."""
+        """Training FLOPs per token of the attention scores."""
         return self.attention.score_flops_per_token(sequence_length)
 
     def __call__(

@@ -28,7 +28,7 @@ class CrossBlock:
     Attributes:
       attention, cross, mlp: the parts.
       norm: which norm each of them has.
-      placement: where it stands.
+      placement: before or after a part.
       dropout: of what each of them gives, in training: its places are theirs, in this order.
     """
 
@@ -79,7 +79,7 @@ class CrossBlock:
           own: the parameters.
           x_BTD: the residual stream.
           remembered: what `remember` gave.
-          mask: which of its own tokens a token sees.
+          mask: which of its own tokens per token sees.
           of_memory: which of the memory's it sees.
           execution: how the mathematics is run.
           cache: keys and values of its own tokens so far, or None.

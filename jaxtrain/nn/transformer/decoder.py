@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         leading: Sequence[Layer] = (),
         predicting: "Sequence[PredictionModule]" = (),
     ) -> None:
-        """Draws the layers; what stands before and after them is handed in.
+        """Initialize the layers; embedding and head are passed in.
 
         Args:
           layer: what each of them computes.
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
           stream: logical axes of the activations between layers.
           embedding_scale: what embedded tokens are multiplied by, with their positions.
           logit_softcap: the bound that logits are flattened towards; None: none.
-          leading: what layers compute that stand before those, one by one.
+          leading: the leading layers, each run on its own before the scanned ones.
           predicting: modules after the last layer, each of which predicts one more token.
         """
         self.layer, self.norm, self.stream = layer, norm, stream

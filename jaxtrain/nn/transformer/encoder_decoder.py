@@ -47,7 +47,7 @@ class EncoderDecoder(nnx.Module):
         dropout: float = 0.0,
         drops_finished: bool = False,
     ) -> None:
-        """Draws the layers; what stands before and after them is handed in.
+        """Initialize the layers; embedding and head are passed in.
 
         Args:
           encoder, decoder: what each layer of the two stacks computes.
@@ -126,7 +126,7 @@ class EncoderDecoder(nnx.Module):
         Args:
           tokens_BT: the targets' tokens so far, each row from its first.
           memory_BSD: what `encode` gave.
-          mask: which of the targets' tokens a token sees.
+          mask: which of the targets' tokens per token sees.
           of_memory: which of the memory's it sees.
           execution: how the mathematics is run.
         """
@@ -247,7 +247,7 @@ class EncoderDecoder(nnx.Module):
         start: jax.Array | int,
         keys: int,
     ) -> tuple[jax.Array, Any]:
-        """Finished hidden states, and what each layer gave beside them."""
+        """Final hidden states, and each layer's further outputs."""
         x_BTD = self.enter_target(tokens_BT, execution, start)
         mask = self.of_target(mask, tokens_BT.shape[1], keys, start)
 

@@ -18,7 +18,7 @@ from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.parallel.gathering import GradientSlice
 
-# Sums over the rows of a batch, each a float32 scalar, that layers give beside their activations:
+# Sums over the rows of a batch, each a float32 scalar, that layers return with their activations:
 # their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss;
 # EXPERT_LOAD is no metric but an array [L, E], by which biases of routers are moved.
 Auxiliary = dict[str, jax.Array]
@@ -36,7 +36,7 @@ class Transformer(Protocol):
 
     @property
     def leading(self) -> Sequence[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
-        """Layers that stand before those and differ from them, each a call as `run_layer` with its
+        """Layers that precede those and differ from them, each a call like `run_layer` with its
         own parameters; they give no sums. None in most models: ()."""
         ...
 
@@ -215,7 +215,7 @@ class PairModule(OutputHead, Protocol):
         Args:
           tokens_BT: the targets' tokens so far, each row from its first.
           memory: what `encode` gave.
-          mask: which of the targets' tokens a token sees.
+          mask: which of the targets' tokens per token sees.
           of_memory: which of the memory's it sees.
           execution: how the mathematics is run.
         """

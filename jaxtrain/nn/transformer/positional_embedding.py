@@ -33,7 +33,7 @@ class PositionalEmbedding(Protocol):
         ...
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """The embedded tokens, of which the first stands at place `start`, with their places."""
+        """Add positions to the embedded tokens, the first of which is at position `start`."""
         ...
 
     def into_scores(

@@ -33,7 +33,7 @@ from jaxtrain.training.settings import Config
 FAILED = 1
 SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
 TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process ends
-TOKEN_FILE = "token"  # in attempts/: what is fetched of a run's folder is beside that
+TOKEN_FILE = "token"  # in attempts/: fetched files of a run's folder are next to it
 GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
 Reporter = Callable[[str], None]
@@ -51,7 +51,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> 
       config: the run's configuration.
       workdir: the run's folder.
       flags: what the command line says about the processes.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: the folder is in use, another program's, cannot be made or written, or is in no

@@ -66,7 +66,7 @@ class RunFolder:
           workdir: the run's folder.
           pull: names of files that earlier attempts wrote and this one goes on with.
           may_write: raises or exits where the run's folder belongs to a later attempt by now.
-          report: takes a line about what could not be pushed.
+          report: called with a line about what could not be pushed.
 
         Raises:
           BucketError: a file cannot be pulled.

@@ -313,7 +313,7 @@ class Goodput:
     def _productive_at(self, step: int) -> float:
         """Productive seconds up to a step, between two points by proportion."""
         if not self._points or step > self._points[-1][0]:
-            # Killed between a save and its record: what is known lies before it.
+            # Killed between a save and its record: only earlier events are recorded.
             return self._productive() if step > 0 else 0
         points = [(0, 0), *self._points]
         after = bisect.bisect_left(points, step, key=lambda point: point[0])

@@ -312,7 +312,7 @@ def supervise(
       command: the program and its arguments; it writes into `workdir`.
       workdir: the run's folder.
       settings: when and how long; None: the defaults.
-      report: takes a line for people; None: stderr.
+      report: called with each line to print; None: stderr.
     """
     workdir, settings, report = place(workdir), settings or Supervision(), report or _to_stderr
     if isinstance(workdir, BucketPath):
@@ -407,7 +407,7 @@ class _Ending:
     def write_last(self, workdir: Place, status: str, reason: str) -> None:
         """How the supervisor ended, in exit.json: where nobody else is at the folder.
 
-        A start that took no attempt has no number: the newest one's stands for it.
+        A launch that took no attempt has no number: the newest attempt's is used.
         """
         with contextlib.suppress(BucketError):
             if self.attempt is not None:
@@ -435,7 +435,7 @@ def _run(
       workdir: the run's folder.
       settings: when and how long.
       stop: numbers of the signals that came to this process; others are added meanwhile.
-      report: takes a line for people.
+      report: called with each line to print.
     """
     attempt_before, step_before = _read_progress(workdir)
     child = Child(

@@ -30,7 +30,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import sync, write_atomically
 from jaxtrain.config.untrusted import parse_json
 
-# What stands before a digest. MD5 is what buckets compute of what they store.
+# Prefix of a digest. MD5 is what buckets compute of what they store.
 CRC32, MD5 = "crc32:", "md5:"
 
 
@@ -76,7 +76,7 @@ def digest(file: Place, prefix: str) -> tuple[int, str]:
 
 
 FILE = "manifest.json"
-FORMAT = 4  # of a checkpoint: the manifest, the files it names, and what stands beside the state
+FORMAT = 4  # of a checkpoint: the manifest, the files it names, and the metadata of the state
 # Reading and digesting let go of the interpreter. More threads than cores would take them from
 # those that read the arrays meanwhile.
 _THREADS = min(8, os.cpu_count() or 1)
@@ -209,7 +209,7 @@ def read(folder: Place, step: int) -> Manifest:
 
 
 def own_digest(folder: Place, step: int) -> str:
-    """The digest of the manifest in `folder`, which stands for all that it names; errors as of
+    """The digest of the manifest in `folder`, which covers all files that it names; errors as of
     `read`."""
     read(folder, step)
     with Reading(folder, step):

@@ -138,7 +138,7 @@ def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str |
     """Return how the data differ from those a checkpoint was trained on; None: they are the same.
 
     Args:
-      extra: what the checkpoint says beside its state.
+      extra: the checkpoint's metadata.
       config: the configuration that opened the data.
       dataset: the opened data.
     """
@@ -175,7 +175,7 @@ def _position(config: Config, digest: str) -> dict[str, Any]:
 def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
     """A setting of the data that is another than in the saved config, and both values as text."""
     found = _differing(saved, config, "Train.data ", f"{type(config.train.data).__name__}.")
-    # Where the text lies says the least: the same may lie elsewhere now.
+    # The text's path matters least: the same text may be stored elsewhere now.
     return min(found, key=lambda one: one[0].endswith(".source"), default=None)
 
 
@@ -310,7 +310,7 @@ def of_published(path: Path) -> list[Ancestor]:
 
 
 def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
-    """A line for each ancestor, for people."""
+    """Describe each ancestor in one line."""
     lines = []
     for ancestor in ancestors:
         verb = "Its parameters began as those of" if not lines else "which began as those of"

@@ -216,7 +216,7 @@ class Costs:
 # Steps of an attempt before its first save, which measures what a save costs: caches are then warm.
 FIRST_STEPS = 20
 # A new interval within this part of the current one changes nothing: near the best interval the
-# time lost is flat (10 % beside it cost 0.5 % more), and a run should not report noise.
+# time lost is flat (10 % off the optimum costs 0.5 % more), and a run should not report noise.
 _CHANGE = 0.2
 _RECENT = 5  # saves whose cost counts
 
@@ -288,7 +288,7 @@ class AutomaticInterval(SaveSchedule):
           steps: of the run: no interval is longer.
           phases: where the time of this process goes.
           agree: returns the largest of every process's value, for each of the values.
-          report: takes a line for people.
+          report: called with each line to print.
         """
         self._mtbf, self._steps = mtbf, steps
         self._phases, self._agree, self._report = phases, agree, report

@@ -198,7 +198,7 @@ def restore_parameters(
       checkpoints: another run's, or this one's.
       step: of the checkpoint.
       setup: what they are for.
-      unread: names of those that are left out, with what stands beside them.
+      unread: names of those that are skipped, with their companions.
     """
     saved_bindings = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
     saved = load(_Tuned, None, saved_bindings, search_path=Path())

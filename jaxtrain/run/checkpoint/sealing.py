@@ -174,7 +174,7 @@ _BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
 # What Orbax raises when something cannot be written (a full disk: ValueError with TensorStore's
 # RESOURCE_EXHAUSTED), and the coordination service when another process stays away.
 UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
-_MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written beside the arrays
+_MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written next to the arrays
 _LATE, _OF_A_FILE = "Event loop is closed", "in OCDBT database"
 _CANCELLED = r"coroutine '.*\bwrite_fragment' was never awaited"
 _serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
@@ -256,7 +256,7 @@ class Sealer:
           keep_every: multiples of this stay too.
           max_failures: number of failed saves in a row that raise.
           barrier: among all processes, safe in any thread.
-          report: takes a line about a failed save.
+          report: called with a line about a failed save.
           may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
           before_seal: brings to the run's folder what a checkpoint must not be there without;
             process 0 calls it in the thread.

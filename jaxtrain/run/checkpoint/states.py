@@ -25,7 +25,7 @@ class RunStates(abc.ABC):
     state's step, and more by the batches that rewinds have skipped.
 
     Attributes:
-      extra: what the checkpoint that was restored last says beside its state; None: none was.
+      extra: metadata of the checkpoint that was restored last; None: none was.
       ancestors: what the run's first parameters came from, the nearest first.
       schedule: after which steps a state is saved.
       keeps: whether states are kept at all.
@@ -70,7 +70,7 @@ class RunStates(abc.ABC):
     def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         """The newest good state at `step` or before it, and its position; later ones are removed.
 
-        They stand on the way that is left: the run comes to their steps again, with other batches.
+        They are on the abandoned path: the run reaches their steps again, with other batches.
         """
 
     @abc.abstractmethod
@@ -201,7 +201,7 @@ def states_of(
       config: the run's configuration.
       program: what the states are restored into.
       read_only: nothing in workdir changes.
-      report: takes what people should know: damage, a disk that fills up.
+      report: called with each warning: damage, a disk that fills up.
       may_write: raises where the folder belongs to another attempt by now.
       before_seal: brings what belongs to a state into the folder, before the state counts.
       phases: what this process is doing.

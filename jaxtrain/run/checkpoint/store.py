@@ -121,7 +121,7 @@ class Checkpoints:
         Args:
           read_only: for programs that look at a run which may be training at this moment: nothing
             is made or removed, because an unfinished save may be a living one.
-          report: takes a line that the user should read: little space, a failed save, a damaged
+          report: called with each line to print: little space, a failed save, a damaged
             checkpoint. Called from the thread that calls the method concerned.
           may_write: called before leftovers are removed and before each save, and on process 0
             again before the save counts as done, then in another thread; raises or exits where
@@ -152,7 +152,7 @@ class Checkpoints:
         options = ocp.AsyncOptions(
             timeout_secs=WRITE_SECONDS,
             barrier_sync_fn=self._sealer.barrier_of_writer,
-            # Where a folder cannot be made beside the steps, Orbax's other threads wait for it
+            # Where a folder cannot be made next to the steps, Orbax's other threads wait for it
             # until time is up, and the interpreter for them: 20 minutes. Several processes end
             # without waiting for threads.
             create_directories_asynchronously=jax.process_count() > 1,

@@ -52,7 +52,7 @@ class RunToken:
         Args:
           environment: `os.environ`, or one made for a test.
           file: in the run's folder, where the environment has none.
-          report: takes a line where the file cannot be kept from others.
+          report: called with a line where the file cannot be kept from others.
 
         Raises:
           UserError: the variable holds what is no token.

@@ -200,7 +200,7 @@ def rendezvous(
       hello: what all processes must have alike: versions, a digest of the configuration.
       token: the run's.
       timeout_seconds: how long the others are waited for.
-      report: takes a line on what is waited for, and later from the channel's own thread on
+      report: called with a line on what is waited for, and later from the channel's own thread on
         unauthenticated clients at the port.
       welcome: what process 0 sends to all, an attempt number for example; the others' is not used.
       heartbeat_seconds: between two signs of life; process 0's counts.

@@ -176,11 +176,11 @@ def kubernetes(environment: Environment) -> Cluster | None:
 def open_mpi(environment: Environment) -> Cluster | None:
     """Processes of Open MPI's mpirun; process 0 is taken to run where mpirun was called.
 
-    That host stands in OMPI_MCA_orte_hnp_uri (Open MPI 4: `ID;tcp://10.0.0.1,...:PORT`) and in
+    That host is in OMPI_MCA_orte_hnp_uri (Open MPI 4: `ID;tcp://10.0.0.1,...:PORT`) and in
     PMIX_NAMESPACE (Open MPI 5: `prterun-HOST-PID@1`).
 
     Raises:
-      UserError: it stands in neither.
+      UserError: it is in neither.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None

@@ -146,7 +146,7 @@ def start(
       peers: from the rendezvous of the same cluster.
       simulated_devices: CPU devices of the whole run; 0: those that are there.
       timeout_seconds: how long JAX waits for the others, who were all there a moment ago.
-      report: takes a line on what was found.
+      report: called with a line on what was found.
 
     Raises:
       UserError: the simulated devices do not divide over the processes; JAX's port is taken;

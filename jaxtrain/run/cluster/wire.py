@@ -336,8 +336,9 @@ class Listener:
           host: where.
           port: where.
           token: the run's.
-          room: connections that are kept waiting at once, beside some for unauthenticated clients.
-          report: takes a line about unauthenticated clients.
+          room: connections that are kept waiting at once, in addition to some for unauthenticated
+            clients.
+          report: called with a line about unauthenticated clients.
 
         Raises:
           OSError: the port cannot be bound.

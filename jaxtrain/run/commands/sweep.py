@@ -115,7 +115,7 @@ def grid(
 
     Args:
       name: of the config.
-      bindings: gin bindings; `Name.field = [A, B]` stands for one with A and one with B.
+      bindings: gin bindings; `Name.field = [A, B]` means one run with A and one with B.
       workdir: holds a folder for each point.
       allow_imports: let the file import modules from outside jaxtrain.
 

@@ -267,7 +267,7 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
 
     Args:
       arguments: the parsed command line.
-      console: where is said what people should know; None is standard error.
+      console: for warnings; None is standard error.
     """
     keep_compiled_programs()
     folder = _existing_run(arguments.workdir, arguments.step)
@@ -278,7 +278,8 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
             file = Path(copies) / file.name
             file.write_bytes((folder / file.name).read_bytes())
         config = load_config(file, bindings, allow_imports=allow_imports)
-    # Standard output is for the result; a damaged checkpoint that is skipped is said beside it.
+    # Standard output is for the result; a damaged checkpoint that is skipped is reported on
+    # standard error.
     console = console or Console(stderr=True)
     of_training = set(notes_of_schedule(config.schedule, config.train.steps))
     print_lines(console, *(note for note in config.notes if note not in of_training))

@@ -44,7 +44,7 @@ def length_before_end(tokens: Sequence[int] | np.ndarray, ends: Sequence[int]) -
 EVERY = 16  # tokens between two looks for a stop string, where nobody watches
 SHOWN_EVERY = 2  # where somebody does
 
-# What stands for bytes that are no character, or not yet.
+# Replacement for bytes that are not a character, or not yet.
 UNKNOWN = "\ufffd"
 
 

@@ -58,7 +58,7 @@ class Chat:
           system: what the role 'system' says first; None: what the template says without it.
           sampling: how tokens are drawn; None: from the model's own distribution.
           max_new_tokens: of an answer; None: 512, or what fits.
-          stop: strings that end an answer, beside the template's end of a turn.
+          stop: strings that end an answer, in addition to the template's end of a turn.
           seed: of the draws; each answer draws its own.
 
         Raises:

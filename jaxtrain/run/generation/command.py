@@ -37,7 +37,7 @@ GUESSES = 4
 
 
 def validate_draft_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError where what is requested beside guesses does not go with them."""
+    """Raise UserError where an option is incompatible with speculative decoding."""
     if arguments.draft is None:
         if arguments.guesses is not None:
             raise UserError(

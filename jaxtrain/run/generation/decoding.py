@@ -43,7 +43,7 @@ class Sampling:
     """How the next token is drawn; what is set holds together, from top to bottom.
 
     Attributes:
-      repetition_penalty: logits of tokens that stand in the text so far are divided by it where
+      repetition_penalty: logits of tokens that occur in the text so far are divided by it where
         they are positive, and multiplied where they are negative (arXiv 1909.05858); above 1
         there is less repetition. Also where the likeliest token is taken.
       temperature: logits are divided by it; 0 always takes the likeliest token.
@@ -102,7 +102,7 @@ def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Draw
 
     Args:
       logits_BV: the model's.
-      seen_BV: whether a token stands in the text so far; None where nothing is penalised.
+      seen_BV: whether a token occurs in the text so far; None where nothing is penalized.
       drawing: from `Sampling.drawing`.
     """
     logits_BV = jnp.asarray(logits_BV, jnp.float32)
@@ -167,9 +167,9 @@ class Texts:
         goes on with them, else what the function keeps that does.
       logits_BV: of the next token, float32.
       padding_B: places before a row's text.
-      seen_BV: tokens that stand in the text so far; None where no setting asks.
+      seen_BV: tokens that occur in the text so far; None if no setting needs it.
       finished_B: rows whose draws are not wanted any more.
-      limit_B: how many tokens a row may draw.
+      limit_B: how many tokens per row may draw.
       drawn_BN: the tokens, int32.
       log_p_BN: the model's log-probability of each, before anything was adjusted.
       count: how many were drawn.
@@ -201,7 +201,7 @@ def for_one_text(layout: Layout) -> Layout:
 def for_texts(setup: Setup) -> Setup:
     """The program that writes: rows split over the batch's devices, and nothing along length.
 
-    Cached decoding always runs the reference kernel: one query a step is no work for the others.
+    Cached decoding always runs the reference kernel: one query per step is no work for the others.
     """
     layout = setup.layout.with_manual("pipe", "context")
     layout = dataclasses.replace(layout, sequence_parallel=False)
@@ -245,7 +245,7 @@ def batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[
 
 
 def counts_slots(sizes: TokenModel) -> bool:
-    """Whether a row's own length says how many of its tokens an expert takes."""
+    """Whether a row's own length says how many of its tokens per expert takes."""
     return sizes.experts is not None and sizes.experts.capacity_factor is not None
 
 

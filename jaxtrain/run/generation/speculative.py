@@ -260,7 +260,7 @@ def rolls_back(model: Model) -> TokenModel:
 
 
 def _seen_tokens(text: list[int], vocab_size: int, drawing: Drawing) -> np.ndarray | None:
-    """Which tokens stand in a text, where a setting asks."""
+    """Return which tokens occur in a text, if a setting needs it."""
     if "repetition_penalty" not in drawing:
         return None
     seen_V = np.zeros(vocab_size, bool)

@@ -83,7 +83,7 @@ def write_adapter(
       config: the run's configuration.
       setup: whose state it is.
       state: what is written.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: there are no adapters, the model is known nowhere else, the folder cannot be made,

@@ -130,8 +130,8 @@ def _compare(
     *,
     called: Path,
 ) -> receipt.Receipt:
-    """The folder's tensors beside the run's, and the logits of both: of the floats that we read in
-    the folder, and of the run's codes.
+    """Compare the folder's tensors with the run's, and the logits of both: of the floats that we
+    read in the folder, and of the run's codes.
 
     transformers reads such a folder only with a package of kernels for GPUs.
     """

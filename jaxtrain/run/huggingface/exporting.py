@@ -43,7 +43,8 @@ from jaxtrain.training.setup import Setup
 
 @contextlib.contextmanager
 def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
-    """The folder of this name, and the one beside it that is written to and becomes it.
+    """Yield the folder of this name, and the temporary sibling that is written and then renamed to
+    it.
 
     Raises:
       UserError: the folder holds something already, or cannot be made.

@@ -54,7 +54,7 @@ def import_run(
       config: of `hf:DIR`, with what is bound otherwise.
       workdir: the run's folder, which holds none yet.
       console: where the receipt goes.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: the folder holds a run, or the configuration cannot run on these devices, or the

@@ -1,6 +1,6 @@
 """Conversion between published tensors and sharded parameters.
 
-Running statistics, which batch norms have beside their parameters, are among both.
+Running statistics, which batch norms have in addition to their parameters, are among both.
 
 Each device's part of a parameter is read from the files by itself, some layers at a time: this
 machine holds 256 MiB of it, or one layer's part where that is more, and of the files the pages of

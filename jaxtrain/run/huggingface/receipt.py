@@ -81,7 +81,7 @@ class Receipt:
       folder: the published model.
       architecture: what it calls itself.
       parameters: how many numbers its tensors have, running statistics among them.
-      digests: sha256 of each of its tensors as it lies in its file.
+      digests: sha256 of each of its tensors as stored in its file.
       differing: names of the tensors that are not what our parameters are there.
       logits: of both models; None where they were not compared.
       why_not: the reason, where they were not compared with another program's.

@@ -30,7 +30,7 @@ class Record:
 
     Attributes:
       where: the argument, the file and the number of the line, for messages.
-      fields: what stands in its braces.
+      fields: the names in its braces.
     """
 
     where: str
@@ -64,7 +64,7 @@ def read_records(argument: str, path: str) -> list[Record]:
     with path_errors(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
         content = read_bounded(file, named=f"{argument} {path}", limit=_MAX_BYTES)
     found = []
-    # Not splitlines: U+2028 may stand inside a JSON string.
+    # Not splitlines: U+2028 may occur inside a JSON string.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         if not line.strip():
             continue

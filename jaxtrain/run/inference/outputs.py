@@ -318,7 +318,7 @@ def token_names(model: TokenModel, tokenizer: Tokenizer) -> list[str]:
 
 
 def _mask(model: TokenModel, tokenizer: Tokenizer) -> int:
-    """The last token, as in training; of a model from elsewhere, which has no row beside its
+    """The last token, as in training; of an imported model, which has no row next to its
     tokenizer's tokens, the one that the tokenizer names."""
     if tokenizer.vocab_size < model.vocab_size:
         return model.vocab_size - 1

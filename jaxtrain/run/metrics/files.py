@@ -89,7 +89,7 @@ def _number(field: int, value: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last byte have the eighth."""
+    """Seven bits per byte, the lowest first; all but the last byte have the eighth."""
     digits = []
     while value > 0x7F:
         digits.append(value & 0x7F | 0x80)
@@ -153,7 +153,7 @@ class MetricsFiles:
         self._confusion = line.get(CONFUSION, self._confusion)
 
     def draw(self) -> None:
-        """Draws the pictures beside the training; leaves it out while they are being drawn."""
+        """Draw the pictures in a background thread; skip it while they are being drawn."""
         if self._drawing is None or self._drawing.done():
             if self._drawing is not None:
                 with contextlib.suppress(OSError):  # full, or away: the next is drawn
@@ -186,7 +186,7 @@ class MetricsFiles:
 
 @functools.cache
 def _drawer() -> ThreadPoolExecutor:
-    """Draws beside the training: it takes some tenths of a second.
+    """Draw in a background thread: it takes some tenths of a second.
 
     One thread for all runs of the process, since matplotlib loads fonts for each thread that draws,
     and keeps them and their files open when it has ended.

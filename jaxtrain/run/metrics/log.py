@@ -30,7 +30,7 @@ from jaxtrain.training.settings import Config
 
 # Steps that may be under way when `later` returns. Two keep the devices busy while the host
 # prepares the next batch; more would only pile up input batches in device memory, make the clock
-# lie (a dispatched step is not a done one) and delay the news of a bad step.
+# be wrong (a dispatched step is not a finished one) and delay the detection of a bad step.
 RUN_AHEAD_STEPS = 2
 
 # The metrics by which a step is judged good or bad; read of every step.
@@ -122,7 +122,7 @@ class MetricsLog:
 
     @property
     def seconds(self) -> float:
-        """A clock of training alone: it stands still while the log is paused."""
+        """A clock of training alone: it is paused with the log."""
         now = time.perf_counter() if self._paused_at is None else self._paused_at
         return now - self._paused_seconds
 
@@ -153,7 +153,7 @@ class MetricsLog:
           step: number of optimizer steps done.
           values: host numbers, named `eval_loss`, `eval_accuracy`, ...; what is no number is
             written alone.
-          account: where the run's time went so far, which people are shown at the end.
+          account: where the run's time went so far, shown at the end.
         """
         self.flush()
         self._keep({"step": step, **values, **(account or {})})

@@ -198,7 +198,7 @@ class Tracking:
           name: of the service.
           folder: where metrics.jsonl is; None: `lines` are all that there is.
           lines: of a run without a folder.
-          report: takes a line for people.
+          report: called with each line to print.
 
         Raises:
           UserError: the service is not there.
@@ -220,7 +220,7 @@ class Tracking:
         self._thread.submit(self._cut).result()
 
     def up_to(self, step: int) -> None:
-        """Gives away the lines up to a step whose checkpoint is on disk, beside the training."""
+        """Send the lines up to a step whose checkpoint is on disk, in a background thread."""
         self._thread.submit(self._give, step)
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ def trackings(
       folder: of the run on this machine.
       named: what the run is called where the settings do not say it.
       lines: those of a run without a folder.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: the service is not there.

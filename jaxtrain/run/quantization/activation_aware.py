@@ -153,7 +153,7 @@ def clip(
       weights: its parameters by name, float32, the layers in their order.
       seen: what the weights of READ read, [L, N, I].
       group: numbers that share a scale of int4.
-      report: takes a line for people.
+      report: called with each line to print.
     """
     ratios = []
     for name, reader in _READ_BY.items():
@@ -250,7 +250,7 @@ def scale(
         read of the scaled model.
       of: from `scaling_groups`.
       group: numbers that share a scale of int4.
-      report: takes a line for people.
+      report: called with each line to print.
     """
     # All are found before any is scaled: what one reads, another makes.
     found = {one: _of_layers(weights, seen[one.readers[0]], one, group) for one in of}

@@ -109,7 +109,7 @@ def write_quantized(
       weight_format: what the weights are held in.
       group: numbers of int4 that share a scale.
       text: a file by whose text int4 is calibrated; None: by none.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: the model has no such weights, sizes do not divide into groups, the text cannot be

@@ -137,7 +137,7 @@ def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, Place]]:
 
 
 def table(runs: Iterable[Run]) -> Table:
-    """Where each run stands: the last values it has."""
+    """Each run's latest values."""
     runs = list(runs)
     names = ["step", "loss", "eval_loss", *_metrics(runs), "learning_rate"]
     shown = Table(title="Runs, at their last step", title_justify="left")

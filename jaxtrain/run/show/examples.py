@@ -67,7 +67,7 @@ def show_examples(
 
 
 def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -> None:
-    """Prints what a batch of text is made of: padding, documents a row, its commonest tokens."""
+    """Prints what a batch of text is made of: padding, documents per row, its commonest tokens."""
     ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
     size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
     fractions = [

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # it imports JAX, and `jaxtrain plot` does not
 class Picture(Figure):
     """A figure that notebooks show by themselves.
 
-    Not pyplot's: those are global state, and drawing may happen beside the training thread.
-    Without pyplot IPython does not know how to show a figure, so this class does it itself.
+    Not pyplot's: those are global state, and drawing may happen concurrently with the training
+    thread. Without pyplot IPython does not know how to show a figure, so this class does it itself.
     """
 
     def __init__(self, width: float, height: float) -> None:

@@ -16,7 +16,7 @@ TERMINAL_CLOSED = "a closed terminal"
 
 
 class Output:
-    """A stream for people; once nobody can read it any more, what is written goes nowhere.
+    """An output stream; once its reader is gone, what is written is discarded.
 
     Args:
       stream: such as `sys.stdout`.

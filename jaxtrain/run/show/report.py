@@ -61,7 +61,7 @@ def parameter_rows(state: TrainState) -> list[tuple[str, tuple[int, ...], str, s
     """Name, shape, logical axes, placement, parameters and bytes per device of every parameter."""
     rows = []
     for name, (value, axes) in parameters(state).items():
-        sharding: Any = value.sharding  # a NamedSharding: parameters lie on a mesh
+        sharding: Any = value.sharding  # a NamedSharding: parameters are on a mesh
         placement = ", ".join(_part(part) for part in sharding.spec)
         rows.append(
             (
@@ -83,7 +83,7 @@ def _part(part: str | tuple[str, ...] | None) -> str:
 
 
 def parameter_table(state: TrainState, waits: Unfreezing = _NO_WAIT) -> Table:
-    """Every parameter: shape, logical axes, where they lie, bytes on each device; and, where some
+    """Every parameter: shape, logical axes, sharding, bytes per device; and, where some
     are not, whether it is trained, or from which step on."""
     rows, trained = parameter_rows(state), by_name(state.params)
     shows_trained = bool(by_name(state.frozen)) or bool(waits.steps)

@@ -182,7 +182,7 @@ class Question:
 
     Attributes:
       where: the file and the line, for messages.
-      context: what stands before.
+      context: the preceding text.
       choices: continuations, of which the model's is the most probable; of an exact match the one.
       answer: which of them is right.
     """
@@ -254,7 +254,7 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
     Args:
       task: the task.
       tokenizer: of the model.
-      delimiter: stands between a context and its continuation.
+      delimiter: text between a context and its continuation.
       length: the model's context length.
 
     Raises:

@@ -50,7 +50,7 @@ class Codec(Protocol):
         sent: [] if the codec keeps none.
 
         Called on every device with its own shards, inside `jax.shard_map`; what an array becomes
-        does not depend on the arrays beside it, so that devices along other mesh axes that hold the
+        does not depend on the other arrays, so that devices along other mesh axes that hold the
         same array go on holding the same.
 
         Args:
@@ -63,7 +63,7 @@ class Codec(Protocol):
 class Int8:
     """8-bit integers, a float32 scale a block: a reduce-scatter and a gather of such messages.
 
-    For n numbers a device sends 2n(k-1)/k bytes (and 4/256 of that for scales), a quarter of what
+    For n numbers per device sends 2n(k-1)/k bytes (and 4/256 of that for scales), a quarter of what
     an all-reduce of float32 sends. Rounding is to nearest: error feedback makes up for its bias.
     """
 
@@ -159,9 +159,9 @@ class Signs:
 
     As in `torch.sign`, 0 has the sign 0: what no replica reads does not move, as rows of an
     embedding, experts and positions without a token. Where as many replicas vote up as down the
-    result is 0 too. For n elements a device sends n/4 bytes (k-1)/k twice: its votes to the owners
-    of their parts, and each owner's result to all; 1/16 of an all-reduce of float32. Nothing is
-    kept of what is lost.
+    result is 0 too. For n elements per device sends n/4 bytes (k-1)/k twice: its votes to the
+    owners of their parts, and each owner's result to all; 1/16 of an all-reduce of float32. Nothing
+    is kept of what is lost.
     """
 
     keeps_rest: ClassVar[bool] = False

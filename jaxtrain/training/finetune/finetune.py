@@ -25,7 +25,7 @@ class Finetune:
 
     Attributes:
       freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
-        `('layers/*', 'token_embedding')`; `*` stands for any characters, slashes too. They have no
+        `('layers/*', 'token_embedding')`; `*` matches any characters, slashes too. They have no
         gradient and no optimizer state.
       unfreeze: how many steps leave parameters as they are before they are trained too, by pattern
         or role, such as {'layers/*[0:6]': 200, 'layers/*': 100}; the first that fits counts, what

@@ -47,8 +47,8 @@ class Tuning:
         return False
 
     def splits_more(self, layout: Layout) -> bool:
-        """Whether a teacher is sharded over fsdp while gradients are summed over it once a step: in
-        that sum each device has all parameters, so they are summed in order."""
+        """Whether a teacher is sharded over fsdp while gradients are summed over it once per step:
+        in that sum each device has all parameters, so they are summed in order."""
         return layout.zero < 2 and self.teacher_layout(layout).zero == 3
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:

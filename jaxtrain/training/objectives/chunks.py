@@ -39,8 +39,8 @@ def over_chunks(
 ) -> jax.Array:
     """Return the sum of losses(logits, targets, mask) over chunks of positions, one live at a time.
 
-    A chunk's gradients are computed beside its loss, with its logits at hand: three products, and
-    nothing is kept or computed again. Each device keeps its own parts of the gradients, the
+    A chunk's gradients are computed together with its loss, from the same logits: three matmuls,
+    and nothing is kept or computed again. Each device keeps its own parts of the gradients, the
     matrix's summed in float32, and the devices' parts are added up once for all chunks.
 
     Args:

@@ -1,7 +1,7 @@
 """Classification of images and vectors, with auxiliary heads (GoogLeNet) and its metrics.
 
-Metrics are sums over examples, counted where they lie: a mesh adds them exactly, and a padded last
-batch adds nothing. Auxiliary heads: Szegedy et al. 2014 (arXiv 1409.4842), section 5: heads on
+Metrics are sums over examples, counted on their devices: a mesh adds them exactly, and a padded
+last batch adds nothing. Auxiliary heads: Szegedy et al. 2014 (arXiv 1409.4842), section 5: heads on
 layers in the middle of a deep network bring gradients there, their losses weighted by 0.3. Letters:
 B batch, C classes.
 """
@@ -26,7 +26,7 @@ from jaxtrain.training.objectives.objective import LogitsObjective, Yardstick, u
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 
 MOST_COUNTED = 1024  # classes: a matrix of 4 MB; of more none is counted
-MOST_TOLD = 100  # classes whose matrix stands among the metrics: some 30 kB a line
+MOST_TOLD = 100  # classes whose matrix stands among the metrics: some 30 kB per line
 TOP = 5
 
 

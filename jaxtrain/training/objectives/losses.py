@@ -81,7 +81,7 @@ def losses(
     """Return the cross entropies of the targets that count times their mask, float32 of the
     targets' shape.
 
-    What stands at the others, and what the model said there, is in no result and in no gradient.
+    The targets and logits at other positions affect neither results nor gradients.
 
     Args:
       logits: [..., V]; finite where the mask is 0 too.

@@ -44,7 +44,7 @@ class Yardstick:
     """Presentation of an objective's metrics: units, panels and baselines.
 
     Attributes:
-      unit: of the loss, such as 'nats a token'; '' if it has none.
+      unit: of the loss, such as 'nats per token'; '' if it has none.
       metrics: the other metrics that are drawn, each in a panel below the loss.
       baselines: what they are compared with; the first is named at a run's end.
       scale: of the loss's axis; 'log' where it falls over several orders of magnitude.
@@ -56,7 +56,7 @@ class Yardstick:
     scale: Literal["linear", "log"] = "linear"
 
     def sentence(self, values: Mapping[str, Any]) -> str | None:
-        """Return a summary such as `Held-out loss 2.1000 nats a token, against the text's unigram
+        """Return a summary such as `Held-out loss 2.1000 nats per token, against the text's unigram
         entropy 3.2500`; None without a baseline.
 
         Args:
@@ -72,7 +72,7 @@ class Yardstick:
 
 
 def text_entropy(facts: Mapping[str, Any], metric: str = "loss") -> tuple[Baseline, ...]:
-    """Return the baseline of the text's unigram entropy, in nats a token; () if the data
+    """Return the baseline of the text's unigram entropy, in nats per token; () if the data
     have none.
     """
     entropy = facts.get("unigram_entropy")

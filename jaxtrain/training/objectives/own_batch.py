@@ -23,7 +23,7 @@ def validate_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str
       batch: the batch.
       name: the field.
       dtype: of `DTYPES`; integers and floats of other sizes are taken too, as JAX takes them.
-      shape: what each dimension has to be; a letter stands for any size above 0.
+      shape: what each dimension has to be; a letter means any size above 0.
     """
     x = getattr(batch, name)
     written = f"{dtype} [{', '.join(map(str, shape))}]"

@@ -44,7 +44,7 @@ class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):
         return "rows" if name in ("rows", "exact_match") else "weight"
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Return nats a token, and the accuracy of tokens and of whole targets."""
+        """Return nats per token, and the accuracy of tokens and of whole targets."""
         del model, facts
         return Yardstick("nats a token", ("accuracy", "exact_match"))
 

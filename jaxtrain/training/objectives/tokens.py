@@ -171,7 +171,7 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
         return {"perplexity": perplexity(means["loss"])}
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
-        """Return nats a token, and the baseline of the text's unigram entropy."""
+        """Return nats per token, and the baseline of the text's unigram entropy."""
         del model
         return Yardstick("nats a token", baselines=text_entropy(facts))
 

@@ -61,7 +61,7 @@ class FileArray:
     Attributes:
       shape: of the whole array.
       dtype: of its numbers.
-      sharding: which part lies in the files of which device's process; a stack of layers is whole
+      sharding: which part is in the files of which device's process; a stack of layers is whole
         along its first dimension.
     """
 

@@ -15,16 +15,17 @@ class Offload:
     """Offload of training state to the hosts: pinned memory (ZeRO-Offload, arXiv 2101.06840) or
     files on their disks (ZeRO-Infinity, arXiv 2104.07857).
 
-    Each device's shard lies in the memory, or on the disk, of its own host. The update reads it one
+    Each device's shard is in the memory, or on the disk, of its own host. The update reads it one
     layer at a time and writes it back; what is computed stays on the devices, bit for bit.
 
     Attributes:
-      optimizer_state: 'host' keeps every array of it there, 8 bytes a parameter of adamw's; 'disk'
-        in memory-mapped files in the run's folder (or in a temporary one where there is none, or
-        where it is in a bucket), updated in blocks while the next block is read.
-      parameters: 'host' keeps those that are trained there, 4 bytes a parameter in float32; a step
-        computes with a copy in Precision.compute on the devices. From ZeRO 1 on they are sharded
-        over fsdp as the optimizer's state is. 'disk' is rejected: a step computes with all of them.
+      optimizer_state: 'host' keeps every array of it there, 8 bytes per parameter of adamw's;
+        'disk' in memory-mapped files in the run's folder (or in a temporary one where there is
+        none, or where it is in a bucket), updated in blocks while the next block is read.
+      parameters: 'host' keeps those that are trained there, 4 bytes per parameter in float32; a
+        step computes with a copy in Precision.compute on the devices. From ZeRO 1 on they are
+        sharded over fsdp as the optimizer's state is. 'disk' is rejected: a step computes with all
+        of them.
       gradients: 'host' takes those of each layer's matrices there as the backward pass makes them,
         and sums them there over microbatches; the update has them back.
     """

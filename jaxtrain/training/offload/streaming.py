@@ -1,9 +1,9 @@
 """Layer-by-layer transfer of arrays between host and device memory.
 
 A loop over layers reads a slice of every array, computes, and writes the slices back where they
-came from, so that a device holds one layer's beside what it holds anyway, and a host nothing twice.
-Within a layer the compiler begins to read all arrays at once and writes each as soon as it is done,
-in both directions of the link at the same time. Letter: L layers.
+came from, so that a device holds one layer's in addition to what it holds anyway, and a host
+nothing twice. Within a layer the compiler begins to read all arrays at once and writes each as soon
+as it is done, in both directions of the link at the same time. Letter: L layers.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,8 +34,8 @@ def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
 
     Args:
       function: takes slices [1, ...] on the devices, and int32 [1], which layer they are.
-      kept: arrays [L, ...] that it changes, each written back in place to where it lies.
-      given: arrays [L, ...] that it reads, wherever they lie; scalars are the same for all layers.
+      kept: arrays [L, ...] that it changes, each written back in place.
+      given: arrays [L, ...] that it reads, in any memory; scalars are the same for all layers.
 
     Returns:
       What is kept, and what was made, [L, ...] on the devices.

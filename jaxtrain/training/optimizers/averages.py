@@ -131,7 +131,7 @@ class Iterates(EvaluationParams):
       weight: float32 scalar, sum of the weights of the iterates averaged.
       largest: float32 scalar, the largest learning rate so far.
       z: the iterates, float32, in the form of the parameters.
-      b1: how far the parameters lie from z towards the average.
+      b1: interpolation of the parameters from z towards the average.
     """
 
     taken: optax.ScaleByScheduleState

@@ -119,7 +119,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
     )
 
 
-# Which layer stands at each place of stacked arrays, if not the place's own: None.
+# The layer at each index of stacked arrays; None: the index itself.
 Layers = Sequence[int] | jax.Array | None
 
 # Which of an update's draws for an array is that of a parameter itself.
@@ -133,7 +133,7 @@ def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = 
       params: named arrays, float32 or bfloat16.
       updates: like them.
       count: of steps: no two round alike.
-      layers: which layer stands at each place of stacked arrays, if not the place's own.
+      layers: the layer at each index of stacked arrays; None: the index itself.
     """
 
     def one(path: Any, param: Any, update: Any) -> Any:
@@ -169,7 +169,7 @@ def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: L
     """Return 32 random bits for each element of a named array, uint32: the same on every mesh.
 
     Args:
-      path: where it stands in its tree.
+      path: its path in the tree.
       variable: the array.
       count: of updates: no two draw alike.
       number: which of an update's draws for the array it is.

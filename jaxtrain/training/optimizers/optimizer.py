@@ -31,8 +31,8 @@ class Optimizer:
     Attributes:
       rule: the update rule; its own settings are its own section, such as `AdamW.b2`.
       learning_rate: the peak that the schedule scales.
-      weight_decay: matrices only, never norm scales and biases; times the learning rate beside the
-        gradient or in the gradient, as the rule says.
+      weight_decay: matrices only, never norm scales and biases; times the learning rate in addition
+        to the gradient or in the gradient, as the rule says.
       learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
         'layers/*_norm_*': 2.0}; the first that fits a parameter counts. 'layers/*[0:4]' are the
         first four layers of that stack, so that rates may differ from layer to layer.
@@ -52,7 +52,7 @@ class Optimizer:
         0 takes them at the parameters.
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.
-        It costs 4 bytes a parameter, sharded as the moments are.
+        It costs 4 bytes per parameter, sharded as the moments are.
       moments: the dtype of what the rule keeps, such as adamw's two moments, lion's and sgd's one;
         'bfloat16' halves their bytes and their traffic, rounding stochastically. Which way is a
         hash of the element and the update's number: the same on every mesh and after every restart.

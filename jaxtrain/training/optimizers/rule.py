@@ -75,7 +75,7 @@ class Rule(abc.ABC):
 
         Args:
           params: the parameters, of which no array need be there.
-          layout: where they and what it keeps of them lie.
+          layout: how they and the rule's state are sharded.
         """
         del params, layout
         return iter(())

@@ -32,7 +32,7 @@ class Backward:
       keep_residuals: whether the forward pass keeps its residuals; else backward computes the stage
         again from x.
       outputs: shapes of the stage's outputs.
-      kept: shapes of what `forward` keeps of a microbatch, beside x.
+      kept: shapes of what `forward` keeps of a microbatch, in addition to x.
     """
 
     def __init__(

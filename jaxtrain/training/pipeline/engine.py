@@ -104,7 +104,7 @@ class Engine:
             by_rank = jax.tree.map(lambda total: total[None], of_outer)
             return of_layers, by_rank, jax.lax.psum(sums, "pipe")
 
-        # What stands around the layers is gathered over pipe once a step, not once a microbatch.
+        # Embedding and head are gathered over pipe once per step, not once per microbatch.
         inside = self.layout.with_manual("pipe")
         outer = reshard(outer, inside.parameter, inside)
         of_outer = reshard(of_outer, inside.gradient, inside)

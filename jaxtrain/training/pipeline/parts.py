@@ -1,6 +1,6 @@
 """Parts that a pipeline splits a model into: text, image and encoder-decoder models.
 
-Letters: B batch, T length (patches of an image, and what stands beside them), S source length,
+Letters: B batch, T length (patches of an image, and extra tokens), S source length,
 D embed.
 """
 
@@ -203,7 +203,7 @@ class TextParts(Parts):
     """Pipeline parts of a `Transformer`; its stream is [B, T, D].
 
     Attributes:
-      leading: how many layers stand before the equal ones.
+      leading: number of leading layers before the scanned ones.
     """
 
     objective: TokenObjective
@@ -316,7 +316,7 @@ class PairParts(Parts):
     """Pipeline parts of an `EncoderDecoder`.
 
     The source's stream [B, S, D] goes through the encoder's stages, and from stage to stage of the
-    decoder as what was read; there the target's [B, T, D] goes beside it.
+    decoder as what was read; there the target's [B, T, D] is passed with it.
 
     Attributes:
       read_by_layers: `EncoderDecoder.read_by_layers`.
@@ -351,7 +351,7 @@ class PairParts(Parts):
             spec = P() if shape.sharding is None else shape.sharding.spec
             nothing_BTD = jnp.zeros(shape.shape, shape.dtype, out_sharding=spec)
             return {"source": model.enter_source(micro.source, execution), "target": nothing_BTD}
-        # Between stages it lies as the streams do; each gathers it once for all its layers.
+        # Between stages it is sharded like the streams; each gathers it once for all its layers.
         memory_BSD = shard(model.finish_source(before["source"], execution), RESIDUAL)
         return {"source": memory_BSD, "target": model.enter_target(micro.inputs, execution)}
 

@@ -48,9 +48,9 @@ class Slots:
       kind: a Work.
       microbatch: 0 where idle.
       chunk: the stage among those of its rank; 0 where idle.
-      input_slot: where the action's stage input lies. Stage 0 reads tokens and has none; with
+      input_slot: slot of the action's stage input. Stage 0 reads tokens and has none; with
         residuals only a FORWARD reads its input; a BACKWARD_WEIGHT reads its stash instead.
-      gradient_slot: where the gradient of the stage's output lies; the last stage has none.
+      gradient_slot: slot of the gradient of the stage's output; the last stage has none.
       receive_input_slot: where the activation goes that arrives at the end of this tick.
       receive_gradient_slot: the same for a gradient.
       stash_slot: where a BACKWARD_INPUT leaves what its BACKWARD_WEIGHT finds there.

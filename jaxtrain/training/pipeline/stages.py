@@ -19,7 +19,7 @@ from jaxtrain.training.pipeline.schedules import cut_layers
 class Stages:
     """Assignment of a model's layers to pipeline stages.
 
-    They lie on the ranks as `table.stage_on` says. The stacked parameters are kept in
+    They are placed on the ranks by `table.stage_on`. The stacked parameters are kept in
     stage order: rank after rank, chunk after chunk, each chunk padded to the longest stage, so that
     sharding the "layers" dimension over `pipe` gives every rank its own layers.
 

@@ -1,6 +1,6 @@
 """Timetable of a pipeline schedule, and its validation.
 
-A model is cut into S = ranks x virtual_stages stages; stage s stands as chunk s // ranks on rank
+A model is cut into S = ranks x virtual_stages stages; stage s is chunk s // ranks on rank
 s mod ranks, or, where the stages are folded, goes down the ranks and back up again: on rank
 ranks - 1 - s mod ranks in every other chunk. Every action takes one tick. What an action sends at
 the end of tick t (an activation to stage s + 1, a gradient to stage s - 1) can be used from tick

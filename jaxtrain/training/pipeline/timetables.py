@@ -141,11 +141,11 @@ def _turns(
 def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
     """Return the kind of work of each tick in a schedule, in order; it is the same on all ranks.
 
-    All ranks exchange once a tick, so that a tick lasts as long as its longest action: were one
-    rank's forward beside another's backward, it would wait for it. So ticks are alike. Each way
-    takes v m + p - 1 of them, the last rank's first backward follows its first forward, and a step
-    lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A microbatch
-    then takes a forward and a backward tick a stage there and as many back.
+    All ranks exchange once per tick, so that a tick lasts as long as its longest action: were one
+    rank's forward together with another's backward, it would wait for it. So ticks are alike. Each
+    way takes v m + p - 1 of them, the last rank's first backward follows its first forward, and a
+    step lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A
+    microbatch then takes a forward and a backward tick a stage there and as many back.
 
     Weight gradients that are split off have ticks of their own in which every rank has one to do,
     m - p + 1 where m >= 2p - 1; p - 1 more fill places of ranks that are done with their forwards,

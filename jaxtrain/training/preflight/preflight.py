@@ -1,8 +1,8 @@
 """Preflight: report every violation in one message, before any compilation.
 
 The table in `compatibility.py` says which features conflict. What concerns one alone, its values
-and the sizes that it divides, is checked by a `validate` beside it, which yields an error message
-for each reason; this is the list of them.
+and the sizes that it divides, is checked by a `validate` function next to it, which yields an error
+message for each reason; this is the list of them.
 """
 
 from collections.abc import Callable, Iterable

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.analysis.planning.compiled.collectives import Collective
 from jaxtrain.analysis.planning.textbook.facts import Expected
 
-# Bytes a step of an array that nobody expected, up to which it goes into the row of small things.
+# Bytes per step of an array that nobody expected, up to which it goes into the row of small things.
 SMALL = 64 * 1024
 SMALL_THINGS = "scalars and norms"
 NOT_MOVED = "not moved"
@@ -79,7 +79,7 @@ def audit(
       expected: `traffic.expect_traffic` of the same configuration and mesh.
       sizes: the mesh's axes.
       dcn: mesh axes whose collectives leave a slice: `over_dcn` or `over_hosts`.
-      small: unexpected arrays of up to this many bytes a step are one row for each kind and axis.
+      small: unexpected arrays of up to this many bytes per step are one row for each kind and axis.
       widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)

@@ -28,7 +28,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# A named scope -> runs a step; or a function of the op_name, None where it does not know.
+# A named scope -> runs per step; or a function of the op_name, None where it does not know.
 BranchCounts = Mapping[str, int] | Callable[[str], int | None]
 
 # The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and slices, so called.
@@ -88,7 +88,7 @@ def collectives(
     Args:
       text: `compiled.as_text()`, from a TPU or GPU compile: the CPU backend rewrites collectives.
       mesh: the mesh of the program, or its axes' sizes, outermost first.
-      branch_counts: runs a step of a named scope, in place of what the loops around it say; loops
+      branch_counts: runs per step of a named scope, in place of what the loops around it say; loops
         inside of it multiply. A branch of a conditional otherwise counts as if it were taken every
         time, or as often as its scope says (`nn.execution.taken`).
 

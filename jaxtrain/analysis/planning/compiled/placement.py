@@ -41,7 +41,7 @@ class Replicated:
 def find_replicated(
     config: Config, layout: Layout, *, threshold: int = 1 << 20
 ) -> list[Replicated]:
-    """Parameters of more than `threshold` bytes a device that an axis could share and does not.
+    """Parameters of more than `threshold` bytes per device that an axis could share and does not.
 
     Biases and norm scales are whole by design, and small.
     """

@@ -74,7 +74,7 @@ def walk(
       text: `compiled.as_text()`, scheduled.
       price: of an operation.
       moved: where a collective is launched -> what the links need for it (`by_launch`).
-      branch_counts: as of `collectives`: runs a step of what stands in branches.
+      branch_counts: as of `collectives`: runs per step of what stands in branches.
       kernel: of a run of a hand-written kernel.
 
     Raises:

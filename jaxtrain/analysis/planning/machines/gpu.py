@@ -14,7 +14,7 @@ from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip
 def target_config(chip: Chip) -> str:
     """A GPU as XLA's `GpuTargetConfigProto` in text form.
 
-    What is the same for all: 1024 threads a block, warps of 32, 65536 registers, and the versions
+    What is the same for all: 1024 threads per block, warps of 32, 65536 registers, and the versions
     of CUDA and cuDNN that the compiler is to expect.
     """
     gpu = chip.processor

@@ -21,9 +21,9 @@ class Budget:
 
     Attributes:
       compute: training FLOPs.
-      params: by 20 tokens a parameter.
+      params: by 20 tokens per parameter.
       tokens: likewise.
-      loss: that Chinchilla's parametric fit predicts for these two, nats a token.
+      loss: that Chinchilla's parametric fit predicts for these two, nats per token.
     """
 
     compute: float

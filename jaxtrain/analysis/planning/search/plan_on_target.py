@@ -11,7 +11,7 @@ from jaxtrain.config.errors import count_of, nearest_multiple
 from jaxtrain.training.settings import load_config
 
 # Llama's shape: heads of 128, 128 numbers of width for each layer (7B to 70B have 102 to 128), a
-# gated mlp 8/3 as wide, so 12 D^2 parameters a layer.
+# gated mlp 8/3 as wide, so 12 D^2 parameters per layer.
 _HEAD, _WIDTH_PER_LAYER, _PER_LAYER = 128, 128, 12
 _LENGTH = 4096
 
@@ -63,7 +63,8 @@ def plan_on_target(budget: Budget, target: Target, *, price: float | None = None
 
 
 def sentences(budget: Budget, found: Plan) -> list[str]:
-    """Lines for people: what is trained, in which layout, and how long it takes."""
+    """Return lines that summarize a plan: what is trained, in which layout, and how long it
+    takes."""
     run, time, layout = found.whole_run, found.time, found.found
     assert run is not None, "the machine's speed is known"
     assert time.error_bar is not None

@@ -129,7 +129,7 @@ def _masters(config: Config) -> str:
 
 
 def accumulate_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The layout with weights gathered and gradients reduced once a step; None where that is none
+    """The layout with weights gathered and gradients reduced once per step; None where that is none
     of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1.
 
     Stage 3 is then stage 1 (`accumulate='local'` takes the step of sharded masters), which is tried

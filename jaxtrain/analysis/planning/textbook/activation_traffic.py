@@ -274,8 +274,8 @@ class _Activations:
             yield Expected("all-gather", "tensor", passes, whole // k, "loss: stream", "B T D")
 
     def loss(self) -> Iterator[Expected]:
-        """Three numbers a token: the greatest logit (in the compute dtype, of which it is one), the
-        sum of exponentials, the target's logit."""
+        """Three numbers per token: the greatest logit (in the compute dtype, of which it is one),
+        the sum of exponentials, the target's logit."""
         facts, chunks = self.facts, self.facts.chunks
         tokens = facts.B * facts.T // chunks
         times = facts.passes * chunks

@@ -34,7 +34,7 @@ class Expected:
     Attributes:
       kind: as in `collectives.KINDS`.
       axis: the mesh axis, or several joined by "+", in the mesh's order.
-      count: runs a step, loops, microbatches and recomputation multiplied out.
+      count: runs per step, loops, microbatches and recomputation multiplied out.
       bytes: payload of one run: what one device puts in.
       cause: what is moved, and why.
       formula: the textbook form.
@@ -170,15 +170,15 @@ class Facts:
         return 4 if weight.role in ("norm", "router") or in_scores else self.value_bytes
 
     def reduced_bytes(self, weight: Weight) -> int:
-        """Bytes of one number of a weight's gradient when it crosses once a step: those of the sum,
-        where microbatches were summed, else as it is computed with."""
+        """Bytes of one number of a weight's gradient when it crosses once per step: those of the
+        sum, where microbatches were summed, else as it is computed with."""
         if self.passes > 1 or self.size("pipe") > 1:
             return self.sum_bytes
         return self.value_bytes if weight.is_matrix else self.master_bytes
 
     @functools.cached_property
     def summed_once(self) -> tuple[str, ...]:
-        """Mesh axes that gradients cross once a step and not once a pass."""
+        """Mesh axes that gradients cross once per step and not once per pass."""
         return () if self.replicas_alone else reduce_once_axes(self.layout, self.passes)
 
     @functools.cached_property

@@ -96,7 +96,7 @@ def wire_bytes(kind: str, payload: int, devices: int) -> float:
 
 
 def data_parallel(elements: int, *, element_bytes: int) -> Traffic:
-    """Every gradient is summed once a step: 2 N (k-1)/k on the wire."""
+    """Every gradient is summed once per step: 2 N (k-1)/k on the wire."""
     return Traffic("all-reduce", 1, elements * element_bytes)
 
 
@@ -247,10 +247,10 @@ def llama_layer_flash(B: int, T: int, D: int, N: int, K: int, F: int, *, tensor:
     """A layer with grouped-query attention, a gated mlp, no dropout, and a flash kernel:
     B T (8 D + (4 D + 4 K H + 8 F) / t) + 4 B N T / t.
 
-    Derived as in `gpt_layer`, in elements a token, each of 2 bytes. Whole: the inputs of two norms
-    2 D, and of attention and mlp 2 D. Split: queries D, keys and values 2 K H, attention's result
-    D; the input of silu F, its result F, the other factor F (the product of both needs each), the
-    product F.
+    Derived as in `gpt_layer`, in elements per token, each of 2 bytes. Whole: the inputs of two
+    norms 2 D, and of attention and mlp 2 D. Split: queries D, keys and values 2 K H, attention's
+    result D; the input of silu F, its result F, the other factor F (the product of both needs
+    each), the product F.
     """
     split = 4 * D + 4 * K * (D // N) + 8 * F
     return B * T * (8 * D + split / tensor) + flash_statistics(B, T, N, tensor=tensor)

@@ -13,7 +13,7 @@ def arithmetic_intensity(flops: float, moved_bytes: float) -> float:
 
 
 def ridge_point(peak_flops: float, bandwidth: float) -> float:
-    """FLOPs a byte from which on a device can be busy: below it, it waits for memory.
+    """FLOPs per byte from which on a device can be busy: below it, it waits for memory.
 
     Args:
       peak_flops: FLOP/s.
@@ -30,7 +30,7 @@ def attainable_flops(intensity: float, *, peak_flops: float, bandwidth: float) -
 def matmul_intensity(m: int, k: int, n: int, *, element_bytes: float) -> float:
     """Of [m, k] x [k, n], every element read or written once: 2 m k n / (e (m k + k n + m n)).
 
-    With m far below k and n that is 2 m / e: tokens a device decide whether weights are worth
+    With m far below k and n that is 2 m / e: tokens per device decide whether weights are worth
     reading.
     """
     moved = element_bytes * (m * k + k * n + m * n)

@@ -7,7 +7,7 @@ Letters: N parameters, D tokens, C training FLOPs. Source, unless another is nam
 import dataclasses
 
 # Approaches 1 and 2 (section 3.1 and 3.2, table 2): N and D grow alike, with the square root of C;
-# the models of table 3 see about 20 tokens a parameter.
+# the models of table 3 see about 20 tokens per parameter.
 TOKENS_PER_PARAMETER = 20.0
 FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 SECONDS_PER_DAY = 86400.0
@@ -15,7 +15,7 @@ SECONDS_PER_DAY = 86400.0
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """A parametric loss L(N, D) = E + A / N^alpha + B / D^beta, in nats a token.
+    """A parametric loss L(N, D) = E + A / N^alpha + B / D^beta, in nats per token.
 
     Attributes:
       name: what it is called.
@@ -63,18 +63,18 @@ class Optimum:
 
 
 def training_flops(params: float, tokens: float) -> float:
-    """C = 6 N D: two FLOPs a parameter and token forward and four backward (arXiv 2001.08361,
+    """C = 6 N D: two FLOPs per parameter and token forward and four backward (arXiv 2001.08361,
     section 2.1); attention's products with keys and values are left out."""
     return FLOPS_PER_PARAMETER_AND_TOKEN * params * tokens
 
 
 def predicted_loss(params: float, tokens: float, fit: Fit = CHINCHILLA) -> float:
-    """L(N, D) in nats a token, on the text and with the tokenizer of the fit."""
+    """L(N, D) in nats per token, on the text and with the tokenizer of the fit."""
     return fit.E + fit.A / params**fit.alpha + fit.B / tokens**fit.beta
 
 
 def optimum_by_ratio(compute: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Optimum:
-    """Approaches 1 and 2: N = sqrt(C / (6 r)), D = r N with r tokens a parameter."""
+    """Approaches 1 and 2: N = sqrt(C / (6 r)), D = r N with r tokens per parameter."""
     params = (compute / FLOPS_PER_PARAMETER_AND_TOKEN / tokens_per_parameter) ** 0.5
     return Optimum(params, tokens_per_parameter * params)
 

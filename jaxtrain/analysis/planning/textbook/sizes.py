@@ -1,7 +1,7 @@
 """Parameter and FLOP counts of language models in closed form.
 
 Letters: L layers, D embed, T sequence length, V vocab, C context, N query heads, K kv heads, H
-head_dim, F mlp, E experts, k experts a token.
+head_dim, F mlp, E experts, k experts per token.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def attention_parameters(*, D: int, N: int, K: int, H: int) -> int:
 
 
 def llama_parameters(*, V: int, L: int, D: int, N: int, K: int, F: int, tied: bool = False) -> int:
-    """All of a Llama's: attention, gate, up and down of D F, two norms a layer; two tables of
+    """All of a Llama's: attention, gate, up and down of D F, two norms per layer; two tables of
     V D unless they are tied, the last norm (arXiv 2302.13971)."""
     layer = attention_parameters(D=D, N=N, K=K, H=D // N) + 3 * D * F + 2 * D
     return L * layer + (1 if tied else 2) * V * D + D
@@ -125,7 +125,7 @@ def lora_parameters(rank: int, weights: Iterable[tuple[int, int]]) -> int:
 
 
 def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:
-    """Training FLOPs a token of the products with keys and values, D = N H.
+    """Training FLOPs per token of the products with keys and values, D = N H.
 
     Two products of 2 D FLOPs for each key, forward once and backward twice: 12 L D T with all T
     keys (arXiv 2204.02311, appendix B), and half of it with the T / 2 that a causal query sees on
@@ -135,7 +135,7 @@ def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:
 
 
 def flops_per_token(matmul_parameters: int, *, L: int, D: int, T: int, causal: bool) -> int:
-    """Training FLOPs a token: 6 for each parameter in a matrix product, and attention's.
+    """Training FLOPs per token: 6 for each parameter in a matrix product, and attention's.
 
     Args:
       matmul_parameters: those that multiply every token: the output matrix is one, the table that

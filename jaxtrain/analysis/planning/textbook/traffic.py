@@ -125,7 +125,7 @@ def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
 def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
     """Parameters, and what the optimizer keeps for each where that is averaged too.
 
-    Of the parameters a step sends one fragment at most, as much of each array.
+    Of the parameters per step sends one fragment at most, as much of each array.
     """
     settings, optimizer = facts.config.exchange, facts.config.optimizer
     moments = settings.method == "local_sgd"

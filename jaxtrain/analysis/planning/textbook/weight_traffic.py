@@ -110,7 +110,7 @@ class _Weight:
 
     @property
     def is_gathered_again(self) -> bool:
-        """Whether the backward pass gathers a layer's weight again instead of keeping it."""
+        """Whether the backward pass gathers per layer's weight again instead of keeping it."""
         facts = self.facts
         if facts.config.remat.policy != "none":
             return True

@@ -228,7 +228,7 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
 def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
     """Bytes of activations that the products of a step read and write, over all devices.
 
-    Each weight has an input and an output, of two bytes an element: a forward pass, two for the
+    Each weight has an input and an output, of two bytes per element: a forward pass, two for the
     gradients, and what is recomputed; logits in float32, of each token that is predicted. Of
     images, vectors and pairs they are those of the traced step's products. With tensor parallelism
     what is as wide as the stream is read by every device of the axis, unless the sequence is split

@@ -46,7 +46,7 @@ WORDS: Mapping[str, str] = {"chatml": CHATML}  # templates that need no file
 _FILE = "chat_template.jinja"
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same, by age
 _LEAST_JINJA = (3, 1, 6)  # sandboxes of older ones are known to have holes
-# Characters that no text has: what marks stand for while a template is rendered.
+# Characters that occur in no text: they represent marks while a template is rendered.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _PROBE = "\ue000answer\ue001", "\ue000question\ue001"  # texts that no template writes
 
@@ -61,7 +61,7 @@ class ChatTemplate:
 
     Attributes:
       source: Jinja.
-      named: where it stands, for messages.
+      named: where it is written, for messages.
       special: the tokenizer's special tokens by name, such as `eos_token`.
       today: what `strftime_now` writes the date of; None rejects a template that asks.
     """
@@ -198,7 +198,7 @@ def open_template(
 
     Args:
       section: whose settings, for messages.
-      word_or_path: one of `WORDS` or a file of Jinja; None: what lies beside the tokenizer.
+      word_or_path: one of `WORDS` or a file of Jinja; None: the one next to the tokenizer.
       tokenizer: the tokenizer.json; None: it has no folder.
       today: as in ChatTemplate.
 
@@ -228,7 +228,7 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
     """Return the template in the folder of a tokenizer.json; None if there is none.
 
     Raises:
-      UserError: it is no template, or a file beside it is no JSON.
+      UserError: it is not a template, or a file next to it is not JSON.
     """
     folder = tokenizer.parent
     if (folder / _FILE).exists():
@@ -361,7 +361,7 @@ def _without_marks(rendered: str) -> tuple[str, list[Span]]:
     for part in rendered.replace(_END, _BEGIN).split(_BEGIN):
         text.append(part)
         size += len(part)
-        # Parts are outside and inside by turns: blocks do not stand in one another.
+        # Parts are outside and inside by turns: blocks are not nested.
         if len(text) % 2 == 0:
             spans.append((begin, size))
         begin = size

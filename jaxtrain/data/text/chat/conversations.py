@@ -202,9 +202,9 @@ class Templated:
       end_of_text: the token of tokenizer.json that ends a text; None takes the tokenizer's own.
       add_special_tokens: as in TextData, for texts that no template writes; a template writes
         special tokens itself.
-      chat_template: a file of Jinja, or `'chatml'`; None takes the one beside the tokenizer.
+      chat_template: a file of Jinja, or `'chatml'`; None takes the one next to the tokenizer.
       date: the day that a template writes which asks for today's, such as '2026-07-26'.
-      sequence_length: tokens a row.
+      sequence_length: tokens per row.
       bad_records: how many records that cannot be used may be left out; they are counted, and the
         first are named.
     """

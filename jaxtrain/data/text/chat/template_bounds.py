@@ -198,7 +198,7 @@ def insert_budget(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
             return call("concat", node.nodes, node.lineno)
 
         def visit_For(self, node: Any) -> Any:
-            # Texts in it are written once a turn, without `finalize`.
+            # Texts in it are written once per turn, without `finalize`.
             texts = sum(len(one.data) for one in node.find_all(nodes.TemplateData))
             self.generic_visit(node)
             tick = nodes.ExprStmt(call("tick", [nodes.Const(texts)], node.lineno))

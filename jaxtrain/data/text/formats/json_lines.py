@@ -31,7 +31,7 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
 
     Where it raises `BadLineError`, the record is bad.
     """
-    # A binary file's lines end at a line feed alone: U+2028 may stand inside a JSON string.
+    # A binary file's lines end at a line feed alone: U+2028 may occur inside a JSON string.
     with reading(path) as lines:
         number = 0
         for number, line in enumerate(lines, start=1):

@@ -41,7 +41,7 @@ def fetch(store: BucketPath, report: Callable[[str], None]) -> tuple[Path, Bucke
 
     Args:
       store: the store in the bucket.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Returns:
       The folder, and where the tokens are: None is there too.
@@ -105,7 +105,7 @@ def prepare_in_bucket(
     """Prepare a token store in a folder of a bucket, like `prepare`; an interrupted attempt
     resumes.
 
-    What is made lies in the cache folder until all of it was sent; the file that says that the
+    The store is kept in the cache folder until all of it was sent; the file that says that the
     store is whole goes last.
 
     Args:
@@ -113,7 +113,7 @@ def prepare_in_bucket(
       out: empty, or of an earlier start on this machine.
       workers: as in `prepare`.
       progress: as in `prepare`.
-      report: takes a line for people.
+      report: called with each line to print.
 
     Raises:
       UserError: as in `prepare`; or there is something else in the folder.

@@ -60,7 +60,7 @@ class AwqTensor:
         return self.scales.shape[1], self.codes.shape[0]
 
     def open(self) -> np.ndarray:
-        """The floats that the codes stand for, float32 [out, in]."""
+        """The dequantized values, float32 [out, in]."""
         scales_GO = np.asarray(self.scales.open()).astype(np.float32)
         group = self.codes.shape[0] // len(scales_GO)
         codes_GSO = unpack_codes(self.codes.open()).reshape(len(scales_GO), group, -1)

@@ -1,6 +1,6 @@
 """Dequantization of block-scaled float8 weights (DeepSeek-V3) to float32.
 
-Section 3.3 of arXiv 2412.19437: a number of the file is e4m3 (arXiv 2209.05433) and stands for
+Section 3.3 of arXiv 2412.19437: a value of the file is e4m3 (arXiv 2209.05433) and represents
 itself times the scale of its block of 128 rows and 128 columns; the blocks at the ends are smaller.
 """
 

@@ -1,8 +1,8 @@
 """GGUF files of Llama models: metadata, tokenizer, dequantization of weights.
 
 A file is a header (magic, version, counts), key-value pairs, a row for each tensor, and their bytes
-from the next multiple of the alignment on. Queries and keys stand in it with the two halves of each
-head interleaved, for another way of turning them; here they are put back.
+from the next multiple of the alignment on. Queries and keys are stored in it with the two halves of
+each head interleaved, for another way of turning them; here they are put back.
 
 Types other than floats, Q8_0, Q4_0 and Q4_1 (Q4_K_M and its like) are dequantized by the package
 `gguf`, of jaxtrain[gguf]. Its `GGUFReader` is not used: it believes every count, so that a file of
@@ -97,13 +97,13 @@ def _kind(number: int) -> _Kind:
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies.
+    """Location of a tensor in a file.
 
     Attributes:
       file: the file.
       begin: its first byte, from the start of the file.
       kind: how its numbers are kept, of ggml's types.
-      shape: its shape, the dimension that lies together last.
+      shape: its shape, the contiguous dimension last.
       heads: as many have their halves interleaved; 0: it has no heads.
     """
 

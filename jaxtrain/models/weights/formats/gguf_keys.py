@@ -145,7 +145,7 @@ _MODEL: KeyTable = {
     ),
     **_of_others("a classifier is not read from GGUF", "classifier.output_labels"),
 }  # fmt: skip
-# Of everything that a reader may look at; other programs keep their own keys beside it, such as
+# All keys that a reader may use; other programs add their own, such as
 # quantize.imatrix.file.
 TABLE: KeyTable = {
     **_GENERAL,
@@ -159,7 +159,8 @@ _NAMESPACES = (
 
 
 def key_in_table(key: str) -> str:
-    """Return a key as the table has it: numbers and names that a file chooses stand in braces."""
+    """Return a key as the table has it: numbers and names that a file chooses are written in
+    braces."""
     key = re.sub(r"^(general\.(?:base_model|dataset))\.\d+\.", r"\1.{id}.", key)
     return re.sub(r"^(tokenizer\.chat_template)\..+", r"\1.{name}", key)
 
@@ -238,7 +239,7 @@ def read_otherwise(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> int:
-    """A number that a file has once, or once a layer; the layers here are alike."""
+    """A number that a file has once, or once per layer; the layers here are alike."""
     value = config.content.get(key)
     if not isinstance(value, list):
         return config.integer(key, default)

@@ -23,7 +23,7 @@ _IN_A_BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4Tensor:
-    """Matrices in 4 bits, each of which lies transposed in the file.
+    """Matrices in 4 bits, each stored transposed in the file.
 
     Attributes:
       blocks: [E, columns, blocks, bytes of a block].

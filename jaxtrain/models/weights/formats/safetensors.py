@@ -37,7 +37,7 @@ _MOST_DIMENSIONS = 64  # as NumPy has it
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
+    """Location of a tensor in a file.
 
     Attributes:
       file: the file.
@@ -57,7 +57,7 @@ class Tensor:
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
     def open(self) -> np.ndarray:
-        """The tensor as it lies in the file: only what is looked at is read.
+        """The tensor, memory-mapped: only the parts that are used are read.
 
         The mapping ends with the last view of it, so that what was read does not stay in memory.
         """

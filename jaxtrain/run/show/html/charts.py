@@ -48,7 +48,7 @@ def stacked_bars(
     Args:
       title: what is drawn.
       bars: parts of each bar; those of 0 are left out.
-      human: a value for people.
+      human: a value, formatted for display.
       limits: the capacity of bars: a dashed line, if the bars would not be too short next to it.
     """
     limits = limits or {}

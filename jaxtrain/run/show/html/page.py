@@ -96,7 +96,7 @@ class Recorder(Console):
 
 
 class Tile(NamedTuple):
-    """A key figure: its name, its exact value, the value for people, and a remark."""
+    """A key figure: its name, its exact value, the displayed value, and a remark."""
 
     name: str
     value: float | None
@@ -141,7 +141,7 @@ def document(
 
 
 def tiles(several: Iterable[Tile | None]) -> Html:
-    """Return key figures; `<data>` holds the exact value of what is rounded for people."""
+    """Return key figures; `<data>` holds the exact value of what is rounded for display."""
     return element("dl", *(_tile(one) for one in several if one is not None), class_="tiles")
 
 

@@ -160,14 +160,14 @@ def _code(scaled: jax.Array, signed: bool) -> jax.Array:
 
 
 def _value(code: jax.Array, signed: bool) -> jax.Array:
-    """Return the value that a code stands for.
+    """Return the value of a code.
 
     Of the d-th decade from below, counted from 0, there are 2^d steps (2^(d+1) where none is
     negative), each the middle of its part of 0.1 to 1; 0 is one value more, and 1 the last.
     """
     rank = jnp.abs(code - 127) if signed else code
     index = rank if signed else rank + 1
-    # The exponent of a whole number is where its first bit stands.
+    # The exponent of an integer is the index of its first bit.
     bits = jax.lax.bitcast_convert_type(index.astype(jnp.float32), jnp.int32)
     power = (bits >> 23) - 127
     decade = power if signed else power - 1

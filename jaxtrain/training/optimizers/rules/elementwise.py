@@ -52,7 +52,7 @@ class Adam(AdamRule):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW(AdamRule):
-    """AdamW (arXiv 1711.05101): m / (sqrt(v) + epsilon), both moments debiased; decay beside it."""
+    """AdamW (arXiv 1711.05101): m / (sqrt(v) + epsilon), both moments debiased; decoupled decay."""
 
     name: ClassVar[str] = "adamw"
     b2: float = 0.95
@@ -76,7 +76,7 @@ class NesterovMoments(NamedTuple):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NAdamW(AdamRule):
-    """NAdam (Dozat, ICLR 2016 workshop) with decay beside it: Adam whose mean is one step ahead.
+    """NAdam (Dozat, ICLR 2016 workshop) with decoupled decay: Adam whose mean is one step ahead.
     Its momentum grows to b1: at update t it is b1 (1 - 0.96^(t momentum_decay) / 2).
 
     Attributes:
@@ -125,7 +125,7 @@ _SHORTEST = 5.0
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RAdam(AdamRule):
     """RAdam (arXiv 1908.03265): Adam times a rectification, and the debiased mean alone while the
-    second moment has seen too little (5 updates at b2 = 0.999); decay beside it."""
+    second moment has seen too little (5 updates at b2 = 0.999); decoupled decay."""
 
     name: ClassVar[str] = "radam"
 
@@ -196,7 +196,7 @@ class Differences(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adan(AdamRule):
     """Adan (arXiv 2208.06677): (m + b2 v) / (sqrt(n) + epsilon), all debiased, n the mean of (g +
-    b2 (g - g of the step before))^2; decay beside it. A rate is 1 less the paper's beta, as in its
+    b2 (g - g of the step before))^2; decoupled decay. A rate is 1 less the paper's beta, as in its
     authors' code.
 
     Attributes:
@@ -399,7 +399,7 @@ class RMSprop(DirectionRule):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lion(DirectionRule):
-    """Lion (arXiv 2302.06675): sign(b1 m + (1 - b1) g), decay beside it. The paper takes a third to
+    """Lion (arXiv 2302.06675): sign(b1 m + (1 - b1) g), decoupled decay. The paper takes a third to
     a tenth of AdamW's learning rate, and as many times its decay.
 
     Attributes:

@@ -42,10 +42,10 @@ class Momenta(NamedTuple):
 class Muon(AdamRule):
     """Muon (Jordan et al., 2024; arXiv 2502.16982): the Nesterov momentum of each matrix,
     orthogonalized by five Newton-Schulz turns and scaled to 0.2 root mean square; AdamW for
-    embeddings, heads, norm scales and biases; decay beside both. Queries, keys and values, layers
-    and experts are matrices of their own; a convolution kernel is one of height width channels_in x
-    channels. A matrix is orthogonalized whole: layers go to the devices that share them, each its
-    own, or where their number does not divide are gathered one after the other.
+    embeddings, heads, norm scales and biases; decoupled decay for both. Queries, keys and values,
+    layers and experts are matrices of their own; a convolution kernel is one of height width
+    channels_in x channels. A matrix is orthogonalized whole: layers go to the devices that share
+    them, each its own, or where their number does not divide are gathered one after the other.
 
     Attributes:
       momentum: decay rate of a matrix's mean gradient.

@@ -15,7 +15,7 @@ from jaxtrain.training.optimizers.rule import AdamRule, zeros_like
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SophiaRule(AdamRule):
     """m / max(gamma h, epsilon), each number brought to between -1 and 1 (arXiv 2305.14342,
-    algorithm 3), neither mean debiased; decay beside it.
+    algorithm 3), neither mean debiased; decoupled decay.
 
     Attributes:
       b2: decay rate of the mean h of the curvature's estimates.
