@@ -2,7 +2,7 @@
 
 gcsfs, of jaxtrain[gcs], does the talking, here and under Orbax and TFDS; arrays go to the bucket
 through TensorStore's own driver. An object is whole or absent, and what one process has written
-all others see at once, so nothing is renamed into place and nothing is flushed.
+all others see at once, so nothing is renamed and nothing is flushed.
 """
 
 import base64

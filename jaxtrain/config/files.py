@@ -33,7 +33,7 @@ def path_errors(named: str, *, needs: str) -> Iterator[None]:
       needs: what would do instead.
 
     Raises:
-      UserError: there is no such path, no permission, or something else in its place.
+      UserError: there is no such path, no permission, or something else has its name.
       OSError: the disk or the bucket fails.
     """
     try:

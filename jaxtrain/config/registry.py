@@ -215,7 +215,7 @@ class _Finder:
 def import_trusted(module: str, folders: Sequence[Path]) -> None:
     """Import a module that the user trusts, from these folders first.
 
-    What it imports in turn is looked for in the usual places first and in the folders last, so that
+    What it imports in turn is looked for on the usual path first and in the folders last, so that
     no file there replaces an installed library.
 
     Raises:

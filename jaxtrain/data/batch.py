@@ -91,7 +91,7 @@ def _on_host(name: str, value: Any) -> Any:
 def kind_of(batch: Batch) -> Literal["tokens", "images", "vectors", "pairs"]:
     """Return the kind of inputs of a batch, or of its shapes.
 
-    Vectors that take the place of tokens are "tokens" too.
+    Vectors instead of tokens are "tokens" too.
     """
     if batch.source is not None:
         return "pairs"

@@ -1,6 +1,6 @@
 """Labelled rows: one label per example, or one per position.
 
-Letters: T length, F numbers of a place where it has a vector.
+Letters: T length, F features of a position that has a vector.
 """
 
 import abc
@@ -30,7 +30,7 @@ class ClassedRows(abc.ABC):
     Attributes:
       source: the file; or `'synthetic'`, random examples and labels.
       num_classes: different classes; their labels follow the order of their names.
-      sequence_length: places of a row; of longer examples the rest is left out, and counted.
+      sequence_length: positions of a row; of longer examples the rest is left out, and counted.
       place: the position at which an example's one class is predicted: the `'first'`, or the
         `'last'`, as unidirectional recurrent models need it.
       heldout_fraction: share of the examples that is held out, evenly spaced; where an example has
@@ -108,7 +108,7 @@ class Rows(Generic[S]):
     """Labelled examples in memory; implements Examples.
 
     Attributes:
-      each: the places and the labels of every example.
+      each: the content and the label of every example.
       data: makes rows of them.
     """
 

@@ -259,8 +259,8 @@ def is_store(path: Place) -> bool:
 def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
     """Yield the files under `root` with their relative names and sizes in bytes, sorted by path.
 
-    Names with a leading dot are skipped. A link to a place inside the folder is skipped too: that
-    place is read itself.
+    Names with a leading dot are skipped. A link to a path inside the folder is skipped too: that
+    path is read itself.
 
     Raises:
       UserError: a link leads out of the folder, or an object's name would.

@@ -11,7 +11,7 @@ from jaxtrain.config.buckets import BucketPath, in_threads
 from jaxtrain.config.errors import UserError
 
 KEPT_BYTES = 1 << 26  # of the slices read last: held-out ones are asked for at each evaluation
-# A row of 8 kB at a random place reads 8 times its size once; 100 GB have 6 MB of checksums.
+# A row of 8 kB at a random offset reads 8 times its size once; 100 GB have 6 MB of checksums.
 BLOCK_BYTES = 1 << 16
 
 

@@ -95,7 +95,7 @@ def extend_cache(
     layer_cache: tuple[jax.Array, ...],
     start: jax.Array | int,
 ) -> tuple[jax.Array, jax.Array]:
-    """One layer's cached keys and values with the new ones written from place `start` on."""
+    """One layer's cached keys and values with the new ones written from position `start` on."""
     keys, values = layer_cache
     return (
         jax.lax.dynamic_update_slice_in_dim(keys, k_BTKH.astype(keys.dtype), start, axis=1),

@@ -1,8 +1,8 @@
 """Dropout whose random mask depends only on an element's global position, not on the mesh.
 
 Which numbers are dropped is a function of the run's seed, the step, the row in the global batch and
-the place in the model. So every mesh, every number of microbatches, every exchange and every resume
-drop the same ones.
+the dropout's index in the model. So every mesh, every number of microbatches, every exchange and
+every resume drop the same ones.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def dropout(
 
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """The dropouts of a part of a model, which are as many as it has places for.
+    """The dropout layers of a part of a model.
 
     Attributes:
       rate: as of `dropout`.
@@ -85,7 +85,7 @@ class Dropout:
         *,
         number: int = 0,
     ) -> jax.Array:
-        """`dropout` at place `number` of the part, counted from 0."""
+        """Apply dropout layer `number` of the part, counted from 0."""
         return dropout(x, self.rate, draws, self.first + number, layer)
 
 

@@ -21,7 +21,7 @@ from jaxtrain.parallel.sharding import shard
 if TYPE_CHECKING:
     from jaxtrain.nn.matmul.grouped import Grouped
 
-# What a part of a block reads that looks at other places than its own, whole along length.
+# The input of a part of a block that mixes positions, gathered along length.
 HIDDEN = ("batch", "length", "embed")
 
 
@@ -82,7 +82,7 @@ class Execution:
     layer: jax.Array | int | None = None
 
     def of_layer(self, number: jax.Array | int) -> "Execution":
-        """How one layer's is run: those that differ by their place ask for its number."""
+        """The execution of one layer; layers that differ use its index."""
         return dataclasses.replace(self, layer=number)
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
@@ -106,7 +106,8 @@ class Execution:
         return contract(equation, x, weight, out, by=self.einsum)
 
     def project(self, x_BTD: jax.Array, *products: tuple[str, nnx.Param]) -> list[jax.Array]:
-        """Products of the stream, or of its norm, with weights, its places whole in all of them.
+        """Products of the stream, or of its norm, with weights, its positions gathered in all of
+        them.
 
         Args:
           x_BTD: laid out as the stream is, or whole along length.

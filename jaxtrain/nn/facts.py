@@ -21,7 +21,7 @@ class AttentionFacts:
       biased: whether something is added to the scores, as relative positions are.
       softcap: the bound that scores are flattened towards; None is none.
       sinks: whether a part of each softmax goes nowhere.
-      pattern: which keys a query sees by their places; None is all.
+      pattern: which keys a query sees by position; None is all.
     """
 
     num_heads: int

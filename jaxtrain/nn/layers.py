@@ -73,7 +73,7 @@ def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
     holds, and one sum over the vocabulary's mesh axes puts them together; along axes that split
     the stream's positions in addition to the tokens' (arXiv 2205.05198) each device gets the sums
-    of its own places alone. A table is gathered along embed before the lookup.
+    of its own positions alone. A table is gathered along embed before the lookup.
     """
     layout = current_layout()
     tokens, tables = [one for one, _ in lookups], [gather(table) for _, table in lookups]
@@ -122,7 +122,8 @@ class _Split:
 
     @property
     def read(self) -> P:
-        """Of the tokens that a device looks up: where it holds every row, its own places' alone."""
+        """Of the tokens that a device looks up: where it holds every row, only its own
+        positions."""
         return self.tokens if self.vocabulary else P(*self.stream[:2])
 
     def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +134,7 @@ class _Split:
         return jnp.where(here_BT, position_BT, 0), here_BT[..., None]
 
     def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
-        """On each device: [B, T, D] of its places, out of its rows and the others'."""
+        """On each device: [B, T, D] of its positions, from its rows and the others'."""
         position_BT, here_BT1 = self.places(tokens_BT)
         found_BTD = jnp.where(here_BT1, rows_VD[position_BT], 0)
         if not self.vocabulary:
@@ -255,7 +256,7 @@ def rotate(
 
     Args:
       x_BTNH: queries or keys.
-      positions_BT: int32 places of the tokens in their documents.
+      positions_BT: int32 positions of the tokens in their documents.
       frequencies: float32 [H/2], radians per position.
       scale: what the turned x is multiplied by.
     """

@@ -15,7 +15,7 @@ Initializer = Callable[..., jax.Array]
 
 # What a parameter is for, where its axes do not say it: most have none of these roles.
 #   embedding  a row for each token; logits are made with it too where nothing is the output
-#   position   a row for each place of a sequence
+#   position   a row for each position of a sequence
 #   norm       the scale or the bias of a norm, which computes in float32
 #   router     scores experts, in float32
 #   balance    is added to the scores of experts; their load moves it, and no gradient

@@ -22,7 +22,7 @@ from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logi
 GATHERED = "gathered"
 HOST = jax.memory.Space.Host
 
-# Dimensions of an array by their places, each group to become one dimension.
+# Dimensions of an array, each group to become one dimension.
 Groups = tuple[tuple[int, ...], ...]
 
 

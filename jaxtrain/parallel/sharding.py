@@ -129,8 +129,8 @@ class Layout:
         does not divide: kv heads, each of which then serves several devices.
       unstaged: logical axes of parameters that the stages of a pipeline do not split, because their
         size does not divide: every stage has all of it.
-      one_batch: those of `manual` whose devices have rows of one batch, or places of its rows, and
-        share its statistics.
+      one_batch: those of `manual` whose devices have rows of one batch, or positions of its rows,
+        and share its statistics.
       accumulate, masters: as in `Sharding`.
       by_rows: logical axes, as `own_axes` has them, of parameters that fsdp splits along the one of
         ROWS in place of embed, whose shards would be less than a tile.

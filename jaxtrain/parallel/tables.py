@@ -45,7 +45,7 @@ RULES: dict[str, AxisRule] = {
     # latency than its few kilobytes save.
     "vector": _WHOLE,
     "mlp": _TENSOR,
-    "gates": _WHOLE,  # every gate of a recurrent layer reads the whole state at every place
+    "gates": _WHOLE,  # every gate of a recurrent layer reads the whole state at every position
     "heads": _TENSOR,
     "kv_heads": _TENSOR,  # but see Layout.whole
     "head_dim": _WHOLE,
@@ -92,7 +92,7 @@ _2_5D = _2D | {
 }
 _3D = RULES | {
     # arXiv 2105.14450: a cube, x = `depth`, y = `row`, z = `tensor`. Rows of the batch are split
-    # along x and y and embed along z; inside attention and the MLP, y and z change places.
+    # along x and y and embed along z; inside attention and the MLP, y and z swap.
     "batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
     "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "tensor")),
     # z first: gathering along the last axes moves runs that stay together.

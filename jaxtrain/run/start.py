@@ -63,7 +63,7 @@ def first_parameters(
 
 
 def _steps(folder: Place) -> list[int]:
-    """Return the steps of a run's checkpoints; [] where a file is in the folder's place."""
+    """Return the steps of a run's checkpoints; [] where a file has the folder's name."""
     try:
         return sealed_steps(folder / FOLDER)
     except NotADirectoryError:

@@ -111,7 +111,7 @@ class History:
     """Losses and gradient norms of the last good steps, on every device.
 
     Attributes:
-      losses: float32 [window], each at the place count mod window of its step.
+      losses: float32 [window], each at index count mod window of its step.
       grad_norms: float32 [window], the same.
       count: int32 scalar, good steps so far.
     """

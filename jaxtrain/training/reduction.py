@@ -1,6 +1,6 @@
 """Local gradient accumulation: gradients are summed over the mesh once per step.
 
-A device's gradient of its own rows, and of its own places in them, is summed over microbatches
+A device's gradient of its own rows, and of its own positions in them, is summed over microbatches
 without a word to the others along `data`, `expert` and `context` (and along `fsdp`, where that axis
 shards no gradient). One exchange follows: an all-reduce, or, where a device updates a shard alone,
 a reduce-scatter along `fsdp` and an all-reduce of the shard along the others (arXiv 1910.02054,

@@ -47,7 +47,7 @@ class Files(Protocol):
 
         Args:
           state: in memory.
-          before: whose files go on to hold what they do, but for arrays of `state` in their place;
+          before: whose files keep their content, but for arrays of `state`;
             None: they are made anew, for the optimizer's first state.
         """
         ...

@@ -68,7 +68,7 @@ def update_biases(
       load_LE: of the experts of each layer in the whole batch, those outside of the stack last;
         None: no router has biases.
       speed: as in `speed_of`.
-      order: the layer at each place of stacked arrays, -1 for padding; None: the model's.
+      order: the layer at each index of stacked arrays, -1 for padding; None: the model's.
     """
     if load_LE is None or not speed:
         return frozen
@@ -185,8 +185,8 @@ def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.
 def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     """Draw targets in the form of a batch's from the softmax of the model's logits.
 
-    The largest of logits + Gumbel noise is such a draw. The noise is a hash of the place and of the
-    step: the same on every mesh.
+    The largest of logits + Gumbel noise is such a draw. The noise is a hash of the position and of
+    the step: the same on every mesh.
     """
     objective: Any = setup.objective
     model = setup.model(state)

@@ -1,8 +1,8 @@
 """Detection of loss chunks that are too small: each chunk reads the whole output matrix.
 
 A device reads the output matrix [V, D] twice for a chunk's products and adds to its gradient in
-float32: 2 e V D + 8 V D bytes with e bytes a number, against 6 R V D FLOPs of R places. On v5p some
-300 places are as long in products as in memory.
+float32: 2 e V D + 8 V D bytes with e bytes per value, against 6 R V D FLOPs of R positions. On v5p
+some 300 positions take as long in matmuls as in memory.
 """
 
 from collections.abc import Iterator

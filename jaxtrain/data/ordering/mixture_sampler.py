@@ -1,7 +1,7 @@
 """Sampler of a mixture of datasets: which source each row of the training stream comes from.
 
 Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
-ratio falls (Weyl's sequence, from an offset of the seed's own): any stretch of places, and so any
+ratio falls (Weyl's sequence, from an offset of the seed's own): any range of positions, and so any
 batch, holds the sources in their shares to within a few rows. How many of the places before p are a
 source's is a sum of floors, known in some 30 divisions however large p is, also where the shares
 move evenly with p; so the example at p needs neither memory nor the positions before it.
@@ -59,7 +59,7 @@ class _Segment:
       begin: its first place.
       cuts: [sources + 1] the bounds there, from 0 to `_WHOLE`.
       moved: [sources + 1] how far each has moved after `length` places.
-      length: places, at least 1.
+      length: positions, at least 1.
       before: [sources] how many of the places before `begin` are each source's.
     """
 
@@ -111,7 +111,8 @@ class Mixing:
         offset = 0
         for number, (one, count) in enumerate(zip(self.sources, before, strict=True)):
             own = of_places[rows] == number
-            # The places of a source, counted: those before this batch, then those before the row.
+            # The positions of a source, counted: those before this batch, then those before the
+            # row.
             ranks = count + np.cumsum(of_places == number)[rows[own]] - 1
             own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
             found[own] = offset + shuffle_nearby(ranks, one.rows, own_seed)

@@ -1,13 +1,13 @@
 """Shuffle of the training data: a permutation of examples, computed one index at a time.
 
-A place is enciphered into an example: eight rounds of a Feistel network over the least power of two
-that holds them all, again wherever that leads past the last example (Black and Rogaway 2002,
-Ciphers with arbitrary finite domains). Nothing is kept but the places asked for, however many
-examples there are. The round function is splitmix64's finaliser (Steele, Lea and Flood 2014).
+A position is encrypted to an example's index: eight rounds of a Feistel network over the least
+power of two that holds them all, again wherever that leads past the last example (Black and Rogaway
+2002, Ciphers with arbitrary finite domains). Only the requested positions are computed, however
+many examples there are. The round function is splitmix64's finaliser (Steele, Lea and Flood 2014).
 
 grain's `index_shuffle` is such a cipher too; with the four rounds of grain's own shuffle neighbours
 lead to neighbours (of the 100 pairs of tenths of 10**10 examples some come 4 times too often), it
-takes 6 us a place, 2 ms in small sets, and is no permutation of 2**k + 1 examples.
+takes 6 us per position, 2 ms in small sets, and is no permutation of 2**k + 1 examples.
 """
 
 import functools
@@ -16,7 +16,7 @@ import numpy as np
 
 VERSION = "feistel 8"  # saved with a checkpoint: another order does not go on where it stopped
 _ROUNDS = 8
-_BLOCK = 4096  # places enciphered together: NumPy's calls cost the same for 64 of them
+_BLOCK = 4096  # positions encrypted together: NumPy's calls cost the same for 64 of them
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -102,7 +102,7 @@ class PackedText(WholeBatches):
 
         Returns:
           Segment ids and positions, int32 [rows, T], the last document of a row running on into its
-          padding; and the places in the flattened rows before the first token of a document.
+          padding; and the positions in the flattened rows before the first token of a document.
         """
         length, rows = self.sequence_length, len(starts)
         # A row is the rest of the document it begins in and those that begin in it: `nexts[r]` to

@@ -133,7 +133,7 @@ class FileTokenizer:
         changes = _complete(self._tokenizer, folder)
         self.before, self.after = _special_tokens_around(self._tokenizer)
         own = self.before, self.after
-        # It may leave spaces out of the places.
+        # Its offsets may leave out spaces.
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         # The largest id and not the count: files with holes in their ids exist.
@@ -258,7 +258,7 @@ class FileTokenizer:
         for batch in _batches(pieces):
             whole = [piece.text for piece in batch if piece.is_whole]
             found = iter(self._tokenizer.encode_batch_fast(whole, add_special_tokens=False))
-            # With the places of the tokens, which take several times as long.
+            # With the offsets of the tokens, which take several times as long.
             longer = [p.before + p.text + p.after for p in batch if not p.is_whole]
             others = iter(self._tokenizer.encode_batch(longer, add_special_tokens=False))
             for piece in batch:

@@ -174,16 +174,16 @@ class SequenceData(ClassedRows):
     """Time series with labels: sequences of vectors, one per row, padded at the end.
 
     Attributes:
-      source: a `.npz` file of arrays x [examples, places, features] (or [examples, places], one
-        number at each) and y, labels 0, 1, ... of [examples] or of [examples, places] (-1 where
-        there is none), with an array lengths [examples] where not all places are an example's; a
-        `.ts` file, as archives of time series have them; or `'synthetic'`, random numbers and
-        labels.
+      source: a `.npz` file of arrays x [examples, positions, features] (or [examples, positions],
+        one number at each) and y, labels 0, 1, ... of [examples] or of [examples, positions] (-1
+        where there is none), with an array lengths [examples] where not all positions are an
+        example's; a `.ts` file, as archives of time series have them; or `'synthetic'`, random
+        numbers and labels.
       heldout_source: another such file, which is held out; None holds out a part of the source.
       features: numbers of a vector.
-      sequence_length: places of a row; of longer sequences the rest is left out, and counted.
+      sequence_length: positions of a row; of longer sequences the rest is left out, and counted.
       scaling: 'standard' takes the mean from each feature and divides by the standard deviation,
-        both over all places of the training part; 'none' leaves them.
+        both over all positions of the training part; 'none' leaves them.
     """
 
     heldout_source: Annotated[str | None, PathOr()] = None

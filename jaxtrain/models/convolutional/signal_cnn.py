@@ -1,7 +1,7 @@
 """1-D convolutional network for signals.
 
 Source: the convolutional network of MNIST-1D, Greydanus and Kobak 2020 (arXiv 2011.14439).
-Letters: B batch, W places, C channels, O classes.
+Letters: B batch, W positions, C channels, O classes.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ class SignalCNN(Unstacked):
     """Sizes of a convolutional network that reads signals; the defaults are MNIST-1D's.
 
     Attributes:
-      features: numbers of a signal, which are its places.
+      features: number of samples of a signal.
       outputs: classes to tell apart.
       filters: channels of each convolution, whose result goes through ReLU.
-      sizes: places that each of them reads at once.
-      stride: places from one result to the next.
-      padding: places of zeros before and after.
+      sizes: kernel size of each.
+      stride: stride of each.
+      padding: zeros before and after.
     """
 
     features: int = 40

@@ -2,7 +2,7 @@
 
 Sources: Cho et al. 2014 (arXiv 1406.1078) and Sutskever et al. 2014 (arXiv 1409.3215), whose
 sources are read in their order here; attention of Luong et al. 2015 (arXiv 1508.04025), without
-feeding it to the next input: so all places of a target are learned from at once.
+feeding it to the next input: so all positions of a target are trained at once.
 Letters: S source length, T target length, D embed, V vocab, L layers.
 """
 
@@ -33,8 +33,8 @@ class Seq2Seq:
       context_length: the longest source, and the longest target, in tokens.
       bidirectional: whether each layer of the encoder reads from the right too, with half of
         embed_dim each way; a layer of the decoder begins with both last states side by side.
-      attends: whether each place of the target looks at all states of the encoder; otherwise what
-        was read is in the first states alone.
+      attends: whether each position of the target attends to all states of the encoder; otherwise
+        what was read is in the first states alone.
     """
 
     vocab_size: int = 256
@@ -80,7 +80,7 @@ class Seq2Seq:
 
     @property
     def looking(self) -> GlobalAttention | None:
-        """How a target's place looks at the source."""
+        """Attention from target positions to the source."""
         return GlobalAttention(self.embed_dim) if self.attends else None
 
     def build(self, key: jax.Array) -> RecurrentPair:

@@ -2,7 +2,7 @@
 
 Source: Gu and Dao 2023 (arXiv 2312.00752).
 Letters: B batch, T length, D embed, F inner width, S states of a channel, R rank of the steps,
-K places of the convolution, V vocab.
+K kernel size of the convolution, V vocab.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Mamba(LanguageModel):
       expand: channels of a layer over embed_dim.
       state_dim: states of each channel.
       step_rank: numbers that a token's steps are made of; None is embed_dim / 16, rounded up.
-      conv_width: places that the convolution before the states reaches over.
+      conv_width: kernel size of the convolution before the states.
       context_length: the longest sequence, in tokens: of training, the model has no limit.
       norm_eps: epsilon of the RMS norms.
     """

@@ -2,7 +2,7 @@
 
 Source: Dao and Gu 2024 (arXiv 2405.21060), section 7; one group of inputs and outputs.
 Letters: B batch, T length, D embed, F inner width, N heads, P channels of a head (F / N), S states
-of a channel, K places of the convolution, V vocab.
+of a channel, K kernel size of the convolution, V vocab.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Mamba2(LanguageModel):
       expand: channels of a layer over embed_dim.
       head_dim: channels of a head, which have one step and one rate.
       state_dim: states of each channel.
-      conv_width: places that the convolution before the states reaches over.
+      conv_width: kernel size of the convolution before the states.
       context_length: the longest sequence, in tokens: of training, the model has no limit.
       norm_eps: epsilon of the RMS norms.
     """
@@ -208,7 +208,7 @@ class Mamba2Layer(StateSpaceLayer):
 def _convolve(
     x_BTF: jax.Array, own: Weights, name: str, mask: Mask, before_BKF: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """silu of a causal convolution, and what its next places need."""
+    """silu of a causal convolution, and its state for the next positions."""
     kernel_KF = gather(own[name]).astype(x_BTF.dtype)
     y_BTF, last_BKF = causal_convolution(x_BTF, kernel_KF, mask, before_BKF)
     return jax.nn.silu(add_bias(y_BTF, own[f"{name}_bias"])), last_BKF

@@ -4,7 +4,7 @@ Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without
 is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;
 for classes of sentences per layer and tanh before a matrix of classes and a bias. An encoder of
 sentences (Reimers and Gurevych 2019, arXiv 1908.10084) has no head at all.
-Letters: B batch, T length, V vocab, D embed, C places, Y token types.
+Letters: B batch, T length, V vocab, D embed, C positions, Y token types.
 """
 
 import dataclasses

@@ -25,7 +25,7 @@ from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, EncoderDec
 from jaxtrain.nn.transformer.mlp import SwiGLU, TwoLayers, gelu
 from jaxtrain.nn.transformer.positional_embedding import Relative
 
-INSIDE = 5  # the place of an MLP's own dropout among those of a layer
+INSIDE = 5  # index of an MLP's own dropout among those of a layer
 
 
 @configurable

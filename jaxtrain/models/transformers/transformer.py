@@ -36,7 +36,8 @@ class Transformer(EncoderDecoderModel):
       num_heads: attention heads; embed_dim / num_heads is the head_dim.
       mlp_dim: width inside the MLP.
       context_length: the longest source, and the longest target, in tokens.
-      positions: 'sinusoidal' adds sines and cosines to the embedding, 'learned' a vector a place.
+      positions: 'sinusoidal' adds sines and cosines to the embedding, 'learned' a vector per
+        position.
       norms: 'post' norms what each part's result was added to, as the paper does; 'pre' norms what
         goes into each part, and what comes out of the last layer (arXiv 2002.04745).
       norm_eps: epsilon of the layer norms.

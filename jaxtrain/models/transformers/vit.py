@@ -98,7 +98,7 @@ class ViT:
 
     @property
     def least_pixels(self) -> int:
-        """Of no other size: each place has an embedding of its own."""
+        """Reject images of another size: each position has its own embedding."""
         return self.image_size
 
     @property
@@ -187,7 +187,7 @@ class ViTModel(nnx.Module):
 
     @jax.named_scope("head")
     def finish(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-        """Logits [B, C] of what comes out of the last layer, by the class token's place."""
+        """Logits [B, C] from the class token's output of the last layer."""
         return self.head(self.norm(under("norm", vars(self)), x_BTD[:, 0]), execution)
 
     def __call__(

@@ -276,7 +276,7 @@ def _format(family: Family, model: Model) -> str:
 def _leftover_error(
     name: str, tensor: StoredTensor, copy_of: str | None, found: Mapping[str, StoredTensor]
 ) -> Iterable[str]:
-    """A clause for a tensor that has no place; an output matrix that is the embedding has one."""
+    """A clause for a tensor without a parameter; a tied output matrix has one."""
     first = None if copy_of is None else found.get(copy_of)
     if first is not None:
         same = (first.dtype, first.shape) == (tensor.dtype, tensor.shape)

@@ -76,7 +76,7 @@ class Name:
         return dict(self.sizes) | {group: size for group, size in pairs if len(group) == 1}
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Every tensor of this kind: its place in our leading dimensions, and its name.
+        """Every tensor of this kind: its index in our leading dimensions, and its name.
 
         Args:
           shape: of our parameter.
@@ -101,7 +101,7 @@ class Name:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
     def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor with the dimensions that one place of our parameter has: a view, but where some
+        """A tensor reshaped to one slice of our parameter: a view, but where some
         of its letters are one dimension here.
 
         Args:
@@ -119,7 +119,7 @@ class Name:
         return turned.reshape(shape[named:])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
-        """The tensor that one place of our parameter is there, or its rows or turns of it."""
+        """The tensor that one slice of our parameter becomes there, or its rows or turns of it."""
         named = len(self.named)
         here, sizes = self._here[named:], self._all_sizes(part.shape, named)
         split = part.reshape([sizes[letter] for letter in here])

@@ -6,8 +6,8 @@ rows of keys, so that no running maximum is needed), and a block of queries meet
 its causal or windowed mask may show.
 
 Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N / K, H head_dim;
-b rows and k kv heads of one tile; c = b k, R = T G rows of the queries that share a kv head, place
-by place, r those of one block, s its keys.
+b rows and k kv heads of one tile; c = b k, R = T G rows of the queries that share a kv head,
+position by position, r those of one block, s its keys.
 """
 
 import dataclasses
@@ -201,8 +201,8 @@ _attend.defvjp(_forward, _backward)
 
 
 def _by_head(x_btkgh: jax.Array) -> jax.Array:
-    """[c, R, h]. One dimension for places and the heads of a group: with one more, even of length
-    1, XLA's CPU compiler takes a third longer for the same scores."""
+    """[c, R, h]. One dimension for positions and the heads of a group: with one more, even of
+    length 1, XLA's CPU compiler takes a third longer for the same scores."""
     b, _, k, _, h = x_btkgh.shape
     return jnp.swapaxes(x_btkgh, 1, 2).reshape(b * k, -1, h)
 

@@ -52,7 +52,7 @@ def split_before() -> int:
 
 
 def sum_of_sequence(sums: jax.Array) -> jax.Array:
-    """Sums over the places at hand, as sums over all places of their sequences."""
+    """Turn sums over local positions into sums over all positions of their sequences."""
     return jax.lax.psum(sums, AXIS) if split_before() > 1 else sums
 
 
@@ -115,7 +115,7 @@ class Product:
     Attributes:
       query_slots: by rank, which of its own runs: 0 the early one, 1 the late one.
       key_slots: by rank, which run of the keys that it holds at this step.
-      whole: every query sees every key, on every rank: no mask of places is needed.
+      whole: every query sees every key, on every rank: no positional mask is needed.
     """
 
     query_slots: tuple[int, ...]

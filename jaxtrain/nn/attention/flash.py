@@ -24,7 +24,7 @@ def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -
         k_BSKH,
         v_BSKH,
         is_causal=mask.causal,
-        # Keys on either side besides the query's own place.
+        # Keys on either side besides the query's own position.
         local_window_size=None if mask.window is None else (mask.window - 1, 0),
         implementation="cudnn",
     )

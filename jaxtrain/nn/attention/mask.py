@@ -18,17 +18,17 @@ class Mask:
     """Which keys a query sees; all conditions hold together. And what becomes of its scores.
 
     Attributes:
-      causal: a query at place t sees keys at places <= t.
-      window: a query at place t sees keys at places > t - window; None is no limit.
+      causal: a query at position t sees keys at positions <= t.
+      window: a query at position t sees keys at positions > t - window; None is no limit.
       segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
-      query_start: the place of the first query among the keys, where these come from a key-value
+      query_start: the position of the first query among the keys, where these come from a key-value
         cache; None where there is no cache and queries and keys start together.
       bias_CNTS: float32, what is added to the scores of each head, as relative positions are (arXiv
         1910.10683); None: nothing. Of C equal copies each is for a C-th of the rows.
       softcap: the bound of the scores (see `apply_softcap`), before keys are hidden; None: none.
       sinks_N: float32, the score of a key in each head that every query sees and that has no value:
         a part of the softmax that goes nowhere (arXiv 2309.17453, equation 2); None: none.
-      pattern: which keys a query sees by the places of both in their document; None: all.
+      pattern: which keys a query sees by the positions of both in their document; None: all.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})

@@ -3,7 +3,7 @@
 A pattern is the definition: `times` is its dense mask, which kernels of all pairs compute with, and
 `nn.attention.sparse` does no more than its products. Places count from each document's first token,
 so packed documents are each as it is alone.
-Letters: T query places, S key places, N heads.
+Letters: T query positions, S key positions, N heads.
 """
 
 import abc
@@ -34,14 +34,14 @@ class Pattern(abc.ABC):
         """How often the softmax of a query counts a key: 0 is never; [..., 1 or N, T, S].
 
         Args:
-          query: places [..., T] of the queries in their documents.
-          key: places [..., S] of the keys in theirs.
+          query: positions [..., T] of the queries in their documents.
+          key: positions [..., S] of the keys in theirs.
           heads: how many there are.
         """
 
     @abc.abstractmethod
     def mean_keys(self, length: int) -> float:
-        """How many keys a causal query sees, the mean over places and heads of one document."""
+        """How many keys a causal query sees, the mean over positions and heads of one document."""
 
     @abc.abstractmethod
     def rescale(self, factor: float) -> "Pattern":
@@ -73,7 +73,7 @@ class LongformerPattern(Pattern):
         require_at_least(0, self, "global_tokens")
 
     def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Of pairs of places."""
+        """Whether the query sees the key, by their positions."""
         near = jnp.abs(query - key) < self.window
         return near | (key < self.global_tokens) | (query < self.global_tokens)
 
@@ -105,7 +105,7 @@ class StridedPattern(Pattern):
     Each head sees both (the paper's merged head). sqrt(length) is the stride of n sqrt(n) FLOPs.
 
     Attributes:
-      stride: places from one of these to the next.
+      stride: distance between these.
     """
 
     stride: int = 128
@@ -114,7 +114,7 @@ class StridedPattern(Pattern):
         require_at_least(1, self, "stride")
 
     def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Of pairs of places, the key's not after the query's."""
+        """Whether the query sees the key, which is not after it."""
         distance = query - key
         return (distance < self.stride) | (distance % self.stride == 0)
 
@@ -157,7 +157,7 @@ class FixedPattern(Pattern):
             )
 
     def sees(self, query: jax.Array, key: jax.Array) -> jax.Array:
-        """Of pairs of places, the key's not after the query's."""
+        """Whether the query sees the key, which is not after it."""
         own = query // self.stride == key // self.stride
         return own | (key % self.stride >= self.stride - self.summary_tokens)
 
@@ -183,8 +183,8 @@ class FixedPattern(Pattern):
 class DilatedPattern(Pattern):
     """LongNet: segments of every length, the longer the sparser (arXiv 2307.02486, section 3).
 
-    Of a segment head j has the tokens at places j, j + r, j + 2 r, ...: they see each other. What
-    several pairs of a length and a ratio give is added in the proportion of their softmaxes'
+    Of a segment head j has the tokens at positions j, j + r, j + 2 r, ...: they see each other.
+    What several pairs of a length and a ratio give is added in the proportion of their softmaxes'
     denominators (equation 10), so a key that a query has by two of them counts twice.
 
     Attributes:
@@ -274,7 +274,8 @@ def validate(
 
 
 def segment_positions(segment_ids_BT: jax.Array | None, length: int) -> jax.Array:
-    """The place of each token in its document [1 or B, T]; a row is one where there are no ids."""
+    """The position of each token in its document [1 or B, T]; a row is one where there are no
+    ids."""
     position = jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids_BT is None:
         return position

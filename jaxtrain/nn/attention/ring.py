@@ -304,7 +304,8 @@ class _Rank:
         return [jnp.moveaxis(x.reshape(shape), 1, 0) for x in self.shapes.runs(ids_Bt)]
 
     def product(self, product: Product, step: int, held: Any) -> tuple[Any, Any, Any, _Block]:
-        """The choices of a product, the places [n, Q] of its queries, and its block of keys."""
+        """The switches of a block matmul, the positions [n, Q] of its queries, and its block of
+        keys."""
         own, other = (_Choice(s, self.rank) for s in (product.query_slots, product.key_slots))
         (keys, values), ids = held
         runs = self.shapes.runs

@@ -25,7 +25,7 @@ class Rotations(Protocol):
     def scale(self) -> float: ...
 
     def frequencies(self, head_dim: int) -> jax.Array:
-        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        """Radians per position for each pair of a head's dimensions, float32 [H/2]."""
         ...
 
 
@@ -54,7 +54,7 @@ class Rotary:
         return 1.0
 
     def frequencies(self, head_dim: int) -> jax.Array:
-        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        """Radians per position for each pair of a head's dimensions, float32 [H/2]."""
         half = head_dim // 2
         plain = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
         low, high = self.low_frequency_factor, self.high_frequency_factor
@@ -82,7 +82,7 @@ class Linear:
         return 1.0
 
     def frequencies(self, head_dim: int) -> jax.Array:
-        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        """Radians per position for each pair of a head's dimensions, float32 [H/2]."""
         half = head_dim // 2
         return self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half) / self.scaling
 
@@ -118,7 +118,7 @@ class Yarn:
         return 0.1 * math.log(self.scaling) + 1
 
     def frequencies(self, head_dim: int) -> jax.Array:
-        """Radians a place for each pair of a head's dimensions, float32 [H/2]."""
+        """Radians per position for each pair of a head's dimensions, float32 [H/2]."""
         half = head_dim // 2
         pairs = jnp.arange(half, dtype=jnp.float32)
         plain = self.theta ** (-pairs / half)

@@ -90,7 +90,7 @@ class _Part:
         return _Part(change(self.top_BTKG), change(self.sum_BTKG), change(self.out_BTKGH))
 
 
-# (places of queries, of keys, which broadcast) -> whether one sees the other.
+# (positions of queries, of keys, which broadcast) -> whether one sees the other.
 _Sees = Callable[[_TokenPositions, _TokenPositions], jax.Array]
 
 
@@ -265,8 +265,8 @@ def _dilated_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
 
 
 def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part:
-    """Of each token the N / r heads that have it, in columns: places of one segment that a head has
-    are r apart in the row too."""
+    """Of each token the N / r heads that have it, in columns: positions of one segment that a head
+    has are r apart in the row too."""
     B, T = tokens.q_BTKGH.shape[:2]
     block = min(-(-length // ratio), T // ratio)
     own_BTr = tokens.at_BT.position[..., None] % length % ratio == jnp.arange(ratio)
@@ -430,7 +430,8 @@ def _with_neighbors(x_BCb: jax.Array, before: int, after: int, *, value: int = 0
 
 
 def _gather(tokens: _Tokens, index_BXk: jax.Array) -> tuple[jax.Array, jax.Array, _TokenPositions]:
-    """Keys and values of these places of the row, and where they are; nowhere, below place 0."""
+    """Keys and values of these positions of the row, and where they are; invalid, below position
+    0."""
     index = jnp.maximum(index_BXk, 0)
     at = jax.tree.map(lambda x: _rows(x, index), tokens.at_BT)
     document = jnp.where(index_BXk < 0, _NOWHERE, at.document)

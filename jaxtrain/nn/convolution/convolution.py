@@ -238,7 +238,7 @@ def _pool_forward(
 def _pool_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """The places of the window, each spread over the image: one pass over it."""
+    """The elements of the window, each over the whole image, in one pass."""
     index, like = kept
     size, stride, rows, columns = window
     H, W = like.shape[1:3]

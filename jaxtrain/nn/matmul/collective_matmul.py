@@ -1,6 +1,6 @@
 """Collective matmul: matmuls overlapped with the ring all-gather or reduce-scatter over `tensor`.
 
-With sequence parallelism (arXiv 2205.05198) the places of the residual stream are gathered over
+With sequence parallelism (arXiv 2205.05198) the positions of the residual stream are gathered over
 `tensor` before a block's first products, and the sum of its last one is scattered. Here no device
 waits for all of them: it multiplies the part that it holds while the next one is sent, and adds its
 share to the sum of a part that is then sent on (collective matmul: Wang et al. 2023, "Overlap
@@ -29,7 +29,7 @@ _AXIS = "tensor"
 def gather_matmul(
     equations: Sequence[str], x: jax.Array, weights: Sequence[jax.Array], specs: Sequence[P]
 ) -> list[jax.Array]:
-    """Products of one activation, whose places are split over `tensor`, with several weights.
+    """Matmuls of one activation, whose positions are split over `tensor`, with several weights.
 
     Args:
       equations: of each product, over (x, weight); the first letters of x are the same in all.
@@ -76,7 +76,7 @@ def gather_matmul(
 
 
 def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Array:
-    """A product that is summed over `tensor`, of which each device has its own places.
+    """A matmul that is reduce-scattered over `tensor` by positions.
 
     Args:
       equation: over (x, weight).
@@ -138,7 +138,7 @@ def _in_turn(part: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
 def _sums(
     equations: Sequence[str], xs: Sequence[jax.Array], weights: Sequence[jax.Array]
 ) -> jax.Array:
-    """This device's places of the products' sum over all of them and over the devices."""
+    """This device's positions of the matmuls' sum over all of them and over the devices."""
     size, rank, total = lax.axis_size(_AXIS), lax.axis_index(_AXIS), None
     for step in range(size):
         number = _of_ring(rank + (size - 1 - step))
@@ -155,7 +155,7 @@ def _sums(
 
 
 def _of_weight(equation: str, x: jax.Array, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-    """A weight's gradient, from all places: one product, for a part's would read and write all of
+    """A weight's gradient, from all positions: one matmul, for a part's would read and write all of
     the gradient too."""
     left, right, result = sides(equation)
     return jnp.einsum(f"{left},{result}->{right}", x, gradient, out_sharding=spec_of(weight))
@@ -168,7 +168,7 @@ def _of_x(equation: str) -> str:
 
 
 def _permute(x: jax.Array, step: int) -> jax.Array:
-    """Return the part of the device `step` places before this one."""
+    """Return the part of the device `step` ranks before this one."""
     size = lax.axis_size(_AXIS)
     return lax.ppermute(x, _AXIS, [(i, (i + step) % size) for i in range(size)])
 
@@ -178,7 +178,7 @@ def _of_ring(number: jax.Array) -> jax.Array:
 
 
 def _slice_of(whole: jax.Array, letters: str, number: jax.Array) -> jax.Array:
-    """The part of this number of an array's places."""
+    """Return a part of an array's positions."""
     dim = letters.index("T")
     length = whole.shape[dim] // lax.axis_size(_AXIS)
     return lax.dynamic_slice_in_dim(whole, number * length, length, dim)

@@ -67,7 +67,7 @@ def validate(
       device_kind: what JAX calls the device; None where it does not matter.
       model: the model's name, for the message.
       experts: whether it has experts.
-      recurrent: whether its layers carry a state from place to place.
+      recurrent: whether its layers carry a state from position to position.
     """
     if matmul == "compute":
         return

@@ -1,6 +1,6 @@
 """Einsum without implicit dtype promotion, in operand layouts that compilers handle well.
 
-Letters: R rows (the places of the whole batch), K what is summed over, M what comes of it.
+Letters: R rows (the positions of the whole batch), K what is summed over, M what comes of it.
 """
 
 import math

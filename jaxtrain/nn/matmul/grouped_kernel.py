@@ -1,7 +1,7 @@
 """Grouped matmul kernel for NVIDIA GPUs (Pallas, Triton).
 
 XLA has none for them: it gives each expert a copy of all rows, zero where they are not its own, and
-multiplies E times as much (openxla/xla#40189). Here a place of the grid makes one tile of one
+multiplies E times as much (openxla/xla#40189). Here a grid point computes one tile of one
 expert. Rows are visited as in MegaBlocks (arXiv 2211.15841): a tile of rows that several experts
 share once for each of them, who writes its own.
 

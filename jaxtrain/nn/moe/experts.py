@@ -524,7 +524,7 @@ def _own_forward(bias_EF: jax.Array, expert_N: jax.Array) -> tuple[jax.Array, An
 
 
 def _own_backward(kept: Any, gradient_NF: jax.Array) -> tuple[jax.Array, None]:
-    # As a product: sums of rows into few places wait for each other.
+    # As a product: scatter-adds into few positions wait for each other.
     bias_EF, expert_N = kept
     own_NE = (expert_N[:, None] == jnp.arange(len(bias_EF))).astype(gradient_NF.dtype)
     of_bias = jnp.einsum("NE,NF->EF", own_NE, gradient_NF, preferred_element_type=jnp.float32)

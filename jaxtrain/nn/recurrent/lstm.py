@@ -110,9 +110,9 @@ def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 def _recurrence(
     x_TBG: jax.Array, weight_DG: jax.Array, goes_on_TB1: jax.Array | None, state: State
 ) -> tuple[jax.Array, State]:
-    """The outputs of an LSTM's cell at every place [T, B, D], and its state after the last.
+    """The outputs of an LSTM's cell at every position [T, B, D], and its state after the last.
 
-    The gradient of the recurrent weight is one product over all places after the loop: JAX's own
+    The gradient of the recurrent weight is one product over all positions after the loop: JAX's own
     would read and write it, as large as the weight, at each of them.
 
     Args:

@@ -1,7 +1,7 @@
 """Recurrence of a cell along a sequence, with its backward pass.
 
-A cell is what happens at one place. Its recurrent product is made here, once a place forward and
-backward, and the gradient of the recurrent weight is one product over all places after the loop:
+A cell is one time step. Its recurrent matmul is computed here, once per time step forward and
+backward, and the gradient of the recurrent weight is one product over all positions after the loop:
 JAX's own would read and write it, as large as the weight, at each of them.
 Letters: B batch, T length, D embed and state, G what a cell reads (a multiple of D).
 """
@@ -22,7 +22,8 @@ Cell = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def goes_on(mask: Mask) -> jax.Array | None:
-    """Whether each place [T, B, 1] is in the document of the one before; None: all of them are."""
+    """Whether each position [T, B, 1] is in the document of the one before; None: all of them
+    are."""
     ids_BT = mask.segment_ids_BT
     if ids_BT is None:
         return None
@@ -39,10 +40,10 @@ def recurrence(
     goes_on_TB1: jax.Array | None,
     state_BD: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The states at every place [T, B, D], in x's dtype, and the last one.
+    """The states at every position [T, B, D], in x's dtype, and the last one.
 
     Args:
-      cell: what happens at one place.
+      cell: one time step.
       x_TBG: what the inputs give to the cell, their bias with them.
       weight_DG: the recurrent weight, in the dtype of x.
       bias_G: what is added to its product.

@@ -42,7 +42,7 @@ class Recurrent:
       embed_dim: D, of what goes in.
       state_dim: H, of its states, which come out.
       gates: G over H.
-      cell: what happens at one place.
+      cell: one time step.
       name: in profiles and plans.
     """
 

@@ -1,7 +1,7 @@
 """Selective scan of state space models, and causal convolution.
 
-Letters: B batch, T length, F inner width, S states of a channel, K places of the convolution,
-C places of a chunk.
+Letters: B batch, T length, F inner width, S states of a channel, K kernel size of the convolution,
+C positions of a chunk.
 """
 
 import math
@@ -22,13 +22,15 @@ STATE = ("inner_batch", "mlp", "state")
 
 
 def _documents(mask: Mask, before: int) -> jax.Array | None:
-    """The document of every place [B, before + T], what was before the first being of its own."""
+    """The document of every position [B, before + T], what was before the first being of its
+    own."""
     ids_BT = mask.segment_ids_BT
     return None if ids_BT is None else jnp.concatenate([ids_BT[:, :1]] * before + [ids_BT], axis=1)
 
 
 def goes_on(mask: Mask) -> jax.Array | None:
-    """Whether each place [B, T, 1] is in the document of the one before; None: all of them are."""
+    """Whether each position [B, T, 1] is in the document of the one before; None: all of them
+    are."""
     ids_BP = _documents(mask, 1)
     return None if ids_BP is None else (ids_BP[:, 1:] == ids_BP[:, :-1])[..., None]
 
@@ -36,17 +38,17 @@ def goes_on(mask: Mask) -> jax.Array | None:
 def causal_convolution(
     x_BTF: jax.Array, kernel_KF: jax.Array, mask: Mask, before_BKF: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Each channel's weighted sum over its last K places, and what the next places need.
+    """Each channel's weighted sum over its last K positions, and what the next positions need.
 
     Args:
       x_BTF: the channels.
       kernel_KF: their weights, the last of its own place.
       mask: documents, over whose beginning no sum reaches.
-      before_BKF: the K - 1 places before the first; None: zeros.
+      before_BKF: the K - 1 positions before the first; None: zeros.
 
     Returns:
-      The sums, and the last K - 1 places of x and what was before it, zeros where these are not of
-      the last place's document.
+      The sums, and the last K - 1 positions of x and what was before it, zeros where these are not
+      of the last place's document.
     """
     K, T = kernel_KF.shape[0], x_BTF.shape[1]
     if before_BKF is None:
@@ -56,7 +58,7 @@ def causal_convolution(
     ids_BP = _documents(mask, K - 1)
 
     def own(first: int, last: int, whose: slice) -> jax.Array:
-        """These places of x, zeros where they are of another document than those are."""
+        """x at these positions, zeros where they are of another document than the reference."""
         if ids_BP is None:
             return x_BPF[:, first:last]
         same = ids_BP[:, first:last] == ids_BP[:, whose]
@@ -82,7 +84,7 @@ def selective_scan(
     """y = out . h with h = exp(step decay) h + step into x at every place, and the last h.
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), algorithm 2, in chunks: within one an associative
-    scan, from one to the next its last state. With a chunk of all places it is that scan alone.
+    scan, from one to the next its last state. With a chunk of all positions it is that scan alone.
 
     Args:
       x_BTF: what goes in; everything is float32.
@@ -91,7 +93,7 @@ def selective_scan(
       into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
       goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
       state_BFS: before the first place; None: zeros.
-      chunk: places that are scanned at once.
+      chunk: positions that are scanned at once.
     """
     B, T, F = x_BTF.shape
     if state_BFS is None:
@@ -102,7 +104,8 @@ def selective_scan(
     count = math.ceil(T / C)
 
     def split_chunks(x: jax.Array) -> jax.Array:
-        """[chunks, B, C, ...]; places after the last have a step of 0, which changes no state."""
+        """[chunks, B, C, ...]; positions after the last have a step of 0, which changes no
+        state."""
         rest = [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, ((0, 0), (0, count * C - T), *rest))
         return jnp.moveaxis(x.reshape(B, count, C, *x.shape[2:]), 1, 0)
@@ -125,7 +128,7 @@ def selective_scan(
 
 
 def _then(first: Any, second: Any) -> Any:
-    """Two stretches of places as one: what is kept of the state before them, what they add."""
+    """Two stretches of positions as one: what is kept of the state before them, what they add."""
     (kept, added), (kept_after, added_after) = first, second
     return kept * kept_after, added * kept_after + added_after
 

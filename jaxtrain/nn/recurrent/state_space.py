@@ -1,6 +1,6 @@
 """Layer of a state space model, and the decoder and checks that its models share.
 
-Letters: B batch, T length, D embed, V vocab, K places of the convolution.
+Letters: B batch, T length, D embed, V vocab, K kernel size of the convolution.
 """
 
 import abc
@@ -29,7 +29,7 @@ class StateSpaceLayer(abc.ABC):
     Attributes:
       embed_dim: width of the residual stream.
       state_dim: states of each channel.
-      conv_width: places of the convolution.
+      conv_width: positions of the convolution.
       norm: of what goes in.
       num_layers: of the model: the more, the less each adds at first.
       scope: its operations' name in profiles.

@@ -1,7 +1,7 @@
 """State space duality (SSD, Mamba 2): attention within chunks, a scan between them.
 
 Source: Dao and Gu 2024 (arXiv 2405.21060), listing 1. Letters: B batch, T length, N heads,
-P channels of a head, S states of a channel, C places of a chunk.
+P channels of a head, S states of a channel, C positions of a chunk.
 """
 
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.sharding import shard
 
-CHUNK = 64  # places whose scores among each other exist at once
+CHUNK = 64  # positions whose scores among each other exist at once
 
 STATE = ("inner_batch", "mlp", "head_dim", "state")
 
@@ -36,7 +36,7 @@ def state_space_dual(
       into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
       goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
       state_BNPS: before the first place; None: zeros.
-      chunk: places that are taken together.
+      chunk: positions that are taken together.
     """
     B, T, N, P = x_BTNP.shape
     if state_BNPS is None:
@@ -47,7 +47,8 @@ def state_space_dual(
     count = math.ceil(T / C)
 
     def split_chunks(x: jax.Array, *, last: float = 0.0) -> jax.Array:
-        """[chunks, B, C, ...]; places after the last have a step of 0, which changes no state."""
+        """[chunks, B, C, ...]; positions after the last have a step of 0, which changes no
+        state."""
         rest = [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, ((0, 0), (0, count * C - T), *rest), constant_values=last)
         return jnp.moveaxis(x.reshape(B, count, C, *x.shape[2:]), 1, 0)
@@ -65,7 +66,7 @@ def state_space_dual(
         same_BCC = (begun_BC[:, :, None] == begun_BC[:, None, :]) & before_CC
         left_BNC = jnp.swapaxes(left_BCN, 1, 2)
         between_BNCC = left_BNC[..., :, None] - left_BNC[..., None, :]
-        # Hidden places decay upwards: exp of them may be infinite, and its gradient none.
+        # Hidden positions decay upwards: exp of them may be infinite, and its gradient none.
         kept_BNCC = jnp.exp(jnp.where(same_BCC[:, None], between_BNCC, -jnp.inf))
         scores_BCC = jnp.einsum("bts,bus->btu", out_BCS, into_BCS)
         y_BCNP = jnp.einsum("bntu,bunp->btnp", scores_BCC[:, None] * kept_BNCC, given_BCNP)

@@ -74,7 +74,7 @@ class Attends(Protocol):
         Args:
           own: the parameters.
           h_BTD: what the norm gave, laid out as the stream: `Execution.project` gathers it.
-          positions_BT: places of the tokens in their documents.
+          positions_BT: positions of the tokens in their documents.
           mask: which keys a query sees, the part's own window aside.
           execution: the kernel, and the precision of the products.
           out: logical axes of the result.
@@ -151,7 +151,7 @@ class Block:
       norm: which norm each of them has.
       placement: before or after a part.
       after: the norm of what each part gives, before the stream has it; None: there is none.
-      dropout: of what each part gives, in training: its first place is attention's.
+      dropout: of each part's output, in training; the first is attention's.
     """
 
     attention: Attends

@@ -29,7 +29,7 @@ class CrossBlock:
       attention, cross, mlp: the parts.
       norm: which norm each of them has.
       placement: before or after a part.
-      dropout: of what each of them gives, in training: its places are theirs, in this order.
+      dropout: of each part's output, in training, in this order.
     """
 
     attention: Attends

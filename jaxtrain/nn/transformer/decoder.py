@@ -69,7 +69,8 @@ class Decoder(nnx.Module):
           key: for their parameters.
           num_layers: how many there are.
           token_embedding: the table [V, D].
-          position_embedding: learned positions [places, D]; None where the layers know positions.
+          position_embedding: learned positions [positions, D]; None where the layers know
+            positions.
           norm: of what comes out of the last layer; None: there is none.
           output: the output matrix [V, D]; None: the token embedding.
           stream: logical axes of the activations between layers.
@@ -238,8 +239,8 @@ class PredictionModule:
           own: the parameters.
           h_BTD: the finished hidden states from which the token before is predicted.
           token_BTD: the embedding of that token.
-          positions_BT: places of the tokens in their documents.
-          mask: which places see which.
+          positions_BT: positions of the tokens in their documents.
+          mask: which positions see which.
           execution: how the mathematics is run.
         """
 

@@ -22,8 +22,8 @@ from jaxtrain.nn.transformer.cross_block import CrossBlock
 from jaxtrain.nn.transformer.positional_embedding import PositionalEmbedding
 from jaxtrain.parallel.sharding import shard
 
-# First places of dropouts: around the stacks, in the encoder's layers, in the decoder's. Each has
-# room for those of its parts; the numbers of adapters are far away.
+# First indices of dropout layers: around the stacks, in the encoder's layers, in the decoder's.
+# Each has room for those of its parts; the numbers of adapters are far away.
 AROUND, ENCODER, DECODER = 1000, 1010, 1020
 
 
@@ -54,7 +54,7 @@ class EncoderDecoder(nnx.Module):
           key: for their parameters.
           num_layers: of each stack.
           token_embedding: the table [V, D] of both sequences.
-          source_places, target_places: how each stack knows places.
+          source_places, target_places: positional embedding of each stack.
           norm: of what comes out of the last layer of each stack; None: there is none.
           output: the output matrix [V, D]; None: the token embedding.
           embedding_scale: what embedded tokens are multiplied by.
@@ -141,7 +141,7 @@ class EncoderDecoder(nnx.Module):
     def enter_target(
         self, tokens_BT: jax.Array, execution: Execution, start: jax.Array | int = 0
     ) -> jax.Array:
-        """What goes into the decoder's first layer of tokens from place `start` on, [B, T, D]."""
+        """Input of the decoder's first layer for tokens from position `start` on, [B, T, D]."""
         own = under("target", vars(self))
         x_BTD = self._embed(tokens_BT, self.target_places, own, start)
         return self.dropout(x_BTD, execution.draws, number=2)
@@ -193,7 +193,7 @@ class EncoderDecoder(nnx.Module):
         Args:
           tokens_BT: what follows.
           remembered: what `remember` gave.
-          of_memory: which places of the memory a token sees.
+          of_memory: which positions of the memory a token sees.
           execution: how the mathematics is run.
           cache: keys and values of the targets' tokens so far.
         """

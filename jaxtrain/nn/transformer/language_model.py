@@ -56,7 +56,7 @@ class Transformer(Protocol):
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """One layer: the new residual stream, the extended cache, the auxiliary sums.
 
-        Which one it is says `execution.layer`, for models whose layers differ by their place.
+        Which one it is says `execution.layer`, for models whose layers differ.
         """
         ...
 

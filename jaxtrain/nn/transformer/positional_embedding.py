@@ -1,6 +1,6 @@
 """Positional embeddings: learned, sinusoidal, or a bias of attention scores.
 
-Letters: B batch, T query length, S key length, D embed, N heads, P places, R buckets, C copies.
+Letters: B batch, T query length, S key length, D embed, N heads, P positions, R buckets, C copies.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ WAVELENGTH = 10_000.0
 
 
 class PositionalEmbedding(Protocol):
-    """How a stack of layers knows the places of its tokens.
+    """Positional embedding of a stack of layers.
 
     Attributes:
       adds_to_scores: whether its parameters are read in every layer, and not before the first.
@@ -39,7 +39,7 @@ class PositionalEmbedding(Protocol):
     def into_scores(
         self, own: Weights, queries: int, keys: int, start: jax.Array | int = 0
     ) -> jax.Array | None:
-        """What is added to the scores of queries from place `start` on, as `Mask.bias_CNTS`; None:
+        """Bias of the scores of queries from position `start` on, as `Mask.bias_CNTS`; None:
         nothing."""
         ...
 
@@ -84,7 +84,7 @@ class Sinusoidal(InStream):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learned(InStream):
-    """A vector for each place.
+    """A learned vector per position.
 
     Attributes:
       dim: numbers of the stream.

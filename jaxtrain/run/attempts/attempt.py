@@ -73,7 +73,7 @@ class Attempt:
     def stop_reason(self) -> str | None:
         """Before a step or a batch of an evaluation: why the run stops here, or None.
 
-        Each process asks at the same places, so that all stop at the same one.
+        Each process asks at the same points, so that all stop at the same one.
         """
         self._ticks += 1
         return self._peers.tick(self._ticks)

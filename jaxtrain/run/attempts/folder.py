@@ -44,7 +44,7 @@ def explain_folder_errors(workdir: Place) -> Iterator[None]:
 
 
 class RunFolder:
-    """A run's folder and the place on this machine where its files are written.
+    """A run's folder and the local path where its files are written.
 
     Attributes:
       workdir: the run's folder.

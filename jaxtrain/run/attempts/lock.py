@@ -251,7 +251,7 @@ class _Holder:
                 before.close()
             return
         # Into the file that was opened, not by its name: when a newer attempt puts its own in
-        # place between the look and this, the beat goes into the file that was replaced.
+        # over between the check and this, the beat goes into the file that was replaced.
         os.pwrite(self._stream.fileno(), self._content(), 0)
         os.fsync(self._stream.fileno())
 

@@ -194,7 +194,7 @@ def _fetch(x: jax.Array) -> jax.Array:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """The elements' bits times an odd number drawn from each one's place, summed modulo 2**32.
+    """The elements' bits times an odd number drawn from each one's position, summed modulo 2**32.
 
     Sums of integers do not depend on their order, so the layout does not matter; an odd factor has
     an inverse modulo 2**32, so no change of a single element goes unseen.
@@ -221,7 +221,7 @@ def _is_in_memory(x: jax.Array) -> bool:
 def _fingerprint_in_memory(x: jax.Array) -> int:
     """The same number, three times as fast: XLA does not vectorise such a sum on processors.
 
-    Row r and column k of rows of K elements, K even, are place r K + k, which is even where k is,
+    Row r and column k of rows of K elements, K even, are element r K + k, which is even where k is,
     and so is its product with the odd factor. So the sum is that of the factor times (K times the
     rows' sums times r, and the columns' sums times k), and of the even columns.
     """

@@ -80,7 +80,7 @@ def delete(root: Place, step: int) -> None:
 
 
 def put_aside(root: Place, step: int) -> Place:
-    """Renames a damaged checkpoint, so that its step may be saved again; returns the new place."""
+    """Renames a damaged checkpoint, so that its step may be saved again; returns the new path."""
     target, count = root / f"{_DAMAGED}{step}", 1
     while target.exists():
         count += 1

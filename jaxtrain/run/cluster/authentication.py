@@ -164,7 +164,7 @@ def _store(file: Place, content: bytes) -> None:
 PROTOCOL = b"jaxtrain-peers-2"
 _RANDOM = 32
 _PROOF = 32
-# In place of process 0's proof: it does not take the other's. Without the token nobody could tell
+# Instead of process 0's proof: it does not accept the other's. Without the token nobody could tell
 # who says so, and whoever can say it could as well close the connection.
 _REFUSED = b"another token".ljust(_PROOF, b"\0")
 

@@ -208,13 +208,13 @@ def grow(
       program, state, settings, ends: as of `search`.
       logits_PV: of each text's next token.
       cache: what is kept of the texts, one row each.
-      padding_P: places before a row's text.
+      padding_P: padding before a row's text.
       seen: tokens that a repetition penalty knows of each text; rows beyond them are none.
       limits: how many may follow each.
-      room: places of the cache.
+      room: slots of the cache.
       following: makes the next logits, as `next_logits` does.
       rows_of: (cache, rows_B, generating) -> the cache of these rows, any of them as often as it is
-        named; once the search has started, each of them takes the place of a row of its own text.
+        named; once the search has started, each of them replaces a row of its own text.
     """
     (rows, V), W = logits_PV.shape, settings.beams
     every_B = np.repeat(np.arange(rows, dtype=np.int32), W)
@@ -264,7 +264,7 @@ def _rank(
     *,
     count: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best continuations of each prompt: their sums, their places among [W V], and the model's
+    """The best continuations of each prompt: their sums, their indices in [W V], and the model's
     log-probabilities of their last tokens; [P, K] each."""
     rows, W = totals_PW.shape
     log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)

@@ -32,7 +32,7 @@ from jaxtrain.run.generation.speculative import (
 from jaxtrain.run.inference.inputs import read_records
 from jaxtrain.run.trainer import Trainer
 
-LOOKUP = "lookup"  # in the place of a draft's folder
+LOOKUP = "lookup"  # instead of a draft's folder
 GUESSES = 4
 
 

@@ -166,7 +166,7 @@ class Texts:
       cache: what the layers keep of the tokens so far, padding too; a `Cache` where `next_logits`
         goes on with them, else what the function keeps that does.
       logits_BV: of the next token, float32.
-      padding_B: places before a row's text.
+      padding_B: padding before a row's text.
       seen_BV: tokens that occur in the text so far; None if no setting needs it.
       finished_B: rows whose draws are not wanted any more.
       limit_B: how many tokens per row may draw.
@@ -259,7 +259,7 @@ def prefill(
     *,
     room: int,
 ) -> tuple[jax.Array, Cache]:
-    """Logits [B, V] of the token after each row, and a cache of `room` places with them in it."""
+    """Logits [B, V] of the token after each row, and a cache of `room` slots with them in it."""
     model, dtype = setup.model(state), jnp.dtype(setup.precision.compute)
     rows = tokens_BT.shape[0]
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype)
@@ -292,7 +292,7 @@ def advance(
       keys_B: a row's own, of all its draws.
       ends_E: tokens that end a text.
       until: how many tokens there are then.
-      room: places of the cache.
+      room: slots of the cache.
       following: makes the next logits as `next_logits` does, which None means.
     """
     model: Any = setup.model(state)
@@ -365,10 +365,10 @@ def next_logits(
     Args:
       model: the model.
       tokens_BT: what follows the tokens of the cache.
-      cache: of `room` places.
-      padding_B: places before each row's text.
+      cache: of `room` slots.
+      padding_B: padding before each row's text.
       execution: how the model is run.
-      room: places of the cache.
+      room: slots of the cache.
       last: of how many of the tokens logits [B, last, V] are wanted.
     """
     position_T = cache.length + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)

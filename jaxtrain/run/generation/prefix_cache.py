@@ -1,6 +1,6 @@
 """Prefix cache: KV cache and recurrent states of a chat, kept so that only new tokens are read.
 
-Letters: B rows, of which the first is the text, T length, S places, V vocab.
+Letters: B rows, of which the first is the text, T length, S slots, V vocab.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class Prefix:
     Attributes:
       logits_BV: of the next token.
       cache: what the layers keep of it.
-      padding_B: places before each row's text.
-      room: places of the cache.
+      padding_B: padding before each row's text.
+      room: slots of the cache.
     """
 
     logits_BV: jax.Array
@@ -44,7 +44,7 @@ class Prefix:
 class PrefixCache:
     """The tokens of a text and what the layers keep of them.
 
-    A cache of places is taken back to what a new text begins with; a state, which cannot be, goes
+    A cache of positions is cut back to the common prefix; a state, which cannot be, goes
     on where the new text goes on with the whole old one. Experts with a capacity count the tokens
     of a pass: there everything is read anew.
 
@@ -82,7 +82,7 @@ class PrefixCache:
         length = len(most)
         if (
             _is_recurrent(sizes) and most
-        ):  # places after the last are overwritten, and not seen before
+        ):  # slots after the last are overwritten, and not seen before
             context = sizes.context_length - shared
             length = round_up(len(most), least=LEAST_LENGTH, most=context)
         cache, logits_BV, rows = kept.cache, kept.logits_BV, len(kept.padding_B)
@@ -148,7 +148,7 @@ def _extend(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "room"))
 def _grow(sizes: TokenModel, cache: Cache, *, room: int) -> Cache:
-    """The cache with more places [L, B, S, ...]."""
+    """The cache with more slots [L, B, S, ...]."""
 
     def longer(x: jax.Array) -> jax.Array:
         more = [(0, 0)] * x.ndim

@@ -155,8 +155,8 @@ class _Text:
 
     Attributes:
       cache: of its first row.
-      padding_B: places before it.
-      room: places of the cache.
+      padding_B: padding before it.
+      room: slots of the cache.
     """
 
     cache: Cache
@@ -183,7 +183,7 @@ def speculate(
 ) -> Speculation:
     """Complete a prompt with draft tokens that the model verifies.
 
-    The cache holds places, so a guess that is not kept is forgotten by counting fewer of them:
+    The cache is indexed by position, so a rejected guess is dropped by decreasing the length:
     nothing is computed again.
 
     Args:

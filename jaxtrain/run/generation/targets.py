@@ -164,7 +164,7 @@ def targets(
             some = sources[first : first + batch_size]
             rows = _rows(len(some), setup)
             source_BS, real_BS = _pad(some, rows, sizes)
-            # One place more than is drawn: the first holds `begin`, and what the last token would
+            # One slot more than is drawn: the first holds `begin`, and what the last token would
             # lead to is made, and not looked at.
             new = round_up(limit, least=LEAST_LENGTH, most=sizes.context_length)
             logits_BV, read = _encode(setup, sizes, state, source_BS, real_BS, begin, room=new + 1)
@@ -257,7 +257,7 @@ def _begin(
 
 def _rows_of(read: Encoded, rows_B: jax.Array, *, generating: bool) -> Encoded:
     """What is kept of these rows. All beams of a source remember the same of it, so that beams
-    which take each other's places bring only what is kept of their targets."""
+    that are swapped bring only what is kept of their targets."""
     cache = beams.rows_of(read.cache, rows_B, generating=generating)
     if generating:
         return dataclasses.replace(read, cache=cache)
@@ -308,7 +308,7 @@ def _advance(
     last: int,
 ) -> tuple[jax.Array, Encoded]:
     """Float32 logits after each of the last tokens, and what is kept then; as `next_logits`, of
-    rows that all begin at their first place."""
+    rows without left padding."""
     del padding_B, room
     tokens_BT = shard(tokens_BT, ROWS)
     of_memory = Mask(

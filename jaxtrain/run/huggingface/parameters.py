@@ -112,13 +112,13 @@ class _Reader:
         order: list[int] | None,
         dtype: Any,
     ) -> None:
-        """For a parameter of this shape; `order` is the layer at each place, None the model's."""
+        """For a parameter of this shape; `order` is the layer at each index, None the model's."""
         self._name, self._shape, self._dtype = name, shape, dtype
         self._order = order
         self._at = {index: stored[there] for index, there in name.tensors(shape)}
 
     def row_bytes(self, index: tuple[slice, ...]) -> int:
-        """Bytes of one place of the first dimension, of the part at this index."""
+        """Bytes of one slice along the first dimension, of the part at this index."""
         rest = zip(index[1:], self._shape[1:], strict=True)
         size = math.prod(len(range(*part.indices(n))) for part, n in rest)
         return size * np.dtype(self._dtype).itemsize
@@ -133,7 +133,7 @@ class _Reader:
             if self._order is not None:
                 stored_index = (self._order[stored_index[0]], *stored_index[1:])
             if stored_index[:1] == (-1,):
-                continue  # a place of a stage that has no layer
+                continue  # an empty slot of a stage
             whole = self._name.to_ours(self._at[stored_index].open(), self._shape)
             # Copied in the order of the file, then turned: three times as fast as both at once.
             out[here] = np.array(whole[index[named:]], order="K")
@@ -148,7 +148,7 @@ def their_tensors(
     Args:
       names: the family's map.
       params: a tree of parameters and statistics, all on devices of this process.
-      order: the layer at each place of stacked arrays, -1 for none; None: the model's.
+      order: the layer at each index of stacked arrays, -1 for none; None: the model's.
     """
     found = dict(zip(*flatten(params)[:2], strict=True))
     for _, lines in itertools.groupby(names, key=lambda name: name.theirs):

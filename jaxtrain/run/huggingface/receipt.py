@@ -236,7 +236,7 @@ def draw_input(model: Model) -> tuple[np.ndarray | Batch, dict[str, np.ndarray]]
         shape = (1, min(_LENGTH, sizes.context_length))
         tokens_BT = rng.integers(0, sizes.vocab_size, shape)
         if isinstance(model, BERT) and model.first_position:
-            tokens_BT[tokens_BT == model.first_position - 1] = 0  # padding has no place there
+            tokens_BT[tokens_BT == model.first_position - 1] = 0  # padding is not supported there
         return tokens_BT, {"input_ids": tokens_BT}
     shape = (1, min(_LENGTH, model.context_length))
     source_BS, tokens_BT = rng.integers(0, model.vocab_size, (2, *shape))

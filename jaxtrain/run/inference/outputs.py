@@ -270,7 +270,7 @@ MASK = "[MASK]"
 def fill_masks(
     given: Sequence[Any], model: TokenModel, tokenizer: Tokenizer
 ) -> tuple[list[Batch], list[str], list[tuple[int, int]]]:
-    """A row of each text, what each hidden token is called, and its row and its place there.
+    """Return a row per text, each masked token's name, and its row and position there.
 
     Args:
       given: texts, or .txt files with one in each.

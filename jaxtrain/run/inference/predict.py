@@ -156,7 +156,7 @@ def predict(
     Of an image, a text, a vector, a sequence of vectors or each word of texts with tags the
     likeliest classes; of each hidden token of a text the likeliest tokens; the numbers of a vector;
     what is likeliest to follow a text, or its target; a text's embedding. Of a sequence each of
-    whose places has a class it is that of the place that `SequenceData.place` names.
+    whose positions have classes it is that of the position named by `SequenceData.place`.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or

@@ -338,7 +338,7 @@ class RunMetrics:
         """
         config, train = self._config, self._config.train
         batch = train.data.abstract_batch(train.global_batch_size)
-        in_order = batch.positions is not None  # tokens, or vectors in their place
+        in_order = batch.positions is not None  # tokens, or vectors instead
         peak = peak_flops(self._devices[0].device_kind, config.precision.matmul)
         return MetricsLog(
             self._folder,

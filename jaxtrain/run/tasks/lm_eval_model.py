@@ -30,7 +30,8 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
 
     Raises:
       UserError: the model is no language model, its data are no text, or lm-eval is not installed.
-        What it is asked later raises it too: for an answer that has no place in the context, or by
+        What it is asked later raises it too: for an answer that does not fit into the context, or
+          by
         settings of generation that are not read here.
     """
     try:

@@ -126,7 +126,7 @@ class TopK:
             ]
             return added, None
 
-        # One replica after the other: the order of a sum into one place is then the same on every
+        # One replica after the other: the order of a sum into one element is then the same on every
         # device that holds the array, and with it the parameters. What an owner sent to itself is
         # added back to the residual of its own part.
         messages = [jnp.concatenate(x, -1) for x in (values_kC, indices_kC)]
@@ -226,7 +226,7 @@ def compress_gradients(step: Step, reduction: Reduction) -> Step:
             "step": None, "params": 0, "opt_state": None, "statistics": 0, "loss_scale": None,
         }  # fmt: skip
         axes = TrainState(**dims, guard=None if state.guard else ())
-        # A gather from parameters without the dimension that the places to gather have would not
+        # A gather from parameters without the dimension of the indices would not
         # know its layout.
         repeated = state.replace(
             params=to_replicas(state.params, replicas),

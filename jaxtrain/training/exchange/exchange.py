@@ -63,7 +63,7 @@ class Exchange:
       rank: columns of the factors that power_sgd sends of a matrix; a matrix that is no larger is
         sent whole.
       graph: who is whose neighbour in gossip: 'ring'; 'torus', a grid as square as Mesh.data
-        allows; 'exponential', those 1, 2, 4, ... places on (arXiv 2110.13363).
+        allows; 'exponential', those 1, 2, 4, ... ranks on (arXiv 2110.13363).
       staleness: of asynchronous gradients, in steps; with 0 it is the synchronous step.
       compensation: lambda of the way that parameters have gone since, which asynchronous gradients
         are corrected by to first order (DC-ASGD, arXiv 1609.08326), such as 0.04; 0 corrects none.
@@ -155,7 +155,7 @@ def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
 
     Args:
       graph: 'ring': both next ones; 'torus': the next ones along both sides of a grid, row by row;
-        'exponential': those 1, 2, 4, ... places on, below their number.
+        'exponential': those 1, 2, 4, ... ranks on, below their number.
       replicas: how many there are.
     """
     everyone = range(replicas)

@@ -1,6 +1,6 @@
 """Chunked cross entropy: logits one chunk at a time, gradients in the same pass.
 
-Letters: B batch, T length, S chunks, C places of a chunk, D embed, V vocab; devices: n along the
+Letters: B batch, T length, S chunks, C positions of a chunk, D embed, V vocab; devices: n along the
 batch, k along the sequence, t along the vocabulary.
 """
 
@@ -45,7 +45,7 @@ def over_chunks(
 
     Args:
       losses: of the logits [B, C, V], targets and loss mask [B, C] of a chunk; float32 [B, C].
-      size: places of a chunk.
+      size: positions of a chunk.
       h_BTD: finished hidden states, whole along embed.
       matrix_VD: the output matrix, whole along embed.
       targets_BT: as in a batch.
@@ -124,9 +124,9 @@ over_chunks.defvjp(_forward, _backward)
 
 
 def _chunk(x: jax.Array, size: int) -> jax.Array:
-    """[S, B, C, ...]: in each chunk every S-th place.
+    """[S, B, C, ...]: in each chunk every S-th position.
 
-    Runs of places would move between the devices of a sequence.
+    Consecutive positions would move between the devices of a sequence.
     """
     B, T = x.shape[:2]
     return jnp.moveaxis(x.reshape(B, size, T // size, *x.shape[2:]), 2, 0)

@@ -195,7 +195,8 @@ class MultiToken(NextToken):
 def further_on(batch: Batch, distance: int) -> Batch:
     """Return the rows of a batch shifted by `distance` positions, in the order of their text.
 
-    Where a place has no such token in its document, no target counts and the place is padding.
+    Where a position has no such token in its document, no target counts and the position is
+    padding.
     """
 
     def later(x_BT: jax.Array) -> jax.Array:

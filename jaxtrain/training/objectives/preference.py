@@ -89,5 +89,6 @@ class DPO(TokenObjective):
                 "accuracy": (pair_B & (margin_B > 0)).sum(dtype=jnp.float32),
                 "margin": margin_B.sum(),
             }
-            # Devices that have places of one row have the same pairs, and their sums are added up.
+            # Devices that have positions of one row have the same pairs, and their sums are added
+            # up.
             return {name: value / split_before() for name, value in sums.items()}

@@ -21,7 +21,7 @@ from jaxtrain.training.objectives.tokens import TokenObjective
 class TokenClassification(TokenObjective):
     """Text and token classification: cross entropy of labels, and accuracy.
 
-    A text's class is the label of one token, at whose place alone the loss mask is 1; where each
+    A text's class is the label of one token, at whose position alone the loss mask is 1; where each
     token has a class, as in tagging, all of them count.
     """
 

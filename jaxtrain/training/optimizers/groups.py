@@ -79,7 +79,7 @@ def by_layer(
 
     Args:
       parts: with their values.
-      otherwise: of layers that are in none, [places].
+      otherwise: of layers that are in none, [slots].
       layers: as in `moments.keep_moments`.
     """
     number = jnp.arange(otherwise.shape[0]) if layers is None else jnp.asarray(layers)

@@ -46,7 +46,7 @@ def keep_moments(
     float32.
 
     The update is that of the moments before they are rounded. The random bits are a hash of the
-    update's number and of the element's name and place in the whole array, so that they are the
+    update's number and of the element's name and index in the whole array, so that they are the
     same on every mesh and after every restart.
 
     Args:

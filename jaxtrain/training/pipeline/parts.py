@@ -47,7 +47,7 @@ class Parts(abc.ABC):
       execution: how its mathematics is run.
       loss: the loss's settings.
       train: whether losses carry their training terms.
-      padded: whether places of a stage hold no layer.
+      padded: whether slots of a stage are empty.
       seed: of what training draws.
       step: optimizer steps taken, whose random numbers are drawn; None draws none.
       travels: what goes from stage to stage, and the first pass between whose stages it does.
@@ -90,7 +90,7 @@ class Parts(abc.ABC):
           outer: the parameters around the layers.
           x: what goes into the stage.
           micro: the microbatch.
-          numbers: the layer at each of the stage's places, -1 where there is none; int32 [places].
+          numbers: the layer in each of the stage's slots, -1 for an empty one; int32 [slots].
         """
 
     @abc.abstractmethod

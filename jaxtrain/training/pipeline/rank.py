@@ -27,7 +27,7 @@ Row = dict[str, jax.Array]
 Carry = dict[str, Any]
 Kept = dict[str, list[list[jax.Array]]]  # by name and pass
 
-# What waits at its rank for a later action: which one leaves it, and the column of its place.
+# What waits at its rank for a later action: which one leaves it, and the column of its slot.
 _KEPT = {
     "residuals": (Work.FORWARD, "residual_slot"),
     "stash": (Work.BACKWARD_INPUT, "stash_slot"),
@@ -92,7 +92,7 @@ class Rank:
 
         Args:
           ticks: int32 [ticks, names] each: the table's columns of the rank, and of everyone.
-          numbers: the layer at each of the rank's places, -1 where there is none.
+          numbers: the layer in each of the rank's slots, -1 for an empty one.
           layers, outer: parameters to compute with.
           of_layers, of_outer: what the gradients are taken with respect to.
           micros: the microbatches.
@@ -160,7 +160,7 @@ class Rank:
             row |= {name: numbers[index] for index, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
         # Buffers are read in a branch and written behind it: what a branch hands on unchanged XLA's
-        # TPU compiler copies, all its places in every tick.
+        # TPU compiler copies, all its slots in every tick.
         own = {name: carry[name] for name in ("layers", "outer", "sums")}
         nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
 
@@ -382,7 +382,7 @@ class Rank:
             sums = {**of.auxiliary, **sums}
         return jax.tree.map(zeros, sums)
 
-    # -- its places in the buffers --------------------------------------------------------------
+    # -- slots of its buffers --------------------------------------------------------------------
 
     def _arguments(self, row: Row, number: int) -> tuple[Variables, Any]:
         """Return the parameters to differentiate a pass by, and the others that its stage uses."""

@@ -42,7 +42,7 @@ class Slots:
     """Schedule as int32 arrays [ticks, ranks], with a slot for all pending data.
 
     Buffers have as many slots as the rank that needs most; -1 is no slot. What arrives at the END
-    of a tick is written after that tick's action has read its slots, so it may take their place.
+    of a tick is written after that tick's action has read its slots, so it may reuse them.
 
     Attributes:
       kind: a Work.

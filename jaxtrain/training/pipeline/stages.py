@@ -45,7 +45,7 @@ class Stages:
 
     @functools.cached_property
     def order(self) -> np.ndarray:
-        """Layer at each index of the stage order, -1 for padding; int32 [places]."""
+        """Layer at each index of the stage order, -1 for padding; int32 [slots]."""
         # Imported here: most runs have no stages.
         from jaxtrain.training.pipeline.table import stage_on
 
@@ -60,7 +60,7 @@ class Stages:
 
     @functools.cached_property
     def valid(self) -> np.ndarray:
-        """Whether each index holds a layer; bool [places]."""
+        """Whether each index holds a layer; bool [slots]."""
         return self.order >= 0
 
     def to_stages(self, tree: Any) -> Any:
@@ -109,11 +109,11 @@ def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:
 
     Args:
       tree: parameters, or optimizer state; what has no layers stays as it is.
-      present: the layer at each place, -1 for padding.
+      present: the layer in each slot, -1 for padding.
       wanted: likewise; padding becomes zeros.
     """
     slots = {layer: slot for slot, layer in enumerate(present)}
-    # A place beyond the last is filled with zeros.
+    # A slot beyond the last is filled with zeros.
     index = np.array([len(present) if n < 0 else slots[n] for n in wanted], np.int32)
 
     def one(variable: Any) -> Any:

@@ -148,7 +148,7 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
     microbatch then takes a forward and a backward tick a stage there and as many back.
 
     Weight gradients that are split off have ticks of their own in which every rank has one to do,
-    m - p + 1 where m >= 2p - 1; p - 1 more fill places of ranks that are done with their forwards,
+    m - p + 1 where m >= 2p - 1; p - 1 more fill slots of ranks that are done with their forwards,
     or with their input gradients, before others are. That is ZB-H1's time, m (F + I + W) +
     (p - 1) (F + I - W), as long as a weight gradient takes no longer than the other two.
     """

@@ -260,7 +260,7 @@ class _Matching:
         for kind in ("reduce-scatter", "all-gather"):
             for other in self._nearest(one, kind):
                 payload = other.expected.bytes
-                if kind == "all-gather":  # of zeros with each device's part in its place
+                if kind == "all-gather":  # of zeros with each device's part at its offset
                     payload *= self.devices(other.expected.axis)
                 if count and other.expected.axis == one.axis and payload == one.bytes:
                     taken = min(count, other.count)

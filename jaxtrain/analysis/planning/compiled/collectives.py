@@ -139,7 +139,7 @@ class _Walk:
           count: None where a loop does not say.
           scoped: how often it runs for each run of the scope that has a count, as `count`.
           op_name: of the caller, for instructions that lost their own.
-          path: the calls that lead here: one computation may be called from several places.
+          path: the calls that lead here: one computation may have several callers.
           chains: the gathers seen already that are spread over fusions (see _CHAIN).
         """
         for one in inside.instructions.values():

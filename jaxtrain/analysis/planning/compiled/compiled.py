@@ -60,7 +60,7 @@ class Compiled:
         saying how much.
       live_bytes: the most of it that is alive at once; None where the compiler does not say. A
         TPU's compiler reserves more where there is room, for overlap.
-      unaliased_bytes: outputs that take no argument's place.
+      unaliased_bytes: outputs that do not alias an argument.
       host_bytes: in the host's memory.
       refusal: the compiler's message if the program does not fit into memory.
       text: the scheduled program; "" where it did not fit.

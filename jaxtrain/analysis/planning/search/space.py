@@ -124,7 +124,7 @@ def _goes_with_residuals(config: Config, remat: tuple[tuple[str, Any], ...]) -> 
 
 
 def _masters(config: Config) -> str:
-    """Of stage 1: whole weights in another dtype than the masters' take the place of these."""
+    """Of stage 1: whole weights in another dtype than the masters' replace these."""
     return "whole" if config.precision.compute == config.precision.params else "sharded"
 
 

@@ -175,7 +175,7 @@ class _Activations:
 
     def cube(self) -> Iterator[Expected]:
         """A product gathers what goes in along one side of the cube and scatters its sum along
-        another; `row` and `tensor` change places from product to product (arXiv 2105.14450)."""
+        another; `row` and `tensor` swap roles from matmul to matmul (arXiv 2105.14450)."""
         facts, model = self.facts, self.model
         q, tokens = facts.size("tensor"), facts.B * facts.T * facts.value_bytes
         D, blocks = model.embed_dim, {}

@@ -93,7 +93,7 @@ def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = Non
       holes that dilation leaves (`lhs_dilation` in the gradient of a strided convolution's input),
       are not counted, so that both gradients cost exactly what the forward pass does.
     - `ragged_dot_general`: 2 x rows x contraction x columns, as if the groups covered all rows.
-    - A `scan` counts its body as often as it runs, a `pallas_call` once for each place of its grid
+    - A `scan` counts its body as often as it runs, a `pallas_call` once per grid point
       (a kernel that skips blocks shows it in `matmul_least`), that of experts' products by what it
       says of itself (as `ragged_dot_general`), a `shard_map`, whose shapes are one
       device's, once for each device along its manual axes.
@@ -272,7 +272,7 @@ def meeting_places(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Along one dimension, pairs of an output and a kernel place that meet a real input."""
+    """Along one dimension, pairs of an output and a kernel element that read a real input."""
     start = np.arange(outputs)[:, None] * stride - before
     position = start + np.arange(kernel)[None, :] * kernel_dilation
     inside = (position >= 0) & (position < (inputs - 1) * input_dilation + 1)

@@ -55,7 +55,7 @@ class Memory:
       gradients_on_host: accumulators and gradients of microbatches there.
       gradients_read: what a step reads of these, to sum them and to update with the sum.
       left_out: what is in none of the others, and others measure with it: name -> bytes.
-      logits: of a microbatch in the compute dtype, all places at once.
+      logits: of a microbatch in the compute dtype, all positions at once.
     """
 
     arguments: Arguments
@@ -406,7 +406,7 @@ class _Step:
 
     @property
     def _left_out(self) -> dict[str, int]:
-        """A loss of PyTorch's has the logits of all places in the compute dtype, and in float32
+        """A PyTorch loss keeps the logits of all positions in the compute dtype, and in float32
         with their gradient."""
         if self.platform != "gpu":
             return {}
@@ -493,7 +493,7 @@ class _Step:
         return round(4 * tokens * of_token / sizes["tensor"])
 
     def _streaming(self) -> dict[str, int]:
-        """The update: what it reads has another place than what it writes, and both wait."""
+        """The update: what it reads is sharded differently from what it writes, and both wait."""
         gradients = self._gradients(itemsize=4)
         return {"gradients": gradients, "state on its way": 2 * self.arguments.streamed}
 

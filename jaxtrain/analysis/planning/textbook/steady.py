@@ -39,7 +39,7 @@ class Waiting:
 
 
 def waiting(pipeline: Pipeline, ranks: int, passes: int = 1) -> Waiting:
-    """The places that a schedule needs whose microbatches go around so often."""
+    """The slots that such a schedule needs."""
     name, count = pipeline.schedule, pipeline.microbatches
     short = _ROUNDS * ranks if _repeats(name, count, ranks) else count
     return _waiting(name, ranks, short, pipeline.virtual_stages, passes, pipeline.backward)

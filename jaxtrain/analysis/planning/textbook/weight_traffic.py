@@ -82,7 +82,7 @@ class _Weight:
             return
         held = self.elements // facts.devices(axes) * self.value_bytes
         cause = f"parameters: {self.name}"
-        if "pipe" in axes:  # shards change places first, as on the way in of the update
+        if "pipe" in axes:  # shards move first, as before the update
             yield Expected("collective-permute", facts.axis_name(axes), 1, held, cause, "N / k")
         yield Expected("all-gather", "fsdp", self.layers, held, cause, "N (k-1)/k a step")
 
@@ -269,7 +269,7 @@ class _Weight:
             )
         if not {"pipe", "fsdp"} <= set(split):
             return
-        # (fsdp, pipe) shards are not parts of (pipe) shards: they change places on the way in and
+        # (fsdp, pipe) shards are not parts of (pipe) shards: they move before and
         # out of the update.
         if axes:
             yield Expected("collective-permute", facts.axis_name(split), 2, size, cause, "N / k")

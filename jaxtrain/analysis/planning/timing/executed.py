@@ -113,9 +113,9 @@ def stack_costs(config: Config) -> tuple[float, ...]:
 
 
 def pad_layers(config: Config, devices: int) -> Config:
-    """The configuration with as many layers as a pipeline's stages have places for.
+    """The configuration with as many layers as a pipeline's stages have slots.
 
-    All ranks go in lockstep, and the places of shorter stages are computed and masked.
+    All ranks go in lockstep, and the empty slots of shorter stages are computed and masked.
     """
     model, ranks = config.train.model, config.mesh.sizes(devices)["pipe"]
     if ranks == 1 or model.layers is None:

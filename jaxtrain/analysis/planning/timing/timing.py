@@ -10,12 +10,13 @@ P the products' FLOPs as they are executed, on a GPU in whole waves of tiles (`w
 attention scores: a forward pass and its recomputations, and 2.5 for the backward pass, which makes
 the scores again (arXiv 2307.08691, section 3.1); X the bytes of activations that products read and
 write; U those of the update, read and written once. G what the loss waits for memory in n chunks of
-R places each: the output matrix [V, D] is read twice in each, and its gradient read and written in
-float32, beside the chunk's products. W seconds of what moves weights and gradients, and of permutes
-along other axes than `tensor`; N of what moves activations over it; R of the other collectives; D
-between slices. O of activations that go to the host's memory, beside the forward pass, a third of
-C, and come back beside the backward pass; S of a state that comes from there for the update, and
-goes back at the same time. F of a state in files, all of which the update reads and writes again.
+R positions each: the output matrix [V, D] is read twice in each, and its gradient read and written
+in float32, beside the chunk's products. W seconds of what moves weights and gradients, and of
+permutes along other axes than `tensor`; N of what moves activations over it; R of the other
+collectives; D between slices. O of activations that go to the host's memory, beside the forward
+pass, a third of C, and come back beside the backward pass; S of a state that comes from there for
+the update, and goes back at the same time. F of a state in files, all of which the update reads and
+writes again.
 
 The capitals but C, G, E and H are counted. s_p is what bare matmuls reach on the chip, as others
 measured them, times a share; that share, s_a, h, k, t, c and g are fitted on published runs

@@ -80,7 +80,7 @@ def _qwen_rows(
     """Return the rows of Qwen's mixtures; the values are those of missing keys."""
     return (
         *rows(norm_eps=1e-6, context_length=32768, rope_theta=10000.0, kv_heads=kv_heads, **own),
-        # In place of intermediate_size, which all files have.
+        # Instead of intermediate_size, which all files have.
         integer("moe_intermediate_size", "mlp_dim", mlp_dim),
         integer("num_experts", "num_experts", experts),
         integer("num_experts_per_tok", "experts_per_token", per_token),

@@ -66,7 +66,7 @@ def _printable(text: str) -> str:
     )
 
 
-# The browser itself then blocks scripts, and anything from another place.
+# The browser itself then blocks scripts, and anything from another origin.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; form-action 'none'; base-uri 'none'"
 # A phone shows a table of at most `_FEW` columns and `_NARROW` characters in a row; of others each
 # row is a card. A cell of at most `_LONG` characters is kept in one line.

@@ -139,7 +139,7 @@ def dynamic_map(signed: bool) -> np.ndarray:
 def _code(scaled: jax.Array, signed: bool) -> jax.Array:
     """Return the nearest code for values of -1 to 1 (0 to 1): the inverse of `_value`.
 
-    Comparisons with where decades begin find the decade, and the place in it is read off a number's
+    Comparisons with where decades begin find the decade, and the index in it is read off a number's
     size: comparing it with all 255 middles takes 250 times as long on CPUs (0.6 us a number).
     """
     size = jnp.abs(scaled)

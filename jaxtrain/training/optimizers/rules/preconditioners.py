@@ -1,6 +1,6 @@
 """Sharded Kronecker-factored preconditioners (Shampoo, SOAP).
 
-Letters: i, k places along the rows, j, l along the columns. Products are in whole float32: what
+Letters: i, k indices along the rows, j, l along the columns. Products are in whole float32: what
 they make goes into roots and bases.
 """
 

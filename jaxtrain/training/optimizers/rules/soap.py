@@ -78,7 +78,7 @@ class SOAP(AdamRule):
             decayed, _ = decaying.update(found, optax.EmptyState(), params)
             return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), found, decayed), after
 
-        # Checkpoints name the state of each by its place: the learning rate's is the third.
+        # Checkpoints name the state of each by its index: the learning rate's is the third.
         return [
             optax.GradientTransformationExtraArgs(moving.init, update),
             optax.identity(),
