@@ -2,9 +2,9 @@
 
 Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
 ratio falls (Weyl's sequence, from an offset of the seed's own): any range of positions, and so any
-batch, holds the sources in their shares to within a few rows. How many of the places before p are a
-source's is a sum of floors, known in some 30 divisions however large p is, also where the shares
-move evenly with p; so the example at p needs neither memory nor the positions before it.
+batch, holds the sources in their shares to within a few rows. How many of the positions before p
+are a source's is a sum of floors, known in some 30 divisions however large p is, also where the
+shares move evenly with p; so the example at p needs neither memory nor the positions before it.
 """
 
 import dataclasses
@@ -56,11 +56,11 @@ class _Segment:
     """Segment of the stream on which the bounds of the mixture weights are constant or linear.
 
     Attributes:
-      begin: its first place.
+      begin: its first position.
       cuts: [sources + 1] the bounds there, from 0 to `_WHOLE`.
-      moved: [sources + 1] how far each has moved after `length` places.
+      moved: [sources + 1] how far each has moved after `length` positions.
       length: positions, at least 1.
-      before: [sources] how many of the places before `begin` are each source's.
+      before: [sources] how many of the positions before `begin` are each source's.
     """
 
     begin: int
@@ -213,7 +213,7 @@ def _among(segment: _Segment, positions: np.ndarray, parts: np.ndarray) -> np.nd
     """Return the index of the source whose weight interval contains each part.
 
     Args:
-      segment: holds the places.
+      segment: holds the positions.
       positions: neighbours, [n].
       parts: where on [0, `_WHOLE`) each is.
     """
@@ -221,7 +221,7 @@ def _among(segment: _Segment, positions: np.ndarray, parts: np.ndarray) -> np.nd
     after, steps = int(positions[0]) - segment.begin, positions - positions[0]
     for cut, moved in zip(segment.cuts[1:-1], segment.moved[1:-1], strict=True):
         # The bound rounded up, which is the same to a whole number below it. By hand: the product
-        # of a place and a bound has more than 64 bits.
+        # of a position and a bound has more than 64 bits.
         whole, rest = divmod(cut * segment.length + moved * after - 1, segment.length)
         step, step_rest = divmod(moved, segment.length)
         bounds = whole + 1 + step * steps + (rest + step_rest * steps) // segment.length

@@ -82,8 +82,8 @@ class RNN(LanguageModel):
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
       num_classes: classes that are distinguished; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each place in place of a token; None: tokens
-        are read. Of 'token_classification' alone.
+      features: numbers of the vector that is read at each position in place of a token; None:
+        tokens are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -119,8 +119,8 @@ class GRU(LanguageModel):
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
       num_classes: classes that are distinguished; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each place in place of a token; None: tokens
-        are read. Of 'token_classification' alone.
+      features: numbers of the vector that is read at each position in place of a token; None:
+        tokens are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -156,8 +156,8 @@ class LSTM(LanguageModel):
       objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
       num_classes: classes that are distinguished; of 'token_classification' alone.
       bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each place in place of a token; None: tokens
-        are read. Of 'token_classification' alone.
+      features: numbers of the vector that is read at each position in place of a token; None:
+        tokens are read. Of 'token_classification' alone.
     """
 
     vocab_size: int = 10000

@@ -51,8 +51,8 @@ class BERT(LanguageModel):
       objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
         and tanh, and a matrix of classes.
       num_classes: classes that are distinguished; of 'token_classification' alone.
-      features: numbers of the vector that is read at each place in place of a token; None: tokens
-        are read. Of 'token_classification' alone.
+      features: numbers of the vector that is read at each position in place of a token; None:
+        tokens are read. Of 'token_classification' alone.
       pooling: how the tokens' hidden states become a text's embedding: their 'mean', the 'first' of
         them, or their elementwise 'max'. Such a model has no head: in training the transposed
         embedding predicts masked tokens. None: a head, and no text embeddings.

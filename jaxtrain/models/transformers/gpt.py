@@ -1,7 +1,7 @@
 """GPT-2: learned positions, pre-LayerNorm blocks, GELU, tied embeddings.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
-Letters: V vocab, D embed, C places.
+Letters: V vocab, D embed, C positions.
 """
 
 import dataclasses

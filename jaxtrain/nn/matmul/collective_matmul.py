@@ -115,7 +115,7 @@ def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> j
 
 
 def _gathered_spec(spec: P | None, letters: str) -> P:
-    """The spec of an array with these letters once its places are gathered over `tensor`."""
+    """The spec of an array with these letters once its positions are gathered over `tensor`."""
     assert spec is not None, "no mesh"
     return P(
         *(

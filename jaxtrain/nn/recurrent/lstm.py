@@ -27,7 +27,7 @@ from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
-# What a layer carries from place to place: its output h and its cell c, float32 [B, D].
+# What a layer carries from position to position: its output h and its cell c, float32 [B, D].
 State = tuple[jax.Array, jax.Array]
 
 
@@ -119,7 +119,7 @@ def _recurrence(
       x_TBG: what the inputs and the bias give to the gates before their activations.
       weight_DG: the recurrent weight, in the dtype of x.
       goes_on_TB1: False where the state starts from zero again; None: nowhere.
-      state: h and c before the first place.
+      state: h and c before the first position.
     """
     return _forward(x_TBG, weight_DG, goes_on_TB1, state)[0]
 

@@ -48,7 +48,7 @@ def recurrence(
       weight_DG: the recurrent weight, in the dtype of x.
       bias_G: what is added to its product.
       goes_on_TB1: False where the state starts from zero again; None: nowhere.
-      state_BD: before the first place, float32.
+      state_BD: before the first position, float32.
     """
     return _forward(cell, x_TBG, weight_DG, bias_G, goes_on_TB1, state_BD)[0]
 

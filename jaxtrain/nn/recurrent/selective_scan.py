@@ -42,13 +42,13 @@ def causal_convolution(
 
     Args:
       x_BTF: the channels.
-      kernel_KF: their weights, the last of its own place.
+      kernel_KF: their weights, the last of its own position.
       mask: documents, over whose beginning no sum reaches.
       before_BKF: the K - 1 positions before the first; None: zeros.
 
     Returns:
       The sums, and the last K - 1 positions of x and what was before it, zeros where these are not
-      of the last place's document.
+      of the last position's document.
     """
     K, T = kernel_KF.shape[0], x_BTF.shape[1]
     if before_BKF is None:
@@ -81,7 +81,7 @@ def selective_scan(
     *,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """y = out . h with h = exp(step decay) h + step into x at every place, and the last h.
+    """y = out . h with h = exp(step decay) h + step into x at every position, and the last h.
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), algorithm 2, in chunks: within one an associative
     scan, from one to the next its last state. With a chunk of all positions it is that scan alone.
@@ -92,7 +92,7 @@ def selective_scan(
       decay_FS: the rates of its states, A, below 0.
       into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
       goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
-      state_BFS: before the first place; None: zeros.
+      state_BFS: before the first position; None: zeros.
       chunk: positions that are scanned at once.
     """
     B, T, F = x_BTF.shape

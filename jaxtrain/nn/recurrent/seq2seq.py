@@ -30,7 +30,7 @@ class Memory(NamedTuple):
     """What was read of sources.
 
     Attributes:
-      states_BSD: the last layer's, at every place.
+      states_BSD: the last layer's, at every position.
       last_LBD: every layer's at each source's last token, float32.
     """
 
@@ -145,7 +145,7 @@ class RecurrentPair(nnx.Module):
             last_BD = jnp.where(last_BS1, x_BSD, 0).astype(jnp.float32).sum(1)
             if not isinstance(self.encoder, BothWays):
                 return x_BSD, last_BD
-            # From the right, a source ends at its first place.
+            # From the right, a source ends at its first position.
             first_BD, half = x_BSD[:, 0].astype(jnp.float32), x_BSD.shape[-1] // 2
             return x_BSD, jnp.concatenate([last_BD[:, :half], first_BD[:, half:]], -1)
 

@@ -27,7 +27,7 @@ def state_space_dual(
     *,
     chunk: int = CHUNK,
 ) -> tuple[jax.Array, jax.Array]:
-    """y = h out with h = exp(step rate) h + step x into at every place, and the last h.
+    """y = h out with h = exp(step rate) h + step x into at every position, and the last h.
 
     Args:
       x_BTNP: what goes in; everything is float32.
@@ -35,7 +35,7 @@ def state_space_dual(
       rate_N: of its states, A, below 0.
       into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
       goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
-      state_BNPS: before the first place; None: zeros.
+      state_BNPS: before the first position; None: zeros.
       chunk: positions that are taken together.
     """
     B, T, N, P = x_BTNP.shape
@@ -70,7 +70,7 @@ def state_space_dual(
         kept_BNCC = jnp.exp(jnp.where(same_BCC[:, None], between_BNCC, -jnp.inf))
         scores_BCC = jnp.einsum("bts,bus->btu", out_BCS, into_BCS)
         y_BCNP = jnp.einsum("bntu,bunp->btnp", scores_BCC[:, None] * kept_BNCC, given_BCNP)
-        # What is left of the states before the chunk, and what of each place is left behind it.
+        # What is left of the states before the chunk, and what of each position is left behind it.
         since_BCN = jnp.where((begun_BC == 0)[..., None], jnp.exp(left_BCN), 0)
         y_BCNP += jnp.einsum("bts,bnps->btnp", out_BCS, state_BNPS) * since_BCN[..., None]
         last_BC = begun_BC == begun_BC[:, -1:]

@@ -79,7 +79,7 @@ class Attends(Protocol):
           execution: the kernel, and the precision of the products.
           out: logical axes of the result.
           cache: what was kept of the tokens so far, or None.
-          start: the place in the cache where the new ones go.
+          start: the position in the cache where the new ones go.
         """
         ...
 

@@ -83,7 +83,7 @@ class CrossBlock:
           of_memory: which of the memory's it sees.
           execution: how the mathematics is run.
           cache: keys and values of its own tokens so far, or None.
-          start: the place in the cache where the new ones go.
+          start: the position in the cache where the new ones go.
         """
         nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # the stream has them
 

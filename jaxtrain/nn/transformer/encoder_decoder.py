@@ -96,7 +96,8 @@ class EncoderDecoder(nnx.Module):
         return self.dropout(x_BSD, execution.draws)
 
     def of_source(self, mask: Mask, length: int) -> Mask:
-        """A mask of the source's tokens with what their places add to scores in every layer."""
+        """A mask of the source's tokens with the bias that their positions add to scores in every
+        layer."""
         own = under("source", vars(self))
         bias_CNTS = self.source_places.into_scores(own, length, length)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
@@ -147,7 +148,8 @@ class EncoderDecoder(nnx.Module):
         return self.dropout(x_BTD, execution.draws, number=2)
 
     def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
-        """A mask of the target's tokens with what their places add to scores in every layer."""
+        """A mask of the target's tokens with the bias that their positions add to scores in every
+        layer."""
         own = under("target", vars(self))
         bias_CNTS = self.target_places.into_scores(own, length, keys, start)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)

@@ -61,7 +61,7 @@ class Score:
 
     Attributes:
       log_likelihood: the sum of its tokens' log-probabilities, natural.
-      greedy: whether each of them is the likeliest at its place.
+      greedy: whether each of them is the likeliest at its position.
     """
 
     log_likelihood: float
@@ -277,7 +277,7 @@ def results(task: Task, pairs: Sequence[Pair], scores: Sequence[Score]) -> dict[
 
     Of choices `acc`, the one with the greatest log-likelihood; `acc_norm`, divided by its
     characters before; `acc_bytes`, by its bytes of UTF-8. Of targets `exact_match`, each token of
-    the target the likeliest at its place, and `perplexity`, exp of the mean negative
+    the target the likeliest at its position, and `perplexity`, exp of the mean negative
     log-likelihood of a target.
     """
     means: dict[str, list[float]]

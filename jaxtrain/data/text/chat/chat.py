@@ -129,7 +129,7 @@ class Answers(WholeBatches):
     def examples(self, indices: np.ndarray) -> Batch:
         """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         batch = self.rows.examples(indices)
-        # Of the marks the targets say whether a place's target is of an answer.
+        # Of the marks the targets say whether a position's target belongs to an answer.
         counts = self.answer_mask.examples(indices).targets
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * counts.astype(np.float32))
 
