@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxtrain.training.pipeline.schedules import Pipeline
     from jaxtrain.training.settings import Checkpoint, Config, Timeouts, Train, load_config
 
-# Loaded when they are asked for: they load JAX, which takes seconds.
+# Loaded lazily: they import JAX, which takes seconds.
 _HOMES = {
     "Attention": "jaxtrain.nn.attention.attention",
     "Batch": "jaxtrain.data.batch",

@@ -1,8 +1,8 @@
 """Google Cloud Storage paths with the `pathlib` methods that data and runs need.
 
-gcsfs, of jaxtrain[gcs], does the talking, here and under Orbax and TFDS; arrays go to the bucket
-through TensorStore's own driver. An object is whole or absent, and what one process has written
-all others see at once, so nothing is renamed and nothing is flushed.
+gcsfs, of jaxtrain[gcs], sends the requests, here and under Orbax and TFDS; arrays go to the bucket
+through TensorStore's own driver. An object is complete or absent, and a write of one process is
+visible to all others at once, so nothing is renamed and nothing is flushed.
 """
 
 import base64
@@ -22,7 +22,7 @@ from typing import Any
 from jaxtrain.config.errors import UserError
 
 SCHEME = "gs://"
-_THREADS = 16  # requests wait for the network: many at a time take as long as one
+_THREADS = 16  # requests wait for the network: many concurrent ones take as long as one
 # pathlib makes one slash of two.
 _ADDRESS = re.compile(r"gs:/+(?P<bucket>[^/]*)/*(?P<rest>.*)", re.DOTALL)
 
@@ -52,7 +52,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BucketPath:
-    """`gs://bucket/folder/name`; its methods mean and raise what pathlib.Path's do.
+    """`gs://bucket/folder/name`; its methods have the semantics and errors of pathlib.Path.
 
     Besides those errors everything here raises BucketError.
 
@@ -99,7 +99,7 @@ class BucketPath:
         assert self.address.startswith(f"{folder}/"), (self, folder)
         return PurePosixPath(self.address[len(folder.address) + 1 :])
 
-    # -- looking -----------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one below it."""
@@ -218,7 +218,8 @@ def place(name: str | Path | BucketPath) -> Place:
     """Return the path of a name: in a bucket if it begins with gs://, else on a disk.
 
     Raises:
-      UserError: it names another storage, no bucket, or leaves the bucket; or nobody's home.
+      UserError: it names another storage, no bucket, leaves the bucket, or names an unknown user's
+        home.
     """
     text = str(name)
     found = _ADDRESS.fullmatch(text)
@@ -228,7 +229,7 @@ def place(name: str | Path | BucketPath) -> Place:
             raise UserError(f"{text}: of storages {SCHEME} is known, and paths on this machine")
         return on_disk(text)
     bucket, rest = found["bucket"], PurePosixPath(found["rest"])
-    # gcsfs would take stars, question marks and brackets for a pattern.
+    # gcsfs would interpret stars, question marks and brackets as a pattern.
     if not bucket or "@" in bucket or ".." in (bucket, *rest.parts) or re.search(r"[*?\[]", text):
         raise UserError(
             f"{re.sub('//.*@', '//...@', text)}: write gs://BUCKET/FOLDER, without '..', '*', '?' "
@@ -241,7 +242,8 @@ def on_disk(name: str) -> Path:
     """Return the path of a name, `~` expanded: shells do not expand it after a `=`.
 
     Raises:
-      UserError: it begins with a ~ and no such user, or is no UTF-8, which config.gin is.
+      UserError: it begins with a ~ and there is no such user, or it is not UTF-8, as config.gin
+        requires.
     """
     try:
         name.encode()
@@ -259,7 +261,7 @@ def require(setting: str, path: BucketPath) -> None:
     """Check that a bucket can be read, before anything is started.
 
     Args:
-      setting: what names the path, for the message.
+      setting: the setting that names the path, for the message.
       path: in the bucket.
 
     Raises:
@@ -313,12 +315,12 @@ def _files() -> Any:
         raise UserError(
             f"buckets need jaxtrain[gcs] ({error}); run: pip install 'jaxtrain[gcs]'"
         ) from error
-    # Others write there at the same time: a remembered listing is a wrong one. The settings also
-    # reach the file systems of Orbax and TFDS, and keep TensorFlow, if installed, out.
+    # Other processes write there concurrently, so a cached listing would be stale. The settings
+    # also reach the file systems of Orbax and TFDS, and keep TensorFlow, if installed, out.
     for scheme in ("gs", "gcs"):
         config.conf.setdefault(scheme, {})["use_listings_cache"] = False
     os.environ.setdefault("EPATH_USE_TF", "false")
-    # It writes the traceback of every error before it raises it.
+    # It logs the traceback of every error before it raises it.
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     return gcsfs.GCSFileSystem()
 
@@ -335,7 +337,7 @@ def _translate(path: BucketPath) -> Iterator[None]:
         yield
     except (FileNotFoundError, FileExistsError, UserError):
         raise
-    # RuntimeError and the others: what gcsfs makes of odd answers.
+    # RuntimeError and the others: gcsfs raises them for malformed responses.
     except (OSError, ValueError, RuntimeError, KeyError, *library_errors()) as error:
         detail = " ".join(str(error).split())[:300] or type(error).__name__
         if str(error).startswith("Forbidden") or _code(error) in (401, 403):

@@ -15,9 +15,9 @@ from jaxtrain.config.buckets import BucketPath, BucketRefusedError, Place, on_di
 from jaxtrain.config.errors import UserError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-# Full; over the user's quota; larger than a file may be here.
+# Disk full; over the user's quota; larger than the maximum file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What a path is to blame for. A disk that is full, away or broken is no error of the user's.
+# Errors caused by the path itself. A disk that is full, missing or broken is not a user error.
 _REFUSALS = {
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
@@ -30,7 +30,7 @@ def path_errors(named: str, *, needs: str) -> Iterator[None]:
 
     Args:
       named: the argument or binding and its value, for the message.
-      needs: what would do instead.
+      needs: what is required instead.
 
     Raises:
       UserError: there is no such path, no permission, or something else has its name.
@@ -99,8 +99,8 @@ def create(file: Place, content: bytes) -> None:
     """Create the file with its whole content if it does not exist: of concurrent callers, one
     succeeds.
 
-    Returns quietly where there is one, perhaps by ourselves: networks repeat requests whose answer
-    they lost. Who succeeded is seen in the file.
+    Return without an error if the file exists, perhaps written by ourselves: networks repeat
+    requests whose answer they lost. The file's content shows who succeeded.
     """
     if isinstance(file, BucketPath):
         with contextlib.suppress(FileExistsError):
@@ -116,7 +116,8 @@ def create(file: Place, content: bytes) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        # No links on this file system. Until the content is there nobody can be judged by it.
+        # No hard links on this file system: until the content is written, the file identifies
+        # nobody.
         with contextlib.suppress(FileExistsError), file.open("xb") as stream:
             stream.write(content)
     finally:
@@ -129,7 +130,7 @@ def remove_tree(folder: Place) -> None:
         folder.remove_tree()
         return
     while folder.exists():
-        # TensorStore takes its lock files away, perhaps between the listing and the deletion.
+        # TensorStore removes its lock files, perhaps between the listing and the deletion.
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
 
@@ -152,7 +153,7 @@ class FullDiskError(OSError):
 def full_disk(error: BaseException) -> str | None:
     """Return the system's message if an error or its cause is a full disk (or quota), else None.
 
-    Libraries wrap what the system says into messages of their own, some screens long.
+    Libraries wrap the system's message into messages of their own, some screens long.
     """
     if isinstance(error, OSError) and error.errno in _FULL:
         return os.strerror(error.errno)
@@ -182,7 +183,7 @@ def writing(path: Path) -> Iterator[None]:
 
     Raises:
       FullDiskError: the file system has no room for it.
-      OSError: anything else that the system says.
+      OSError: any other system error.
     """
     try:
         yield
@@ -196,11 +197,11 @@ def writing(path: Path) -> Iterator[None]:
 class Appended:
     """File to which pieces are appended atomically; pieces wait while the disk is full.
 
-    A save in progress may fill a disk for a while, and is taken away where it fails: what found no
-    room waits in memory for the next piece.
+    A save in progress may fill a disk for a while, and is deleted if it fails: pieces that found no
+    room stay in memory until the next append.
 
     Args:
-      file: made where there is none.
+      file: created if it does not exist.
     """
 
     def __init__(self, file: Path) -> None:
@@ -228,7 +229,7 @@ class Appended:
         """Append pending pieces and close.
 
         Raises:
-          FullDiskError: there is still no room for it; the pieces before it are whole.
+          FullDiskError: there is still no room for it; the pieces before it are complete.
         """
         try:
             with writing(self._file):
@@ -278,8 +279,8 @@ def make_once(folder: Path, done: Callable[[], bool], make: Callable[[], object]
 
     Args:
       folder: of the cache.
-      done: whether it is there.
-      make: makes it, or goes on with it, under the folder's lock.
+      done: whether it exists.
+      make: creates it, or continues an interrupted creation, under the folder's lock.
 
     Raises:
       UserError: the cache folder cannot be written; or what `make` raises.

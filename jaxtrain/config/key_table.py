@@ -1,7 +1,7 @@
 """Tables of the keys of foreign file formats: each key is used, irrelevant or limited to values.
 
 A file that another program wrote is checked against the table of its format. A key in no table and
-a value that nothing implements are errors that name it: an ignored key can change the result
+a value that is not implemented are errors that name it: an ignored key can change the result
 silently.
 """
 
@@ -22,7 +22,7 @@ class Irrelevant:
     """A key that is ignored, since no value of it changes the result.
 
     Attributes:
-      reason: why it does not.
+      reason: why it does not change the result.
     """
 
     reason: str

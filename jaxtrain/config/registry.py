@@ -1,8 +1,8 @@
 """Registry of settings by gin name, of implementations by `name`; trusted imports of modules.
 
-A folder on `sys.path` would give every library that is loaded meanwhile the files in it: a
+A folder on `sys.path` would expose its files to every library that is loaded meanwhile: a
 `matplotlib.py` next to a downloaded config would run in place of the library. Modules that a config
-names are imported without extending the path.
+names are therefore imported without extending the path.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ def configurable(cls: T) -> T:
     """Register a frozen dataclass under its own name, so that gin bindings can set its fields."""
     assert dataclasses.is_dataclass(cls), f"{cls} is not a dataclass"
     if any(re.search(r"\bdict\b", str(field.type)) for field in dataclasses.fields(cls)):
-        # Figures of a plan are cached by configuration, and a dict has no hash of its own.
+        # Results of a plan are cached by configuration, and a dict is not hashable.
         setattr(cls, "__hash__", _hash_settings)  # noqa: B010
     CONFIGURABLES.register(cls)
     return cls
@@ -149,7 +149,8 @@ def is_configurable(cls: type) -> bool:
 
 
 def is_known(name: str) -> bool:
-    """Whether gin bindings can set fields of a class of this name, were it defined again since."""
+    """Whether gin bindings can set fields of a class of this name, even if it was redefined
+    since."""
     return name in CONFIGURABLES
 
 
@@ -157,12 +158,12 @@ class Named(Mapping[str, type[C]]):
     """Implementations of a base class by `name`: a package's, each imported when it is requested,
     and those of all modules imported so far.
 
-    Abstract ones and those that only inherit a name have none. Of two that are called alike the
-    later counts: a notebook's cell was run again.
+    Abstract classes and those that only inherit a name have none. Of two classes with one name the
+    later counts: a notebook cell was run again.
     """
 
     def __init__(self, base: type[C], package: types.ModuleType) -> None:
-        """Args: base: what the classes are below. package: where they are."""
+        """Args: base: the base class. package: where the implementations are."""
         self._base, self._package = base, package
 
     @functools.cached_property

@@ -8,7 +8,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
 
-HUGGING_FACE = "hf:"  # before a folder whose model a configuration is to be
+HUGGING_FACE = "hf:"  # prefix of a folder whose model becomes the configuration
 
 
 def configs_folder() -> Path:
@@ -21,10 +21,10 @@ def configs_folder() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Return the .gin file that `name` means: a path, or a shipped config without its suffix.
+    """Return the .gin file that `name` refers to: a path, or a shipped config without its suffix.
 
     Raises:
-      UserError: there is no such file, or no such user's home.
+      UserError: there is no such file, or no such user.
     """
     path = on_disk(name)
     shipped = {p.stem: p for p in configs_folder().glob("*.gin")}
@@ -58,7 +58,7 @@ class Header:
     Attributes:
       name: of the config.
       trains: its first sentence.
-      hardware: what it is meant for, without text in brackets and after a semicolon.
+      hardware: the target hardware, without text in brackets and after a semicolon.
     """
 
     name: str

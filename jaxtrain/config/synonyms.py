@@ -1,6 +1,6 @@
 """Names of settings in other libraries, mapped to ours.
 
-The words are those of transformers' `TrainingArguments` and `config.json`, nanoGPT, Lightning,
+The names are those of transformers' `TrainingArguments` and `config.json`, nanoGPT, Lightning,
 torchtitan, Megatron-LM, PyTorch and Keras. A target is written as a binding, or as an option of the
 command line. Its section is `@model`, `@data` or `@rule` where the configuration names it:
 `Train.model`, `Train.data`, `Optimizer.name`.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from jaxtrain.config.errors import nearest
 from jaxtrain.config.values import settings_of
 
-# The settings that name a section, by what a target's section is called.
+# The settings that name a section, by the target's section.
 CHOSEN = {"@model": ("Train", "model"), "@data": ("Train", "data"), "@rule": ("Optimizer", "name")}
 
 # Sections as other libraries call them.
@@ -43,10 +43,10 @@ class Synonym:
     """Names of one or more settings in other libraries.
 
     Attributes:
-      words: those names, a space between two; case, `_` and `-` do not count. A name with a
+      words: those names, separated by spaces; case, `_` and `-` do not count. A name with a
         section, such as `Checkpoint.every`, applies in that section alone.
       targets: the settings here.
-      unit: how the value differs from what the word takes elsewhere.
+      unit: how the value differs from the other library's.
     """
 
     words: str
@@ -262,7 +262,7 @@ SYNONYMS = (
 )  # fmt: skip
 
 
-# What a target is called where the configuration does not say which model, data or rule it has.
+# Names of the targets if the configuration does not say which model, data or rule it has.
 EXAMPLES = {"@model": "GPT", "@data": "TextData", "@rule": "AdamW"}
 
 
@@ -282,8 +282,8 @@ def suggest_setting(
     Args:
       section: what was written before the dot; None: there was no dot.
       word: what was written after it.
-      used: the configuration's sections, and the one that was written where there is such a one.
-      chosen: those that the configuration names, by the keys of CHOSEN.
+      used: the configuration's sections, and the written one if it exists.
+      chosen: the sections that the configuration names, by the keys of CHOSEN.
     """
     entry = _BY_WORD.get(_plain(f"{section}.{word}")) or _BY_WORD.get(_plain(word))
     found = _targets(entry, section, used, chosen) if entry else []
@@ -318,7 +318,7 @@ def _with_value(target: str) -> str:
 def _targets(
     entry: Synonym, section: str | None, used: Mapping[str, type], chosen: Mapping[str, type]
 ) -> list[str]:
-    """Return the settings for a word that this configuration can have."""
+    """Return the settings for a name that this configuration can have."""
     found = []
     for target in entry.targets:
         owner, _, setting = target.partition(".")

@@ -14,8 +14,8 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 
-# The largest published tokenizer.json have 33 MB and 2 million values. Python takes up to about
-# 100 bytes for a value, and 6 times the text: together these limits stay below 1 GB.
+# The largest published tokenizer.json files have 33 MB and 2 million values. Python needs up to
+# about 100 bytes for a value, and 6 times the text: together these limits stay below 1 GB.
 MAX_JSON_BYTES = 64 << 20
 MAX_JSON_VALUES = 5_000_000
 MAX_JSON_DEPTH = 64  # the deepest published files have 10 levels; Rust's reader stops at 128
@@ -35,14 +35,14 @@ def open_regular(path: Path, *, named: str | None = None) -> BinaryIO:
 
     Args:
       path: the file.
-      named: what messages call it; None: its path.
+      named: its name in messages; None: its path.
 
     Raises:
       UserError: it is a folder, a FIFO, a socket or a device, or the system denies it.
     """
     named = named or str(path)
     with path_errors(named, needs="use a file that can be read"):
-        # A path is looked at before it is opened: opening a device may have effects.
+        # A path is checked before it is opened: opening a device may have side effects.
         _require_regular(os.stat(path).st_mode, named)
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     stream = os.fdopen(handle, "rb")
@@ -127,7 +127,7 @@ _UNIQUE = json.JSONDecoder(parse_int=_parse_int, object_pairs_hook=_unique)
 
 
 def _require_shallow(value: Any) -> None:
-    """Count levels without recursion: what is nested deeper cannot be printed or written again."""
+    """Count levels without recursion: deeper values cannot be printed or written again."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_JSON_DEPTH):
         level = [

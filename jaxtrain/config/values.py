@@ -1,4 +1,4 @@
-"""Type checks of settings: does a value fit its annotation, what is allowed, what was meant."""
+"""Type checks of settings: values against annotations, allowed values, suggestions."""
 
 import ast
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.registry import CONFIGURABLES
 
-LARGEST = 2**32 - 1  # of a whole number: seeds, counts and sizes are held in 32 bits
+LARGEST = 2**32 - 1  # of an integer: seeds, counts and sizes have 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +23,13 @@ class PathOr:
     """Mark of a setting that takes a path: `source: Annotated[str, PathOr(("embedded", "tfds:"))]`.
 
     Attributes:
-      words: what else it takes; a word that ends in a colon begins such a value.
+      words: other accepted values; one that ends in a colon is a prefix.
     """
 
     words: tuple[str, ...] = ()
 
     def absolute(self, value: str) -> str:
-        """Return an absolute path on this machine; words and URLs as they are."""
+        """Return an absolute path on this machine; words and URLs are unchanged."""
         is_word = any(value.startswith(w) if w[-1] == ":" else value == w for w in self.words)
         return (
             value if is_word or "://" in value else str(Path(os.path.expanduser(value)).absolute())
@@ -41,10 +41,10 @@ class ByName:
     """Mark of a setting that is one of several registered dataclasses, bound by name.
 
     `rule: Annotated[Rule, ByName("name", rules)]` of Optimizer is bound as `Optimizer.name =
-    'sgd'`, and the settings of the class so called are a section of their own: `SGD.momentum`.
+    'sgd'`, and the settings of the class with this name are a section of their own: `SGD.momentum`.
 
     Attributes:
-      binding: what the setting is called in a gin file.
+      binding: the setting's name in a gin file.
       choices: the classes by their names.
     """
 
@@ -55,7 +55,7 @@ class ByName:
         """Return the name of a class.
 
         Raises:
-          UserError: it is none of those that are called so.
+          UserError: it is not a class with this name.
         """
         for name, choice in self.choices().items():
             if choice is cls:
@@ -169,7 +169,7 @@ def _check_bounds(name: str, value: Any, origin: str) -> Any:
     """Return the value of a setting if all numbers in it are representable.
 
     Raises:
-      UserError: a number is not finite, or a whole one has more than 32 bits.
+      UserError: a number is not finite, or an integer has more than 32 bits.
     """
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{origin}: {name} = {value}; use a finite number")
@@ -215,7 +215,7 @@ def missing(name: str, annotation: Any, classes: Iterable[type]) -> str:
 
 
 def _is_of(cls: type, annotation: Any) -> bool:
-    """Whether a dataclass has what a protocol asks for; a field without a default is no member."""
+    """Whether a dataclass implements a protocol; a field without a default is not a member."""
     fields = {field.name for field in dataclasses.fields(cls)}
     return _is_protocol(annotation) and fields.issuperset(lacks(cls, annotation))
 
@@ -226,7 +226,7 @@ def takes_text(annotation: Any) -> bool:
 
 
 def takes_plain_values(annotation: Any) -> bool:
-    """Whether no section fits an annotation: it takes numbers, text and collections of them."""
+    """Whether an annotation takes no section: only numbers, text and collections of them."""
     return all(
         part is type(None)
         or typing.get_origin(part) is not None
@@ -278,7 +278,7 @@ def _convert(value: Any, annotation: Any) -> Any:
     if origin is dict:
         return _convert_dict(value, *arguments)
     if origin is typing.Literal:
-        # True == 1 in Python: a bool is no choice among numbers.
+        # True == 1 in Python: a bool is not a choice among numbers.
         fits = any(value == a and type(value) is type(a) for a in arguments)
     elif annotation in (int, float):
         fits = isinstance(value, int | annotation) and not isinstance(value, bool)
@@ -371,8 +371,8 @@ def add_quotes(text: str) -> str | None:
     takes = hints(CONFIGURABLES[section])[known[field].name]
     mark = by_name(takes)
     annotation = strip_mark(takes) if mark is None else literal(mark.choices())
-    # Quotes, brackets, references and comments began something else; so did true, none and classes,
-    # but for a choice of that name.
+    # Quotes, brackets, references and comments mean something else; so do true, none and classes,
+    # except for a choice of that name.
     other = not value or re.search(r"^['\"(\[{@%]|['\"]$|[#\n]", value) or _guess_quotes(value)
     if value in choices(annotation) or (takes_text(annotation) and not other):
         return f"{name} = {value!r}"

@@ -91,9 +91,9 @@ def _format_value(value: Any, blocks: dict[str, list[str]], absolute: bool, defa
     if isinstance(value, tuple):
         items = [_format_value(item, blocks, absolute, defaults) for item in value]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-    # NumPy's numbers are such too, and written in a way of their own.
+    # NumPy's numbers are instances too, but have a different repr.
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if isinstance(value, float) and math.isinf(value):
-        return "1e999" if value > 0 else "-1e999"  # read, it is rejected as what it is
+        return "1e999" if value > 0 else "-1e999"  # read, it is rejected with its real type
     return repr(value)

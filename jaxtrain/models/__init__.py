@@ -11,7 +11,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when they are asked for: they load JAX. Modules have small letters.
+    # Loaded lazily: they import JAX. Module names are lowercase.
     if name[:1].isupper():
         interface = importlib.import_module(f"{__name__}.model")
         if name in interface.__all__:

@@ -17,7 +17,7 @@ class Processor:
 
     Attributes:
       compute_capability: (major, minor).
-      accelerated: its tensor cores have instructions of their own ("sm_90a").
+      accelerated: its tensor cores have architecture-specific instructions ("sm_90a").
       cores: streaming multiprocessors.
       fpus_per_core: float32 units of one.
       threads_per_core: of one, at once.
@@ -44,9 +44,9 @@ class Slices:
 
     Attributes:
       grids: chips along each direction.
-      most_chips: those of the largest slice, where there are all slices of whole cubes of 4x4x4
+      most_chips: chips of the largest slice, where all slices of whole cubes of 4x4x4 exist
         in addition to the grids: three multiples of 4 in ascending order; else None.
-      compiler_s_name: what libtpu calls the chip, where that is not its name.
+      compiler_s_name: libtpu's name of the chip, if different.
     """
 
     grids: tuple[str, ...]
@@ -54,8 +54,8 @@ class Slices:
     compiler_s_name: str | None = None
 
 
-# Assumed, of no data sheet: about an NVMe SSD with PCIe 4.0 for each device. Samsung's PM9A3 was
-# announced with 6.5 GB/s read and 3.5 written (heise.de/-4720224), 4.6 for as much of each. No
+# Assumed, not from a data sheet: about an NVMe SSD with PCIe 4.0 for each device. Samsung's PM9A3
+# was announced with 6.5 GB/s read and 3.5 written (heise.de/-4720224), 4.6 for as much of each. No
 # figure of a chip: `plan --disk` replaces it.
 DISK_BANDWIDTH = 5e9
 
@@ -67,7 +67,7 @@ class Chip:
     Attributes:
       name: as in a target, "v5e", "h100".
       kind: which compiler and which network it has.
-      device_kinds: what `jax.Device.device_kind` says of it; the first is the one planned for.
+      device_kinds: values of `jax.Device.device_kind`; the first is used for plans.
       bf16_flops: peak FLOP/s of dense bfloat16 matrix products.
       float32_flops: peak FLOP/s of float32 matrix products as JAX does them by default: one pass of
         bfloat16 on TPUs, TF32 on GPUs.
@@ -76,20 +76,20 @@ class Chip:
         be faster than those of bfloat16.
       hbm_bytes: memory that the programs on one device may fill, in bytes.
       hbm_bandwidth: bytes/s between the device and its memory.
-      link_bandwidth: bytes/s that a device sends to one neighbour in one direction: an ICI link, or
+      link_bandwidth: bytes/s that a device sends to one neighbor in one direction: an ICI link, or
         all of a GPU's NVLinks together, since the switch leads them to any one GPU; its PCIe slot
         where it has none.
-      links: axes of the torus of ICI links, each with two neighbours; 1 for a switch.
-      dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for what
-        is in no machine with a network of its own.
+      links: axes of the torus of ICI links, each with two neighbors; 1 for a switch.
+      dcn_bandwidth: bytes/s per device in one direction between slices or hosts; None for chips
+        of machines without such a network.
       host_bandwidth: bytes/s between a device's memory and its host's, each way.
       disk_bandwidth: bytes/s per device of its host's disks, reads and writes together.
       devices: JAX devices of one chip.
       watts: its power limit; None where none is published.
-      most_together: GPUs that one switch, or one host's PCIe, joins at most.
+      most_together: most GPUs behind one switch, or on one host's PCIe.
       slices: of a TPU.
       processor: of a GPU.
-      also_called: names that others give it, for the nearest choice.
+      also_called: other names of it, for suggestions.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Chip:
     also_called: tuple[str, ...] = ()
 
     def narrow_flops(self, matmul: str) -> float | None:
-        """Peak FLOP/s of products of 8 bits, by `Precision.matmul`; None where there are none."""
+        """Peak FLOP/s of 8-bit matmuls, by `Precision.matmul`; None if not supported."""
         return {"float8": self.float8_flops, "int8": self.int8_flops}.get(matmul)
 
 
@@ -156,7 +156,7 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   and B200 (eight of 400 Gb/s).
 # - host_bandwidth: 16 lanes of PCI Express 4.0 (A100, L40S, L4, RTX 3090 and 4090) or 5.0. Grace in
 #   GB200 and GB300 gives its two GPUs 450 GB/s each way together (NVLink-C2C, the racks' sheets).
-# RTX 3090, 4090, 5090 and L4 have PCIe slots in place of NVLink's switch:
+# RTX 3090, 4090, 5090 and L4 have PCIe slots instead of an NVLink switch:
 # - bf16_flops, float32_flops: NVIDIA's white papers "Ampere GA102", "Ada" (with L4 in its version
 #   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's products do: half
 #   of those that accumulate in float16 on GeForce. L4: its data sheet, "with sparsity" halved.
@@ -182,7 +182,8 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 # compiler for it, and Precision.matmul rejects 8 bits.
 # watts: the same sheets, "max thermal design power", the most it can be set to; of v4 the most that
 # was measured running (arXiv 2304.01433, table 4). Google publishes none of the later TPUs.
-# v5p 16x20x28 is a whole pod of 8,960 chips; the largest slice that is let is 6,144 of them.
+# v5p 16x20x28 is a whole pod of 8,960 chips; the largest slice that can be rented has 6,144 of
+# them.
 _ALL = (
     Chip(
         name="v4", kind="tpu", device_kinds=("TPU v4",),

@@ -22,31 +22,31 @@ from jaxtrain.config.files import cache_folder
 
 _Compiled = TypeVar("_Compiled")
 
-# Of a block of temporaries that holds more than one array. Programs of one block stay in the cache
-# of compiled programs, those of several XLA cannot write down.
+# For a block of temporary buffers with more than one array. Programs of one block stay in the cache
+# of compiled programs; XLA cannot serialize those of several.
 BLOCK_BYTES = 31 * 2**20
 
 # mallopt's options (glibc's malloc.h) and their values. Blocks up to 32 MiB, glibc's limit, are not
-# mapped; the free end of a heap is not given back; and a thread's heap, of 64 MiB, stays where it
-# is empty, since it would go only if that much were free in the heap before it.
+# memory-mapped; the free end of a heap is not returned; and a thread's heap, of 64 MiB, stays even
+# if it is empty, since it is released only if that much is free in the previous heap.
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD, _M_TOP_PAD = -3, -1, -2
 _KEPT = {_M_MMAP_THRESHOLD: 32 * 2**20, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 64 * 2**20}
 _WARNING, _ERROR = "1", 2  # of XLA's log
 
 
 def keep_memory(platform: str) -> bool:
-    """Make the allocator keep memory that programs on CPUs free.
+    """Make malloc keep memory that programs on CPUs free.
 
-    Whoever set glibc's `MALLOC_*` or `GLIBC_TUNABLES` has chosen, and the memory is left alone. Two
-    complaints about programs of several blocks are dropped: XLA's log of every array above
+    If glibc's `MALLOC_*` or `GLIBC_TUNABLES` are set, nothing is changed. Two
+    warnings about programs of several blocks are suppressed: XLA's log of every array above
     BLOCK_BYTES, and with it its other warnings, unless `TF_CPP_MIN_LOG_LEVEL` is set to another
-    level than JAX's own; and JAX's that such a program cannot be kept on disk.
+    level than JAX's own; and JAX's that such a program cannot be cached.
 
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
 
     Returns:
-      whether the memory is kept: not without glibc.
+      whether memory is kept: False without glibc.
     """
     if platform != "cpu":
         return False
@@ -63,8 +63,8 @@ def keep_memory(platform: str) -> bool:
 
 
 # Seconds that a simulated device waits for another in a collective until XLA logs it, and from then
-# on until it ends the process with SIGABRT. By default 20 and 40: uneven or large devices take that
-# on a busy laptop. The watchdog of a run names what is stuck long before: see `Timeouts`.
+# on until it ends the process with SIGABRT. The defaults of 20 and 40 are too short for uneven or
+# large devices on a busy laptop. A run's watchdog reports a hang long before: see `Timeouts`.
 _COLLECTIVE_TIMEOUTS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 10 * 60,
     "xla_cpu_collective_call_terminate_timeout_seconds": 24 * 60 * 60,
@@ -74,7 +74,7 @@ _COLLECTIVE_TIMEOUTS = {
 def extend_collective_timeouts() -> None:
     """Let XLA wait hours for a slow simulated device; call before anything opens the backend.
 
-    Timeouts in `XLA_FLAGS` stay as they are.
+    Timeouts in `XLA_FLAGS` are not changed.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     more = [
@@ -101,53 +101,53 @@ def _has_flag(name: str) -> bool:
 _XLA_OPTIONS: dict[str, dict[str, str]] = {
     "cpu": {
         # XLA's own default without YNNPACK's convolutions: with XLA's, a step of ResNet-20 takes
-        # three quarters of the time. Products and reductions stay YNNPACK's.
+        # three quarters of the time. Matmuls and reductions stay YNNPACK's.
         "xla_cpu_experimental_ynn_fusion_type": (
             "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
         ),
     },
 }
 
-# By `jax.Device.device_kind`. libtpu's collectives hold up the products around them on v5p and v6e,
+# By `jax.Device.device_kind`. libtpu's collectives delay the matmuls around them on v5p and v6e,
 # whose SparseCores can run them concurrently with matmuls, as TPU7x's do by default: published
 # recipes have these flags (MaxText's `xla_flags_library.py`), the first six for what is moved, the
-# others for how. In compiled programs nothing of ZeRO 3 is waited for any more but its last
-# reductions. Theirs for all-reduces is left out: with it libtpu 0.0.42 ends the process
+# others for how. In compiled programs all of ZeRO 3's collectives are then overlapped but its last
+# reductions. Their flag for all-reduces is left out: with it libtpu 0.0.42 aborts
 # (offload_collective_ strategies.cc) on Llama 8B over v5p:4x4x4.
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    # Along two and three directions of the torus libtpu otherwise reduces the whole and cuts it,
-    # and along three it gathers by an all-reduce of zeros: twice the wire, and Llama 8B on
-    # v5p:4x4x4 has not one gather or scatter left.
+    # Along two and three directions of the torus libtpu otherwise all-reduces and slices,
+    # and along three it gathers by an all-reduce of zeros: twice the traffic, and Llama 8B on
+    # v5p:4x4x4 has no gather or scatter left.
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_sc_enable_instruction_fusion": "false",
 }
-# By itself libtpu begins and ends an all-to-all in one operation. So asked it puts the experts'
+# By default libtpu's all-to-all is synchronous. With this flag it schedules the experts'
 # overlapping the matmuls of another part, also in the branches of pipelines (published recipes have
 # it too); on other chips it has not been tried.
 _ALL_TO_ALL = {"xla_tpu_enable_async_all_to_all": "true"}
 _V5P, _V6E = ("TPU v5", "TPU v5p"), ("TPU v6 lite", "TPU v6e")
 _OF_DEVICES: dict[str, dict[str, str]] = dict.fromkeys((*_V5P, *_V6E), _SPARSE_CORES | _ALL_TO_ALL)
 
-# The same for a train step that a run takes so often that its compilation may cost more: of runs
-# of `_LONG_RUN` steps and more.
+# The same for train steps of long runs, which may take longer to compile: runs
+# of at least `_LONG_RUN` steps.
 _OF_LONG_RUNS: dict[str, dict[str, str]] = {
-    # Temporaries in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89 of
-    # the time (see `allocation`), and 2 to 5 s are compiled at a start that the cache would save.
+    # Temporary buffers in blocks that the process keeps: a step of 60 to 400 ms takes 0.70 to 0.89
+    # of the time (see `allocation`), but 2 to 5 s of compilation per launch are not cached.
     "cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)},
-    # How much of the vector memory a product's tiles may fill: three quarters of v5p's and TPU7x's,
-    # where libtpu allows 16 or 32 MiB. By its own expectation a step takes 3 to 20 % fewer cycles;
-    # it compiles for 2 to 5 times as long. Nothing changes on v4.
+    # How much of the vector memory a matmul's tiles may fill: three quarters of v5p's and TPU7x's,
+    # where libtpu allows 16 or 32 MiB. By its own estimate a step takes 3 to 20 % fewer cycles;
+    # compilation takes 2 to 5 times as long. Nothing changes on v4.
     "tpu": {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)},
 }
 _LONG_RUN = {"cpu": 500, "tpu": 10_000}
-# v6e's units are four times as big and its vector memory twice.
+# v6e's matrix units are four times as big and its vector memory twice.
 _OF_LONG_RUNS_ON = dict.fromkeys(_V6E, {"xla_tpu_scoped_vmem_limit_kib": str(96 * 1024)})
 
 
@@ -158,7 +158,7 @@ def xla_options(platform: str, steps: int = 0, kind: str = "") -> dict[str, str]
 
     Args:
       platform: of the devices: "cpu", "gpu" or "tpu".
-      steps: for a train step: of the whole run, so that each of its starts has the same program.
+      steps: for a train step: of the whole run, so that each launch has the same program.
       kind: `jax.Device.device_kind`.
     """
     chosen = " ".join(os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
@@ -189,9 +189,9 @@ def with_known_options(
     compiled: Callable[[dict[str, str]], _Compiled],
     report: Callable[[str], object],
 ) -> _Compiled:
-    """Compile with those of the options that this version's compiler has.
+    """Compile with the options that this version's compiler supports.
 
-    Compilers drop options without notice, and reject a program over one that they do not know.
+    Compilers remove options without notice, and reject a program with an unknown option.
 
     Args:
       options: as in `xla_options`.
@@ -216,12 +216,12 @@ def keep_compiled_programs() -> Path | None:
     """Enable JAX's persistent compilation cache, shared by the processes of this machine.
 
     JAX's own settings win: `JAX_COMPILATION_CACHE_DIR` names another folder, and
-    `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing. To be called before anything is compiled.
+    `JAX_ENABLE_COMPILATION_CACHE=false` disables it. Call before anything is compiled.
 
     Returns:
       the folder, `$JAXTRAIN_CACHE/compiled/<processor>`; None where JAX's settings chose.
     """
-    settings: Any = jax.config  # whose attributes are made at run time
+    settings: Any = jax.config  # whose attributes are created at run time
     chosen = "JAX_COMPILATION_CACHE_DIR" in os.environ or settings.jax_compilation_cache_dir
     if chosen or not settings.jax_enable_compilation_cache:
         return None
@@ -229,11 +229,11 @@ def keep_compiled_programs() -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        return None  # nowhere to keep it: it is compiled anew
+        return None  # no writable folder: compile again
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # JAX keeps what took a second; a start consists of a hundred programs of less, together as
-        # long as the step's, and a few kilobytes each.
+        # JAX caches programs that took a second to compile; a launch has a hundred faster ones,
+        # together as long as the step's, and a few kilobytes each.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return folder
 

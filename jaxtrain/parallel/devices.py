@@ -16,14 +16,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.chips import GPU_MEMORY_FRACTION, chip_of
 from jaxtrain.parallel.compilation import extend_collective_timeouts, keep_compiled_programs
 
-# What libtpu otherwise asks a cloud's metadata server for. Programs compiled for other TPUs stay as
-# they are: a topology's name says their chips.
+# Values that libtpu otherwise requests from a cloud's metadata server. Programs compiled for other
+# TPUs stay as they are: a topology's name includes their chips.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-SIMULATED_DEVICES = 8  # as many as a host of TPUs has chips, or of GPUs
+SIMULATED_DEVICES = 8  # as many as a TPU or GPU host has chips
 
 
 def device_word(count: int) -> str:
@@ -32,17 +32,17 @@ def device_word(count: int) -> str:
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Split the CPU into `count` devices; does nothing once JAX has opened its backend."""
+    """Simulate `count` CPU devices; does nothing once JAX has initialized its backend."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count)
         extend_collective_timeouts()
 
 
 def outwait_given_cpu_devices() -> None:
-    """Extend XLA's timeouts if the environment has split the CPU; call before the backend is
+    """Extend XLA's timeouts if the environment simulates CPU devices; call before the backend is
     opened.
     """
-    settings: Any = jax.config  # whose attributes are made at run time
+    settings: Any = jax.config  # whose attributes are created at run time
     flags = os.environ.get("XLA_FLAGS", "")
     if settings.jax_num_cpu_devices > 1 or "xla_force_host_platform_device_count" in flags:
         extend_collective_timeouts()
@@ -56,16 +56,16 @@ def has_tpu_chips(root: Path = Path("/")) -> bool:
 def pass_over_libtpu(root: Path = Path("/")) -> None:
     """Silence libtpu on a machine without TPUs; call before the backend is opened.
 
-    libtpu compiles for TPUs that are not there (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it at
-    the start of every process, and it then writes errors to the terminal, past Python, about TPUs
-    that it does not find. Without any accelerator JAX leaves it alone. With GPUs JAX chooses as
-    usual, and variables are set beforehand whose absence libtpu, which finds no chips either way,
-    would report. No message of a library is hidden.
+    libtpu is installed to compile for absent TPUs (`jaxtrain[tpu]`, `jaxtrain[dev]`). JAX tries it
+    at the start of every process, and it then writes errors to the terminal, past Python, about
+    TPUs that it does not find. Without any accelerator JAX leaves it alone. With GPUs JAX chooses
+    as usual; the variables whose absence libtpu would report are set beforehand, which changes
+    nothing else. No message of a library is hidden.
 
     Args:
       root: of the file system.
     """
-    settings: Any = jax.config  # whose attributes are made at run time
+    settings: Any = jax.config  # whose attributes are created at run time
     plugins = {point.name for point in importlib.metadata.entry_points(group="jax_plugins")}
     chosen, is_installed = settings.jax_platforms, importlib.util.find_spec("libtpu") is not None
     platforms = platforms_without_libtpu(
@@ -84,7 +84,7 @@ def platforms_without_libtpu(
     """Return a value for `jax_platforms` that avoids libtpu on hosts without TPUs; None: no change.
 
     Args:
-      chosen: what it is: by the user, or by JAX, which says "tpu,cpu" where it sees TPUs.
+      chosen: its present value: by the user, or by JAX, which chooses "tpu,cpu" if it detects TPUs.
       is_installed: whether libtpu is.
       plugins: names of JAX's other plugins.
       root: of the file system.
@@ -107,10 +107,10 @@ def take_gpu_memory(fraction: float | None) -> None:
 
 
 def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
-    """Return a line if JAX took another part of a GPU's memory before the fraction was set.
+    """Return a warning if JAX had taken another part of a GPU's memory before the fraction was set.
 
     Args:
-      fraction: the part that was asked for; None: any.
+      fraction: the requested part; None: any.
       device: a device of the run.
     """
     chip = chip_of(device.device_kind)
@@ -128,9 +128,9 @@ def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
 def simulate_devices(count: int) -> None:
     """Make JAX run on `count` simulated CPU devices; call before anything opens the backend.
 
-    Each device's decompositions keep to its own thread, unless the environment says otherwise: the
-    LAPACK that JAX takes from SciPy would begin as many for each device as there are cores, which
-    on 2 cores took 8 devices more than five times the processor time.
+    Each device's matrix decompositions use one thread, unless the environment says otherwise: the
+    LAPACK that JAX takes from SciPy would start as many per device as there are cores, which
+    on 2 cores and 8 devices took more than five times the CPU time.
 
     Raises:
       UserError: JAX already runs on other devices in this process.
@@ -152,8 +152,8 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
     """Return the devices that a notebook runs on: accelerators if there are any, else simulated
     ones.
 
-    To be called before anything else, so that the CPU can still be split; compiled programs are
-    kept on disk from here on, as the command line keeps them.
+    Call before anything else, so that CPU devices can still be simulated; compiled programs are
+    cached on disk from then on, as on the command line.
 
     Args:
       count: how many a notebook's layouts need: the accelerators if there are exactly `count`, else
@@ -169,7 +169,7 @@ def use_devices(count: int | None = None) -> list[jax.Device]:
     if jax.default_backend() == "cpu":
         simulate_devices(simulated)
     elif count not in (None, jax.device_count()):
-        # Only now is it known what is there: the backends are opened again, with the CPU alone.
+        # Only now are the devices known: initialize the backends again, with the CPU alone.
         backend.clear_backends()
         simulate_devices(simulated)
     return jax.devices()
@@ -199,17 +199,17 @@ def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
     return chosen
 
 
-# Of 32 programs of a device that XLA's CPU client has unfinished at most; see RunAhead.
+# XLA's CPU client has at most 32 unfinished programs per device; see RunAhead.
 RUN_AHEAD_PROGRAMS = 8
 
 
 class RunAhead:
     """Limiter that keeps the host a few programs ahead of the devices, and no further.
 
-    XLA's CPU client begins and runs programs on one pool of threads, as many as there are devices.
-    While 32 programs of a device are unfinished, the next is started by a thread that waits: on
-      simulated devices the others are then in collectives, waiting for a device whose program finds
-      no thread, and the step hangs. A few programs keep any device busy.
+    XLA's CPU client starts and runs programs on one thread pool of as many threads as devices.
+    While 32 programs of a device are unfinished, the thread that starts the next one blocks: on
+      simulated devices the others then wait in collectives for a device whose program has
+      no thread, and the step deadlocks. A few programs keep any device busy.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class RunAhead:
             jax.block_until_ready(self._results.popleft())
 
 
-# What GPUs are called that are not NVIDIA's from this compute capability on: neither cuDNN nor
+# Platform name of GPUs other than NVIDIA's from this compute capability on: neither cuDNN nor
 # Pallas has flash attention for them (docs.nvidia.com/deeplearning/cudnn, "scaled dot product
 # attention").
 OLD_GPU = "gpu before Ampere"
@@ -243,6 +243,6 @@ def platform_of_device(device: Any) -> str:
     """Return the platform of a device, which may be only a compilation target."""
     if device.platform not in ("gpu", "cuda"):
         return device.platform
-    # Other vendors' GPUs have words there.
+    # Other vendors' GPUs have text there.
     major = str(device.compute_capability).partition(".")[0]
     return "gpu" if major.isdigit() and int(major) >= _AMPERE else OLD_GPU

@@ -1,9 +1,9 @@
 """Sizes that do not divide over the mesh: replicated, padded or rejected.
 
-Layers need not divide over the stages of a pipeline (see `pipeline.stages`). Other sizes share over
-as many devices as they divide by: fsdp in fewer and larger parts, with copies of each; embedding
-tables whole on every stage. Where a TPU's tiles would be cut, another dimension is split. Nothing
-is padded, so that a state means the same on every mesh.
+Layers need not divide over the stages of a pipeline (see `pipeline.stages`). Other sizes are split
+over as many devices as divide them: fsdp in fewer and larger shards, with copies of each; embedding
+tables are replicated on every stage. Where a TPU's tiles would be cut, another dimension is split.
+Nothing is padded, so that a state has the same shapes on every mesh.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from jaxtrain.parallel.sharding import (
 )
 from jaxtrain.parallel.tables import ROWS, MeshAxes
 
-# Columns and rows of a TPU's tile; and below how many columns of a shard of embed its gradient is
-# better scattered along the other dimension: of tables, which are summed whole at one tile of
-# columns too, of an mlp's matrices, and of attention's, whose heads are columns of less than a tile
-# where embed is rows.
+# Columns and rows of a TPU's tile; and the number of columns of a shard of embed below which its
+# gradient is better scattered along the other dimension: of tables, which are summed whole at one
+# tile of columns too, of an MLP's matrices, and of attention's, whose heads are less than a tile of
+# columns where embed is rows.
 _COLUMNS, _TILE_ROWS = 128, 8
 _FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2, "head_dim": _COLUMNS + 1}
-# Padding of rows to whole tiles moves at most this part of a shard more, where embed is whole.
+# Padding of rows to whole tiles adds at most this part of a shard, where embed is not split.
 _PADDING = 1 / 32
 # Axes that may come with embed and the rows of a matrix that fsdp shards: they multiply the rows.
 _BESIDE = {"heads", "kv_heads", "qkv"}
 
 
 class Sized(Protocol):
-    """Named sizes.
+    """Protocol of settings with named sizes.
 
     Attributes:
       settings: logical axis -> the field that gives it its size.
@@ -53,7 +53,7 @@ class Uneven:
 
     Attributes:
       path: of the parameter.
-      axis: what the dimension means.
+      axis: the dimension's logical axis.
       size: of the whole dimension.
       part: the mesh axes that would split it.
     """
@@ -69,7 +69,7 @@ def uneven(layout: Layout, shapes: nnx.State) -> Iterator[Uneven]:
 
     Args:
       layout: how they are sharded.
-      shapes: the parameters, of which no array need be there.
+      shapes: the parameters; shapes suffice.
     """
     for name, variable in by_name(shapes).items():
         axes = logical_axes(variable)
@@ -102,12 +102,12 @@ def replicate_uneven(layout: Layout, shapes: nnx.State) -> Layout:
     pipe on every stage, over tensor a vocabulary (see `gathering`).
 
     Args:
-      layout: as the mesh has it.
+      layout: of the mesh.
       shapes: as in `uneven`.
     """
     found = list(uneven(layout, shapes))
     unstaged = {one.axis for one in found if "pipe" in parts_of(one.part)}
-    # A grid's products want the vocabulary as they have everything.
+    # Matmuls on a grid need the vocabulary split like everything else.
     whole = {one.axis for one in found if one.axis == "vocab" and layout.tensor_layout == "1d"}
     return dataclasses.replace(
         layout, unstaged=frozenset(unstaged), whole=layout.whole | frozenset(whole)
@@ -119,22 +119,22 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     tile.
 
     A TPU lays arrays out in tiles of 128 columns, and of shards of one or less its compiler may sum
-    the gradient whole and cut it: twice the wire of a scatter (tests/test_tiles.py). So where a
-    device has few columns of embed, fsdp splits a table's vocabulary, a matrix's mlp, or of heads
-    their head_dim, if that divides into whole tiles of rows but for 1/32, or for less than embed
-    would be padded. What has none of them stays as it is. Replicas along data sum the shards,
-    whatever they are of.
+    the gradient whole and slice it: twice the traffic of a reduce-scatter (tests/test_tiles.py). So
+    where a device has few columns of embed, fsdp splits a table's vocabulary, a matrix's mlp, or of
+    heads their head_dim, if that divides into whole tiles of rows but for 1/32, or for less than
+    embed would be padded. What has none of them stays as it is. Replicas along data sum the shards,
+    whichever dimension they split.
 
     Part of each head is as many rows as there are heads, with embed as the columns: [2048, 32, 64]
-    on 64 devices is 32 rows of 2048 on each, and nothing is padded, where embed split is 32 rows
-    of as many heads, of 64 columns each in a tile of 128.
+    on 64 devices is 32 rows of 2048 on each, and nothing is padded, while splitting embed gives 32
+    rows of as many heads, of 64 columns each in a tile of 128.
 
     Args:
-      layout: as the mesh has it.
+      layout: of the mesh.
       shapes: as in `uneven`.
     """
     if layout.mesh.size > layout.mesh.shape["fsdp"] * layout.mesh.shape["data"]:
-        return layout  # tensor, stages and grids split these themselves
+        return layout  # tensor, stages and grids split these already
     able: dict[tuple[str, ...], bool] = {}
     for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
         axes = own_axes(logical_axes(variable))
@@ -151,7 +151,7 @@ def _better_by_rows(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...
     columns = sizes.get("embed", sizes.get("vocab_embed", 0)) // fsdp
     each, rest = divmod(sizes[row], fsdp)
     rows = each * math.prod(size for axis, size in sizes.items() if axis in _BESIDE)
-    # Embed is rows too where it is few: of as many columns as the other dimension has.
+    # Embed is rows too where the other dimension is the columns.
     of_embed = max(_padding(columns, _TILE_ROWS), _padding(sizes[row], _COLUMNS))
     fits = rest == 0 and _padding(rows, _TILE_ROWS) <= max(_PADDING, of_embed)
     return columns < _FEW_COLUMNS[row] and fits
@@ -167,7 +167,7 @@ def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[
 
     Args:
       layout: how everything is sharded.
-      written: the mesh's sizes as the user has them.
+      written: the mesh's sizes as the user wrote them.
       model: its settings.
     """
     fsdp, share = written["fsdp"], layout.mesh.shape["fsdp"]
@@ -208,8 +208,8 @@ def validate(
     Args:
       model: its settings.
       layout: how its parameters and their moments are sharded.
-      shapes: its parameters, of which no array need be there.
-      free: the axis of Mesh that takes what is left; None: none does.
+      shapes: its parameters; shapes suffice.
+      free: the axis of Mesh with size -1; None: none.
     """
     seen, settings = set(), model.settings
     for one in uneven(layout, shapes):
@@ -236,7 +236,7 @@ def _sentence(
     smaller = max(d for d in range(1, over + 1) if size % d == 0 and over % d == 0)
     set_to = f"or set {mesh_axes}={smaller}"
     if free in (None, *parts_of(part)):
-        # The devices that the axis leaves would be idle, which is rejected next.
+        # The remaining devices would be idle, which is rejected next.
         replicas = layout.mesh.shape["data"] * (over // smaller)
         set_to += f" and Mesh.data={replicas}"
     way_out = "; ".join(part for part in (fits, set_to) if part)

@@ -1,8 +1,8 @@
 """FSDP gather of weights at their use, and reduce-scatter of their gradients.
 
 A weight is gathered where it is used and its gradient reduced into the shard (ZeRO, arXiv
-1910.02054). A vocabulary that does not divide over `tensor` is whole there at rest, and gets rows
-of zeros on its way: what is kept, saved and exported has the rows that the model has.
+1910.02054). A vocabulary that does not divide over `tensor` is replicated there at rest, and gets
+rows of zeros when gathered: what is stored, saved and exported has the model's rows.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.sharding import Layout, current_layout, is_variable, logical_axes, reshape
 
 # The name of weights that were gathered: remat policies gather them again in the backward pass
-# instead of keeping them, or every layer's whole weights would be alive at once.
+# instead of keeping them, or every layer's gathered weights would be live at once.
 GATHERED = "gathered"
 HOST = jax.memory.Space.Host
 
@@ -64,8 +64,9 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
 
     Args:
       parameter: the parameter.
-      groups: of its dimensions, which are put in this order and joined; None leaves them. Only the
-        first of a group may be split. Joined before it is gathered: each device moves its shard.
+      groups: of its dimensions, which are transposed to this order and merged; None leaves them.
+        Only the first of a group may be split. Merged before it is gathered: each device moves its
+        shard.
     """
     value, layout = parameter.get_value(), current_layout()
     if layout is None:
@@ -83,7 +84,7 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
             weight, _join_groups(value.slice, groups), lambda g: jax.sharding.reshard(g, spec)
         )
         return _with_padded_vocabulary(_rows_first(whole, spec, groups), axes, layout)
-    # Inside a scan the leading "layers" dimension is gone from the value, not from the names.
+    # Inside a scan the value has no leading "layers" dimension, but the names do.
     axes = axes[-value.ndim :]
     gathered = jax.sharding.reshard(_join_groups(value, groups), _join(layout.weight(axes), groups))
     gathered = _rows_first(gathered, _join(layout.parameter(axes), groups), groups)
@@ -93,7 +94,7 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
 
 
 def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
-    """Return a weight with rows of zeros until it divides over the devices; others as they are."""
+    """Return a weight padded with rows of zeros to a multiple of the devices; others unchanged."""
     if not {"vocab"} & set(axes) & layout.whole:
         return weight
     dim, split = axes.index("vocab"), dataclasses.replace(layout, whole=frozenset())
@@ -104,7 +105,7 @@ def _with_padded_vocabulary(weight: jax.Array, axes: tuple[str, ...], layout: La
 
 
 def dtype_of(parameter: nnx.Param) -> jax.numpy.dtype:
-    """Return the dtype that a parameter is computed with, which activations take."""
+    """Return the dtype of a parameter in the computation, and of activations."""
     value = parameter.get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).dtype
 
@@ -118,7 +119,7 @@ def _rows_first(weight: jax.Array, spec: P, groups: Groups | None) -> jax.Array:
     """Return the weight, whose gradient has the split dimension as its rows, where that is a
     group's last.
 
-    A TPU's compiler scatters rows of heads' parts. Of a square product it may put the other
+    A TPU's compiler scatters rows of heads' parts. In a square matmul it may put the other
     dimension first, and then sums the whole (tests/test_tiles.py).
     """
     if groups is None or not any(group[1:] and group[0] == max(group) for group in groups):

@@ -22,27 +22,28 @@ from jaxtrain.parallel.devices import device_word
 from jaxtrain.parallel.sharding import parts_of
 from jaxtrain.parallel.tables import RULES, TensorLayout, factor_tensor
 
-# Outermost (slowest links) first: an axis is added by naming it here, in Mesh, and in the tables of
+# Outermost (slowest links) first: to add an axis, name it here, in Mesh, and in the tables of
 # sharding.py.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
-MOST_SIMULATED = 4096  # opened in 5 seconds; 100 million were not in 7 minutes
+MOST_SIMULATED = 4096  # initialized in 5 seconds; 100 million were not in 7 minutes
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Sizes of the mesh axes; at most one is -1 (what is left); the product is the device count.
+    """Sizes of the mesh axes; at most one is -1 (the remaining devices); the product is the device
+    count.
 
     Attributes:
-      pipe: stages that each hold a run of the layers (pipeline parallelism).
+      pipe: stages of consecutive layers (pipeline parallelism).
       data: devices that hold whole replicas of the state (or, with fsdp, of its shards: HSDP).
-      fsdp: devices that share the state as `Sharding.zero` says.
+      fsdp: devices that shard the state as `Sharding.zero` specifies.
       expert: devices that share the experts of a mixture; data x fsdp x expert split the batch.
       context: devices that share each sequence (ring attention or Ulysses).
-      tensor: devices that share each matrix product (Megatron tensor parallelism).
-      simulated_devices: run on this many simulated CPU devices; 0 uses the devices that are there.
-      dcn: over how many slices an axis goes, where slices are joined by the data-centre network:
+      tensor: devices that share each matmul (Megatron tensor parallelism).
+      simulated_devices: run on this many simulated CPU devices; 0 uses the real devices.
+      dcn: number of slices that an axis spans, for slices connected by the data-center network:
         {'data': 2} is 2 slices, each with half of `data` and all of the other axes. Sizes above
         count the devices of all slices.
     """
@@ -54,7 +55,7 @@ class Mesh:
     context: int = 1
     tensor: int = 1
     simulated_devices: int = 0
-    # A dict does not hash; two meshes that differ in it alone may share a hash.
+    # A dict is not hashable; two meshes that differ in it alone may share a hash.
     dcn: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -151,9 +152,9 @@ def validate(
     Args:
       settings: the sizes.
       device_count: devices over all processes.
-      usable: the axes that can split something of the model: `usable_axes`.
+      usable: the axes that can split a dimension of the model: `usable_axes`.
       model: its name.
-      reasons: axis -> why it is not among them, where that is no matter of sizes.
+      reasons: axis -> why it is not among them, if the reason is not a size.
     """
     try:
         sizes = settings.sizes(device_count)
@@ -172,16 +173,16 @@ def validate(
 def usable_axes(logical: Collection[str], *, attends: bool) -> list[str]:
     """Return the mesh axes that the axis rules give to the batch or to a parameter of a model.
 
-    A vocabulary alone is no reason to split: every device would compute all layers.
+    A vocabulary alone does not make an axis usable: every device would compute all layers.
 
     Args:
-      logical: what the dimensions of the model's parameters mean.
-      attends: whether it has attention, over whose sequences `context` goes.
+      logical: logical axes of the model's parameters.
+      attends: whether it has attention, whose sequences `context` splits.
     """
     names = {
         name for axis in logical if axis != "vocab" for name in parts_of(RULES[axis].parameter)
     }
-    # The batch is split over expert too, but only for the sake of experts.
+    # The batch is split over expert too, but only if there are experts.
     names |= set(parts_of(RULES["batch"].activation)) - {"expert"}
     if attends:
         names.add("context")
@@ -197,12 +198,12 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """Return the mesh of all devices (or of `devices`), with all axes explicit.
 
-    Explicit axes make a sharding part of an array's type, so a layout that does not hold together
+    Explicit axes make a sharding part of an array's type, so an inconsistent layout
     is an error while tracing; in automatic mode gradients came back without their fsdp sharding.
 
     Args:
       settings: the sizes.
-      devices: in any order; neighbours of an axis are chosen by the links between them.
+      devices: in any order; neighbors along an axis are chosen by their links.
       tensor_layout, tensor_depth: as in Sharding: other layouts than 1d have axes `row` and
         `depth` with a smaller `tensor`.
 
@@ -267,14 +268,14 @@ def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[lis
     length.
 
     Raises:
-      UserError: `dcn` has another number of slices than there are.
+      UserError: `dcn` has another number of slices than the devices.
     """
     wanted = math.prod(dcn.values())
     known: dict[int, list[jax.Device]] = {}
     for device in devices:
         if hasattr(device, "slice_index"):
             known.setdefault(device.slice_index, []).append(device)
-    # GPUs take each host for a slice, and in the order of hosts a mesh needs no `dcn`.
+    # For GPUs each host is a slice, and in the order of hosts a mesh needs no `dcn`.
     is_reported = len(known) > 1 and (wanted > 1 or devices[0].platform == "tpu")
     if is_reported or (wanted > 1 and devices[0].platform == "tpu"):
         if len(known) != wanted:

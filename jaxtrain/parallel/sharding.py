@@ -1,7 +1,7 @@
 """Shardings from logical axes by the axis rules, and the ZeRO stages.
 
-A parameter says what its dimensions mean (`("embed", "mlp")`); a table says which mesh axes they
-are split over. Hardly anything else in the package names a mesh axis for an array.
+A parameter declares the logical axes of its dimensions (`("embed", "mlp")`); a table maps them to
+the mesh axes that split them. Hardly anything else in the package names a mesh axis for an array.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from jaxtrain.parallel.tables import validate as validate_tensor_layout
 
 Accumulate = Literal["shard", "local"]
 Masters = Literal["whole", "sharded"]
-# Logical axes that are whole where any number of rows is taken: `Trainer.logits`.
+# Logical axes that are not split if any number of rows is accepted: `Trainer.logits`.
 _OF_THE_BATCH = ("batch", "inner_batch", "length", "residual_length")
 
 # NNX would otherwise shard variables by itself while a module is being built.
 nnx.use_eager_sharding(False)
 
 
-# Why no other stage has whole weights next to masters that are split.
+# Why other stages cannot have replicated weights with sharded masters.
 MASTERS_ELSEWHERE = {
     0: "stage 0 splits nothing, and updates whole parameters",
     2: "stage 2 takes gradients in shards of whole parameters",
@@ -50,12 +50,12 @@ class Sharding:
         2 and the gradients, 3 and the parameters.
       sequence_parallel: shard the residual stream between tensor-parallel blocks over `tensor`
         along the sequence (arXiv 2205.05198).
-      tensor_layout: how Mesh.tensor devices share a matrix product: '1d' (Megatron, arXiv
+      tensor_layout: how Mesh.tensor devices share a matmul: '1d' (Megatron, arXiv
         1909.08053); '2d' (a q x q grid, Optimus, arXiv 2104.05343); '2.5d' (tensor_depth grids,
         Tesseract, arXiv 2105.14500); '3d' (a cube, arXiv 2105.14450).
       tensor_depth: grids of the 2.5d layout: Mesh.tensor = tensor_depth q^2.
-      collective_matmul: with sequence_parallel, products are taken of a part of the sequence while
-        the next one is sent around `tensor`, in place of gathering and scattering all of it (doi
+      collective_matmul: with sequence_parallel, matmuls process a part of the sequence while
+        the next one is sent around `tensor`, instead of gathering and scattering all of it (doi
         10.1145/3567955.3567959).
       accumulate: where stages 2 and 3 add up the gradients of microbatches: 'shard' gathers weights
         and scatters gradients along fsdp for every microbatch; 'local' gathers and scatters once a
@@ -93,7 +93,7 @@ def validate_length(
       settings: what is sharded.
       sizes: of every axis in Mesh.
       length: of the sequences.
-      written: the setting that says so.
+      written: the setting that causes it.
     """
     tensor, parts = sizes["tensor"], sizes["context"] * sizes["tensor"]
     if not settings.sequence_parallel:
@@ -260,7 +260,7 @@ class Layout:
             yield layout
 
     def with_manual(self, *axes: str) -> "Layout":
-        """Return the layout with these mesh axes manual too: its specs leave them out."""
+        """Return the layout with these mesh axes manual too: its specs omit them."""
         return dataclasses.replace(self, manual=self.manual | set(axes))
 
     @contextlib.contextmanager
@@ -300,7 +300,7 @@ class Layout:
         return P(*(without(part, unseen) for part in parts))
 
 
-@functools.lru_cache(maxsize=65536)  # a search asks thousands of layouts for a few specs each
+@functools.lru_cache(maxsize=65536)  # a search needs a few specs of thousands of layouts
 def _of_stage(layout: Layout, stage: int | None, axes: tuple[str, ...]) -> P:
     """Return the PartitionSpec of a parameter during the computation (None), or of what ZeRO splits
     from this stage on.
@@ -358,14 +358,15 @@ def current_layout() -> Layout | None:
 def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
     """Run `function` on each device with its own shards, under the current layout.
 
-    Replication cannot be followed through a kernel or a hand-written collective, so every result
-    is taken for what `out_specs` declares; tests compare it with one device.
+    Replication cannot be checked through a kernel or a hand-written collective, so every result
+    is trusted to match `out_specs`; tests compare it with one device.
     """
     layout = _LAYOUT.get()
     assert layout is not None, "no layout is active"
-    # Inside a pipeline stage the axis pipe is taken, and context inside a ring. Generation hides
-    # them as well, but is inside of nothing, as is data where one replica's shapes are asked for;
-    # XLA's CPU compiler aborts over bfloat16 sums between devices while an axis is left.
+    # Inside a pipeline stage the axis pipe is manual already, and context inside a ring. Generation
+    # hides them as well, but is not inside a shard_map, nor is data when one replica's shapes are
+    # needed; XLA's CPU compiler aborts on bfloat16 sums between devices while an axis is not
+    # manual.
     idle = {"pipe", "context", "data"} - set(jax.sharding.get_abstract_mesh().manual_axes)
     free = set(layout.mesh.axis_names) - (layout.manual - idle)
 
@@ -394,8 +395,8 @@ def along(
 ) -> Any:
     """Run `function(*arguments)` for each index of some mesh axes; the others stay explicit.
 
-    Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 takes what no
-    spec mentions for replicated over EXPLICIT axes, and gathers it at its boundary.
+    Between the two regions the other axes are automatic: a `shard_map` of JAX 0.10 treats what no
+    spec mentions as replicated over EXPLICIT axes, and gathers it at its boundary.
 
     Args:
       over: the mesh axes; collectives inside name them.
@@ -438,8 +439,8 @@ def _each_spec(specs: Any, dropped: Collection[str]) -> Any:
 def mean_over_batch(means):  # noqa: ANN001, ANN201 - any pytree of arrays, the same out
     """Turn means over this device's rows into means over all rows of the batch.
 
-    Explicit axes need no such word: there an array's own mean is over all of it. Devices along an
-    axis of `Layout.one_batch` each hold as many rows of the batch, and see their own alone.
+    Explicit axes need no correction: there an array's mean is over all of it. Devices along an
+    axis of `Layout.one_batch` each hold equally many rows of the batch, and see only their own.
     """
     layout = _LAYOUT.get()
     if layout is None or not layout.one_batch:
@@ -466,7 +467,7 @@ def is_variable(x: object) -> bool:
 
 def name_of(path: tuple[Any, ...]) -> str:
     """Return the name of a leaf of a tree, its keys joined: 'layers/up'."""
-    # A variable is a node whose one child is called "value"; the array is called as the variable.
+    # A variable is a node with one child "value"; the array has the variable's name.
     if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -489,7 +490,7 @@ def own_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def shardings(tree, spec, layout: Layout):  # noqa: ANN001, ANN201 - any pytree in, the same out
-    """Return the tree with a NamedSharding in place of each array; unnamed leaves are replicated.
+    """Return the tree with a NamedSharding instead of each array; unnamed leaves are replicated.
 
     Args:
       tree: a pytree whose NNX variables name their axes.

@@ -30,9 +30,9 @@ _WHOLE, _TENSOR = AxisRule(None, None, None), AxisRule("tensor", "tensor", "tens
 #   logical axis       parameter, weight, activation
 RULES: dict[str, AxisRule] = {
     "batch": AxisRule(None, None, _BATCH),
-    # The rows of what attention and the MLP compute inside: a 3D layout has them elsewhere.
+    # Rows inside attention and the MLP: a 3D layout splits them differently.
     "inner_batch": AxisRule(None, None, _BATCH),
-    # Leading, of what every replica along data has its own of (see `Exchange`).
+    # Leading dimension of per-replica arrays along data (see `Exchange`).
     "replica": AxisRule("data", "data", "data"),
     "length": AxisRule(None, None, "context"),
     "residual_length": AxisRule(None, None, "context"),  # and "tensor" under sequence parallelism
@@ -49,8 +49,8 @@ RULES: dict[str, AxisRule] = {
     "heads": _TENSOR,
     "kv_heads": _TENSOR,  # but see Layout.whole
     "head_dim": _WHOLE,
-    "latent": _WHOLE,  # what queries, or keys and values, are compressed into
-    "latent_in": AxisRule("fsdp", None, None),  # the same, where they are made of it
+    "latent": _WHOLE,  # latent dimension of queries, or of keys and values
+    "latent_in": AxisRule("fsdp", None, None),  # the same, where they are computed from it
     "vocab": _TENSOR,
     "experts": AxisRule("expert", "expert", "expert"),
     "layers": AxisRule("pipe", "pipe", None),
@@ -58,24 +58,24 @@ RULES: dict[str, AxisRule] = {
     "height": _WHOLE,
     "width": _WHOLE,
     "channels_in": _WHOLE,
-    # Of a residual network, each of whose convolutions has as many outputs as fsdp divides.
+    # Of a residual network, each of whose convolutions has a multiple of fsdp outputs.
     "channels": AxisRule(("tensor", "fsdp"), "tensor", "tensor"),
     "classes": _WHOLE,
-    # Of a layer of any width: activations come out split, and are gathered for the next layer.
+    # Of a layer of any width: its output is sharded, and is gathered for the next layer.
     "fan_in": AxisRule("fsdp", None, None),
     "fan_out": _TENSOR,
     "side": _WHOLE,  # of a preconditioner's rows, sharded like the matrix's side: the whole side
-    "rank": _WHOLE,  # of an adapter: its other dimensions are its weight's
+    "rank": _WHOLE,  # of an adapter: its other dimensions are the weight's
     "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
     "state": _WHOLE,  # of a channel of a state space
 }
 
-# What fsdp may split in place of embed, of heads a part of each: see
+# What fsdp may split instead of embed; of heads, a part of each: see
 # `jaxtrain.parallel.dividing.in_tiles`.
 ROWS = ("vocab", "mlp", "head_dim")
 
 # The other layouts of tensor parallelism: what differs from RULES. Axes of the mesh are gathered or
-# reduced where a product needs it: see `jaxtrain.nn.matmul.contract.contract`.
+# reduced where a matmul needs it: see `jaxtrain.nn.matmul.contract.contract`.
 _2D = RULES | {
     # Optimus (arXiv 2104.05343): a q x q grid, `row` x `tensor`.
     "batch": AxisRule(None, None, (*_BATCH, "row")),
@@ -95,7 +95,7 @@ _3D = RULES | {
     # along x and y and embed along z; inside attention and the MLP, y and z swap.
     "batch": AxisRule(None, None, (*_BATCH, "depth", "row")),
     "inner_batch": AxisRule(None, None, (*_BATCH, "depth", "tensor")),
-    # z first: gathering along the last axes moves runs that stay together.
+    # z first: gathering along the last axes moves contiguous runs.
     "embed": AxisRule(("tensor", "fsdp", "depth"), "tensor", "tensor"),
     "vocab_embed": AxisRule(("fsdp", "pipe", "depth", "row"), None, None),
     "place": AxisRule("tensor", None, None),
@@ -112,11 +112,11 @@ def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, in
 
     Args:
       layout: a name in TABLES.
-      tensor: devices that share each matrix product.
+      tensor: devices that share each matmul.
       depth: grids of the 2.5d layout.
 
     Raises:
-      UserError: this number of devices forms no such grid.
+      UserError: this number of devices does not form such a grid.
     """
     if layout == "1d":
         return {"tensor": tensor}
@@ -138,7 +138,7 @@ def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, in
     return {"depth": depth if layout == "2.5d" else q, "row": q, "tensor": q}
 
 
-# What Mesh.tensor is, the grids (None: tensor_depth), the exponent of q.
+# Formula of Mesh.tensor, the number of grids (None: tensor_depth), the exponent of q.
 _FORMS: dict[str, tuple[str, int | None, int]] = {
     "2d": ("a square q^2", 1, 2),
     "2.5d": ("tensor_depth q^2", None, 2),

@@ -161,7 +161,7 @@ def start(
         jax.config.update("jax_platforms", "cpu")
         count = devices_per_process(simulated_devices, cluster.num_processes)
         offer_cpu_devices(count)
-    settings: Any = jax.config  # whose attributes are made at run time
+    settings: Any = jax.config  # whose attributes are created at run time
     if settings.jax_platforms == "cpu":
         validate_host_name(peers)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
