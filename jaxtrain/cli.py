@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("jaxtrain: interrupted by Ctrl-C\n")
         status = FAILED
     except BrokenPipeError:
-        # What is left goes nowhere: the interpreter writes it out at its end.
+        # Discard pending output: the interpreter flushes it when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = FAILED
     return status
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(words: list[str]) -> int:
     if words[:1] == ["supervise"]:
-        # It watches for weeks: without JAX, and with options of its own.
+        # The supervisor runs for weeks: without JAX, and with options of its own.
         from jaxtrain.run.attempts import supervise
 
         return supervise.main(words[1:])
@@ -52,8 +52,8 @@ def _status(words: list[str]) -> int:
 
 
 def _absent_config(name: str | None) -> str | None:
-    """The message for a config that is not there, before JAX is imported to read one."""
-    if not name:  # an empty one is the command's to reject
+    """Return the error message for a missing config, before JAX is imported to read one."""
+    if not name:  # an empty one is rejected by the command
         return None
     from jaxtrain.config.errors import UserError
     from jaxtrain.config.shipped import HUGGING_FACE, find_config
@@ -67,7 +67,7 @@ def _absent_config(name: str | None) -> str | None:
 
 
 def _bindings_meant(unknown: Sequence[str]) -> str:
-    """How settings are written that were given as options or without `-b`; '' if none was."""
+    """Return the `-b` form of settings that were given as options; '' if none was."""
     from jaxtrain.config.synonyms import suggest_option
 
     return "".join(
@@ -80,7 +80,7 @@ def _bindings_meant(unknown: Sequence[str]) -> str:
 
 
 def _without_devices(arguments: argparse.Namespace) -> int:
-    """Runs a command that holds no device."""
+    """Run a command that uses no device."""
     from jaxtrain.config.buckets import BucketError
     from jaxtrain.config.errors import UserError
     from jaxtrain.run.show.progress import terminal
@@ -102,14 +102,14 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 
         return sweep(arguments)
     except UserError as error:
-        status, told = USER_ERROR, str(error)
+        status, message = USER_ERROR, str(error)
     except BucketError as error:
-        status, told = FAILED, str(error)
+        status, message = FAILED, str(error)
     except OSError as error:
-        status, told = FAILED, _of_full_disk(error)
-        if told is None:
+        status, message = FAILED, _of_full_disk(error)
+        if message is None:
             raise
-    print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
+    print(f"jaxtrain: {message}", file=sys.stderr)  # noqa: T201
     return status
 
 
@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _run_command(arguments: argparse.Namespace) -> int:
-    """Runs a parsed command; whatever it raises becomes a sentence and a status."""
+    """Run a parsed command; map every exception to a message and an exit status."""
     from jaxtrain.run.garbage import share_arenas
 
     share_arenas()
@@ -143,25 +143,25 @@ def _run_command(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except UserError as error:
-        status, told = USER_ERROR, error
+        status, message = USER_ERROR, error
     except _failures() as error:
-        status, told = FAILED, error
+        status, message = FAILED, error
     except MemoryError as error:
-        told = f"this machine has too little memory{f' ({error})' if str(error) else ''}; use a "
-        told += "smaller Train.global_batch_size, or a smaller model"
+        message = f"this machine has too little memory{f' ({error})' if str(error) else ''}; use a "
+        message += "smaller Train.global_batch_size, or a smaller model"
         status = FAILED
     except OSError as error:
-        told = _of_full_disk(error)
-        if told is None:
+        message = _of_full_disk(error)
+        if message is None:
             raise
         status = FAILED
     except BaseException:
         if not jax.distributed.is_initialized():
             raise
-        status, told = FAILED, traceback.format_exc()
-    print(f"jaxtrain: {told}", file=sys.stderr)  # noqa: T201
+        status, message = FAILED, traceback.format_exc()
+    print(f"jaxtrain: {message}", file=sys.stderr)  # noqa: T201
     if jax.distributed.is_initialized():
-        # JAX's farewell waits for the other processes, which may be gone.
+        # JAX's shutdown barrier waits for the other processes, which may be gone.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
@@ -169,7 +169,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Exceptions reported in one sentence that are no error of the user; imported when something is
+    """Exceptions that are reported in one line but are not user errors; imported when an error is
     raised, since it loads what only plans need."""
     from jaxtrain.analysis.planning.advice import OutOfMemory
     from jaxtrain.config.buckets import BucketError
@@ -190,7 +190,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _of_full_disk(error: OSError) -> str | None:
-    """The sentence for a disk that is full; None: it is another error."""
+    """Return the message for a full disk; None for another error."""
     from jaxtrain.config.files import FullDiskError, full_disk, room
 
     if isinstance(error, FullDiskError):

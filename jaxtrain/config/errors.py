@@ -11,7 +11,7 @@ class UserError(ValueError):
     """User error: the command line prints only the message and exits with status 2.
 
     The sentence names the thing, the value, what is allowed and the nearest valid choice. A value
-    may be somebody else's: control characters are escaped, and long lines and lists are cut.
+    may be untrusted: control characters are escaped, and long lines and lists are truncated.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -93,7 +93,7 @@ def nearest(word: str, allowed: Iterable[str], *, cutoff: float = 0.5) -> str | 
     Args:
       word: what was written.
       allowed: what may be written.
-      cutoff: how close it is at least: `difflib`'s ratio, 1 for the same word.
+      cutoff: minimum similarity, `difflib`'s ratio: 1 for the same word.
     """
     by_lower = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)

@@ -3,7 +3,7 @@
 gin's grammar with four rules on top: a binding names a field of a registered dataclass, its value
 fits the field's annotation, every binding is used, and the resolved tree can be printed and read
 again. This is the only module that imports gin, and it uses gin's parser alone: there is no global
-registry of bindings, so any number of configurations live side by side.
+registry of bindings, so any number of configurations coexist.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class Macro:
 
 
 class _Delegate(config_parser.ParserDelegate):
-    # Typed loosely in gin: it says Any by saying nothing.
+    # Not annotated in gin: its type is Any.
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
         return Reference(scoped_configurable_name, evaluate)
 
@@ -72,7 +72,7 @@ class Text:
 
     Attributes:
       text: as it would be written there.
-      origin: what messages call it; in brackets, such as `<settings>`, without numbers of lines.
+      origin: its name in messages; in brackets, such as `<settings>`, without line numbers.
     """
 
     text: str
@@ -99,12 +99,12 @@ class _Bindings:
         self.imports: list[str] = []
         self.mistakes: list[str] = []
         self.notes: list[str] = []
-        # Where something was not read, what seems to be missing or unused may only seem so.
+        # After a read error, settings may wrongly look missing or unused.
         self.lacks_bindings = self.lacks_modules = False
         self.allow_imports = allow_imports
         self.search_path = search_path
         self.folder = folder
-        # What others override: the bindings until then, and what messages call those others.
+        # Bindings that later ones override, and the name of those later ones in messages.
         self._overridden: list[tuple[_Bindings, str]] = []
         self._being_built: list[str] = []
 
@@ -141,7 +141,7 @@ class _Bindings:
                 self._add(statement, origin)
 
     def add_single(self, text: str) -> None:
-        """Add a command-line binding; its text needs no quotes where that is unambiguous."""
+        """Add a command-line binding; its text needs no quotes if that is unambiguous."""
         origin, statements = f"-b {text!r}", []
         with self._noting_what_is_lacking():
             try:
@@ -161,7 +161,7 @@ class _Bindings:
 
     @contextlib.contextmanager
     def _noting_what_is_lacking(self) -> Iterator[None]:
-        """Collect errors for the end, and mark what they kept from being read, within the
+        """Collect errors for the end, and mark what they prevented from being read, within the
         context.
         """
         try:
@@ -330,7 +330,7 @@ class _Bindings:
             return check_value(name, value, annotation, binding.origin)
         except UserError as error:
             self.mistakes.append(str(error))
-            # Of the section that it might have been nothing is read now.
+            # Nothing of the section that it might have named is read now.
             self.lacks_bindings |= value is None or not takes_plain_values(annotation)
             raise _RejectedError from error
         except _RejectedError:
@@ -348,12 +348,12 @@ class _Bindings:
             return self.build(mark.choices()[binding.value])
         if self.lacks_modules:
             self.lacks_bindings = True
-            raise _RejectedError  # a module that was not imported may have it
+            raise _RejectedError  # a module that was not imported may define it
         try:
             name = self._value(f"{section}.{mark.binding}", binding, literal(mark.choices()))
             return self.build(mark.choices()[name])
         except _RejectedError:
-            self.lacks_bindings = True  # what it names might have read some
+            self.lacks_bindings = True  # the section that it names might have used some
             raise
 
     def _resolve(self, value: Any, where: str, macros: tuple[str, ...] = ()) -> Any:
@@ -386,7 +386,7 @@ class _Bindings:
         """Let later bindings override those added so far.
 
         Args:
-          others: what messages call the later ones.
+          others: the name of the later ones in messages.
         """
         before = _Bindings(
             self.root,
@@ -398,13 +398,13 @@ class _Bindings:
         self._overridden.append((before, others))
 
     def has_used(self, key: str | tuple[str, str], binding: Binding) -> bool:
-        """Whether this binding, of a macro or a field, was used to build something."""
+        """Whether this binding, of a macro or a field, was used."""
         if isinstance(key, str):
             return self.macros.get(key) is binding and key in self.used_macros
         return self.fields.get(key) is binding and key in self.used_fields
 
     def reject_unused(self) -> None:
-        """Reject the bindings that nothing read; those that later bindings override get a note."""
+        """Reject unused bindings; those that later bindings override get a note."""
         if self.lacks_bindings or self.lacks_modules:
             return
         fields = {key: one for key, one in self.fields.items() if key not in self.used_fields}
@@ -457,15 +457,15 @@ def load(
     Args:
       root: the annotation of each field but two is a registered dataclass, built from the bindings
         of its name; `imports: tuple[str, ...]` takes what was imported, `notes: tuple[str, ...]` a
-        sentence for everything that was not taken as it was written.
+        message for everything that was changed on reading.
       file: the .gin file, or its text, which is read as one of the current folder; None for
         `bindings` alone.
       bindings: single gin bindings, applied after the file, the later over the earlier; the modules
         that they import are there for the file too.
       search_path: the folder of shipped configs, where `include` looks after the file's own folder.
-      allow_imports: let `import` lines run modules from outside the package, of the file's folder
+      allow_imports: let `import` lines run modules from outside the package, in the file's folder
         or the current one before all others. Neither folder is on Python's search path.
-      implied: gives, of what was built and of the (section, field) that are bound, values of
+      implied: maps what was built and the bound (section, field) pairs to values of
         fields that are not bound.
 
     Raises:
@@ -506,7 +506,7 @@ def sections(root: type) -> dict[str, type]:
 
 
 def _lacks_numbers(origin: str) -> bool:
-    """Whether nobody has numbered the lines of what messages call so."""
+    """Whether a source with this name has no line numbers."""
     return origin.startswith(("-b", "<"))
 
 
@@ -517,10 +517,12 @@ def _is_import(statement: Any) -> bool:
 def _read(path: Path) -> str:
     try:
         with path_errors(f"config {str(path)!r}", needs="use a .gin file that can be read"):
-            return path.read_text(encoding="utf-8-sig")  # editors of Windows begin with a mark
+            return path.read_text(encoding="utf-8-sig")  # Windows editors write a byte-order mark
     except UnicodeDecodeError as error:
-        told = f"config {str(path)!r} is not UTF-8 text (byte {error.start}); convert it with iconv"
-        raise UserError(told) from error
+        message = (
+            f"config {str(path)!r} is not UTF-8 text (byte {error.start}); convert it with iconv"
+        )
+        raise UserError(message) from error
 
 
 def _statements(text: str, origin: str) -> list[Any]:
@@ -529,7 +531,7 @@ def _statements(text: str, origin: str) -> list[Any]:
     except RecursionError:
         raise UserError(f"{origin}: its brackets are nested too deep; use fewer levels") from None
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
-        if isinstance(error, tokenize.TokenError):  # as Python 3.12 says it of a missing quote
+        if isinstance(error, tokenize.TokenError):  # as Python 3.12 reports a missing quote
             row = error.args[1][0]
             line = dict(enumerate(text.splitlines(), 1)).get(row, "")
             error = SyntaxError("Unable to parse value.", (origin, row, None, line))
