@@ -46,7 +46,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
         ) from error
 
 
-def _text(record: bytes, place: str, text_field: str) -> str | BadRecord:
+def _text(record: bytes, where: str, text_field: str) -> str | BadRecord:
     # Imported here, in 0.2 s: few sources need it. Its classes are made at run time.
     from google.protobuf.message import DecodeError
 
@@ -54,13 +54,13 @@ def _text(record: bytes, place: str, text_field: str) -> str | BadRecord:
     try:
         features = schema.Example.FromString(record).features.feature
     except DecodeError as error:
-        return BadRecord(f"{place}: no tf.train.Example ({error})")
+        return BadRecord(f"{where}: no tf.train.Example ({error})")
     if text_field not in features:
-        return BadRecord(f"{place}: no feature {text_field!r}{did_you_mean(text_field, features)}")
+        return BadRecord(f"{where}: no feature {text_field!r}{did_you_mean(text_field, features)}")
     values = features[text_field].bytes_list.value
     if len(values) != 1:
         return BadRecord(f"{where}: {text_field!r} is no single text, but {len(values)} of them")
     try:
         return values[0].decode("utf-8")
     except UnicodeDecodeError as error:
-        return BadRecord(f"{place}: {text_field!r} is not UTF-8 text (byte {error.start})")
+        return BadRecord(f"{where}: {text_field!r} is not UTF-8 text (byte {error.start})")
