@@ -1,6 +1,7 @@
 """gs:// paths, data, locks and staging: the real gcsfs talks to a stand-in of a bucket."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from etils import epath
 from gcs_stand_in import serving
 from PIL import Image
 from test_data_tfds import FIXTURES, PREPARE, TEXTS, data_dir, documents  # noqa: F401 - fixtures
@@ -114,6 +116,38 @@ def test_names_that_lead_out_are_refused_wherever_they_are_listed(gcs, name):
         place("gs://box/text").list_objects()
     with pytest.raises(UserError, match="holds an object called"):
         TextData(source="gs://box/text").open(seed=0)
+
+
+def test_what_epath_lacks(gcs):
+    """Why bucket paths are not `etils.epath.Path`: each line is a promise of ours."""
+    for name in ("run/a.txt", "run/b~", "run/../out.txt"):
+        gcs.put("box", name, b"text")
+    (ours := place("gs://box/run/a.txt")).exists()  # opens gcsfs, without TensorFlow
+    root = epath.Path("gs://box/run")
+    # Leaves out b~, and goes out of the folder.
+    assert [str(path) for path in root.iterdir()] == ["gs://box/run/..", "gs://box/run/a.txt"]
+    with pytest.raises(ValueError, match="mode='x' is not one of"):  # so there is no lock
+        (root / "lock").open("xb")
+    with contextlib.suppress(InterruptedError), (root / "half").open("wb") as stream:
+        stream.write(b"hal")
+        raise InterruptedError
+    assert gcs.read("box", "run/half") == b"hal"
+
+    def count_requests(call):
+        gcs.requests.clear()
+        call()
+        return len(gcs.requests)
+
+    assert count_requests(ours.read_bytes) == 1 < count_requests((root / "a.txt").read_bytes)
+    # Without the content, which epath reads and writes again.
+    assert count_requests(lambda: ours.copy_to(place("gs://box/run/c"))) == 1
+    assert count_requests(lambda: (root / "a.txt").copy(root / "d")) > 4
+    gcs.refuse = lambda *_: 401
+    with pytest.raises(Exception, match="401") as raised:
+        (root / "a.txt").read_bytes()
+    assert not isinstance(raised.value, OSError)
+    with pytest.raises(BucketRefusedError):
+        ours.read_bytes()
 
 
 # -- data -----------------------------------------------------------------------------------------

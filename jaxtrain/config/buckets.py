@@ -3,6 +3,12 @@
 gcsfs, of jaxtrain[gcs], sends the requests, here and under Orbax and TFDS; arrays go to the bucket
 through TensorStore's own driver. An object is complete or absent, and a write of one process is
 visible to all others at once, so nothing is renamed and nothing is flushed.
+
+`etils.epath` reads the same buckets through the same gcsfs, and could take over 45 of the 200 lines
+of code here. It creates no object that must be new, which the lock needs, shows half an object
+after an error, reads in 4 requests and copies through this machine in 14 (here 1 and 1), lists
+names that lead out of the folder and leaves out those that end in ~, knows no MD5, and passes on
+errors that are no OSError (`test_what_epath_lacks`).
 """
 
 import base64
