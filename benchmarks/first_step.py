@@ -70,7 +70,7 @@ def take_first_step(config: str, workdir: str) -> None:
 
     from jaxtrain import cli  # noqa: PLC0415
     from jaxtrain.run import commands  # noqa: F401, PLC0415 - what `train` imports
-    from jaxtrain.run.attempts.watchdog import Phases  # noqa: PLC0415
+    from jaxtrain.run.phases import Phases
     from jaxtrain.training.compiled_step import Stepper  # noqa: PLC0415
 
     imported, all_phases = time.time(), []

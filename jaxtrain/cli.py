@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.analysis.options import add_analysis_commands
-from jaxtrain.run.commands.options import FAILED, USER_ERROR, add_run_commands, adder
+from jaxtrain.run.attempts.records import DONE, FAILED, USER_ERROR
+from jaxtrain.run.commands.options import add_run_commands, adder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _status(words: list[str]) -> int:
     if words[:1] == ["supervise"]:
         # The supervisor runs for weeks: without JAX, and with options of its own.
-        from jaxtrain.run.attempts import supervise
+        from jaxtrain.run.commands import supervise
 
         return supervise.main(words[1:])
     whole = parser()
@@ -95,9 +96,10 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 
             return init(arguments, terminal())
         if arguments.command == "plot":
-            from jaxtrain.run.show.compare import plot
+            from jaxtrain.run.metrics.compare import plot
 
-            return plot(terminal(), arguments.runs, arguments.png, arguments.html, arguments.words)
+            plot(terminal(), arguments.runs, arguments.png, arguments.html, arguments.words)
+            return DONE
         from jaxtrain.run.commands.sweep import sweep
 
         return sweep(arguments)
@@ -203,8 +205,8 @@ def _of_full_disk(error: OSError) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from jaxtrain.run.commands import huggingface
     from jaxtrain.run.commands import train as run
-    from jaxtrain.run.huggingface import commands as huggingface
 
     match arguments.command:
         case "train":
@@ -213,9 +215,9 @@ def _run(arguments: argparse.Namespace) -> int:
         case "eval":
             return run.evaluate(arguments)
         case "generate":
-            from jaxtrain.run.generation import command as generation
+            from jaxtrain.run.commands import generate
 
-            return generation.generate(arguments)
+            return generate.generate(arguments)
         case "evaluate-tasks":
             from jaxtrain.run.tasks import tasks
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxtrain import __main__
 from jaxtrain.run.attempts import begin, supervise
-from jaxtrain.run.attempts.watchdog import Phases
+from jaxtrain.run.phases import Phases
 
 PROCESS = int(os.environ.get("PROCESS", "0"))
 

@@ -256,8 +256,8 @@ RUN = {
 def _read_run(folder: Path) -> None:
     from jaxtrain.run.attempts import goodput, records
     from jaxtrain.run.checkpoint import metadata
+    from jaxtrain.run.metrics import compare
     from jaxtrain.run.metrics.files import drop_lines_past, lines_of
-    from jaxtrain.run.show import compare
 
     lines = lines_of(folder)
     if lines:

@@ -8,8 +8,8 @@ from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.begin import _End
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.lock import RunLock
-from jaxtrain.run.attempts.watchdog import Activity
 from jaxtrain.run.cluster.cluster import OneProcess
+from jaxtrain.run.phases import Activity
 
 
 @pytest.fixture

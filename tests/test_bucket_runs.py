@@ -19,10 +19,11 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
 from jaxtrain.cli import parser
 from jaxtrain.config.buckets import place
-from jaxtrain.run.attempts import records, supervise
+from jaxtrain.run.attempts import records
 from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.run.checkpoint.manifest import CheckpointError
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.commands import supervise
 from jaxtrain.training.settings import Checkpoint
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")

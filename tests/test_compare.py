@@ -9,7 +9,7 @@ from PIL import Image
 from rich.console import Console
 
 from jaxtrain.cli import main
-from jaxtrain.run.show.compare import Run, curve, figure, open_runs, table
+from jaxtrain.run.metrics.compare import Run, curve, figure, open_runs, table
 
 
 def lines(steps=4, loss=3.0, **more):

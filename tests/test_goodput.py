@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.attempts.goodput import CAUSES, Account, Goodput, read_account
-from jaxtrain.run.attempts.watchdog import NAMES, Phases
+from jaxtrain.run.phases import NAMES, Phases
 
 DAY = 24 * 3600
 

@@ -19,8 +19,8 @@ from jaxtrain.models.weights.family import family_for
 from jaxtrain.models.weights.formats.safetensors import raw, read_header, write
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.checkpoint.metadata import of_published
+from jaxtrain.run.commands.huggingface import first_use
 from jaxtrain.run.huggingface import receipt
-from jaxtrain.run.huggingface.commands import first_use
 from jaxtrain.run.huggingface.parameters import shapes_of
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training import layouts

@@ -12,7 +12,8 @@ import pytest
 
 from jaxtrain import load_config
 from jaxtrain.cli import parser
-from jaxtrain.run.attempts import supervise
+from jaxtrain.run.attempts import records
+from jaxtrain.run.commands import supervise
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "launch.md").read_text()
@@ -90,5 +91,5 @@ def test_the_page_names_every_script_and_status():
     for script in (ROOT / "tpu_scripts").iterdir():
         if script.stem not in ("common", "worker"):
             assert script.name in PAGE, script.name
-    for status in (supervise.DONE, supervise.FAILED, supervise.USER_ERROR, supervise.PREEMPTED):
+    for status in (records.DONE, records.FAILED, records.USER_ERROR, records.PREEMPTED):
         assert f"| {status} |" in PAGE

@@ -338,7 +338,8 @@ def test_what_is_written_replaces_whole_and_leaves_nothing_beside(tmp_path):
 
 def test_neither_lock_nor_supervisor_imports_jax(start):
     process = start(
-        "from jaxtrain.run.attempts import lock, signals, supervise\n"
+        "from jaxtrain.run.attempts import lock, signals\n"
+        "from jaxtrain.run.commands import supervise\n"
         "tell([name for name in sys.modules if name.split('.')[0] in ('jax', 'numpy', 'rich')])"
     )
     assert process.line() == "[]"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.run.attempts.watchdog import IDLE, NAMES, Phases
+from jaxtrain.run.phases import IDLE, NAMES, Phases
 
 
 class Clock:

@@ -9,7 +9,7 @@ from foreign_tokenizers import SPECIAL, template, trained
 
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.generation import command
+from jaxtrain.run.commands import generate
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import (
@@ -195,7 +195,7 @@ def asked(**options: object) -> argparse.Namespace:
 def test_options_that_are_not_given_are_the_models_own(folder, trainer, said, options, expected):
     say(folder, config=2, generation={"eos_token_id": 2, **said})
     defaults = published_defaults(trainer.config, None)
-    assert command._sampling(asked(**options), defaults) == expected
+    assert generate._sampling(asked(**options), defaults) == expected
 
 
 def test_the_top_k_of_transformers():

@@ -13,9 +13,9 @@ from cluster import start_processes
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint.save_schedule import FIRST_STEPS, AutomaticInterval
 from jaxtrain.run.checkpoint.sealing import sealed_steps
+from jaxtrain.run.phases import Phases
 
 AUTO = "Train.save_every = 'auto'"
 LINE = re.compile(r"Train\.save_every='auto': a save every ([\d,]+) steps .*? from step (\d+) on")

@@ -9,20 +9,14 @@ import threading
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.watchdog import (
-    NAMES,
-    Activity,
-    Phases,
-    Watchdog,
-    dump_stacks,
-    write_reason,
-)
+from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
+from jaxtrain.run.phases import NAMES, Activity, Phases
 from jaxtrain.training.settings import Timeouts
 
 # Argument 1: a folder; argument 2: how to get stuck.
 CHILD = """
 import ctypes, os, pathlib, sys, threading, time
-from jaxtrain.run.attempts.watchdog import NAMES, Phases
+from jaxtrain.run.phases import NAMES, Phases
 from jaxtrain.training.settings import Timeouts
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 

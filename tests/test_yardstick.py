@@ -9,8 +9,8 @@ import jaxtrain.training.objectives
 from jaxtrain.cli import main
 from jaxtrain.config.registry import Named
 from jaxtrain.models import BERT, GPT, MLP, LeNet
+from jaxtrain.run.metrics.compare import Run, figure
 from jaxtrain.run.metrics.files import lines_of
-from jaxtrain.run.show.compare import Run, figure
 from jaxtrain.run.show.figures import loss_figure
 from jaxtrain.training.objectives.distillation import Distillation
 from jaxtrain.training.objectives.objective import Objective, objective_named

@@ -33,6 +33,7 @@ from jaxtrain.run.cluster.cluster import OneProcess
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.generation import BATCH_SIZE
+from jaxtrain.run.initial_state import InitialState
 from jaxtrain.run.loop import Functions, Loop
 from jaxtrain.run.metrics.log import RunMetrics
 from jaxtrain.run.show.progress import on_first_process, quiet
@@ -151,7 +152,9 @@ class Trainer:
             # Before anything is written: a source that cannot be read leaves no trace.
             _ = data.opened
         self._saved = states_of(
-            self.workdir, config, self.program, read_only=read_only, report=self.report,
+            self.workdir, config, self.program,
+            InitialState(config, self.program, self.report),
+            read_only=read_only, report=self.report,
             may_write=self._attempt.may_write, phases=self._attempt.phases,
             before_seal=nothing if self._folder is None else self._folder.secure,
         )  # fmt: skip

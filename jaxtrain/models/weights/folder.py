@@ -26,6 +26,8 @@ from jaxtrain.models.weights.sentences import read_sentence_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
+# In a run's folder: the published model's config.json, tokenizer and the like, for its export.
+CARRIED_FOLDER = "huggingface"
 SENTENCES = "sentence_bert_config.json"
 # What is carried along: with it the exported model is used as the imported one was.
 CARRIED = (

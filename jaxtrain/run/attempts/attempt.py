@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from jaxtrain.run.attempts.folder import RunFolder, nothing
 from jaxtrain.run.attempts.goodput import Goodput
 from jaxtrain.run.attempts.signals import stop_signals
-from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.cluster.cluster import Peers
+from jaxtrain.run.phases import Phases
 
 # A reason to stop that is no preemption: nobody sees what the same command would print again.
 OUTPUT_CLOSED = "closed standard output"

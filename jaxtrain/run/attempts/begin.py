@@ -20,7 +20,7 @@ from jaxtrain.run.attempts.goodput import Goodput, read_account
 from jaxtrain.run.attempts.lock import RunLock, Superseded
 from jaxtrain.run.attempts.signals import maintenance_notices
 from jaxtrain.run.attempts.supervise import report_to_supervisor
-from jaxtrain.run.attempts.watchdog import Activity, Phases, Watchdog, dump_stacks, write_reason
+from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection, distributed_init
 from jaxtrain.run.cluster.authentication import RunToken
@@ -28,9 +28,9 @@ from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags, Listeners, OneProcess, Peers
 from jaxtrain.run.metrics.files import METRICS_FILE
 from jaxtrain.run.metrics.tracking import POSITION_FILES
+from jaxtrain.run.phases import Activity, Phases
 from jaxtrain.training.settings import Config
 
-FAILED = 1
 SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
 TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process ends
 TOKEN_FILE = "token"  # in attempts/: fetched files of a run's folder are next to it
@@ -181,7 +181,7 @@ def _leave(line: str) -> NoReturn:
         if sys.__stderr__ is not None:
             sys.__stderr__.write(f"jaxtrain: {line}\n")
             sys.__stderr__.flush()
-    os._exit(FAILED)
+    os._exit(records.FAILED)
 
 
 def _give_back(lock: RunLock, is_new: bool) -> None:

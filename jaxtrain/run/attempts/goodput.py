@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import parse_json, read_bounded
-from jaxtrain.run.attempts.watchdog import Activity, Phases
+from jaxtrain.run.phases import Activity, Phases
 from jaxtrain.run.show.progress import clock, print_lines
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""`jaxtrain supervise`: run a training command as a child process and restart it on failure.
+"""Supervisor: run a training command as a child process and restart it on failure.
 
 Nothing here imports JAX: a supervisor starts in tenths of a second and never holds an accelerator.
 
@@ -6,7 +6,6 @@ Parent-death detection: supervisor and child hold the ends of a socket. The chil
 heartbeat, and each sees the end of the connection when the other is gone, even if it was killed.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -18,22 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO
 
 from jaxtrain.config.buckets import BucketError, BucketPath, Place, place, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
-from jaxtrain.run.commands.options import (
-    DONE,
-    FAILED,
-    PREEMPTED,
-    USER_ERROR,
-    add_run_commands,
-    adder,
-)
 
 SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 
@@ -149,8 +140,6 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-QUICKSTART = "gpt_quickstart"
-
 _STATUS_WORDS = {DONE: "done", PREEMPTED: "preempted"}
 
 
@@ -190,110 +179,6 @@ class Supervision:
     def backoff(self, restarts: int) -> float:
         """Seconds before the restart that follows `restarts` others without progress."""
         return min(self.backoff_seconds * 2 ** min(restarts, 60), self.max_backoff_seconds)
-
-
-# -- the command line ---------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Arguments of `jaxtrain supervise`.
-
-    Attributes:
-      settings: from the options.
-      train: the words after `--`, "train" first.
-      workdir: the run's folder, as `train` will use it.
-    """
-
-    settings: Supervision
-    train: list[str]
-    workdir: Place
-
-
-def run_folder(config: str | None, workdir: str | None) -> Place:
-    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart.
-
-    Raises:
-      UserError: a name is empty, such as a shell's variable that is not set.
-    """
-    for named, value in (("--workdir", workdir), ("CONFIG", config)):
-        if value == "":
-            raise UserError(f"{named} is empty; give a name, or leave it out")
-    return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
-
-
-def parse(arguments: Sequence[str]) -> Job:
-    """Reads `[OPTIONS] -- train ...`.
-
-    Raises:
-      UserError: a value that is not allowed, no `--`, or something other than `train` after it.
-      SystemExit: --help (0), or an option that does not exist (2).
-    """
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    own, command = words[:cut], words[cut + 1 :]
-    defaults = Supervision()
-    parser = argparse.ArgumentParser(
-        prog="jaxtrain supervise",
-        usage="%(prog)s [OPTIONS] -- train [CONFIG] ...",
-        description="Runs train, restarts it after failures, gives up when restarts make no "
-        "progress. Exit status: 0 trained, 1 gave up or was stopped before everything was saved, 2 "
-        "an error of the user's, 75 stopped by a signal after saving.",
-    )
-    parser.add_argument(
-        "--max-restarts-without-progress",
-        type=int,
-        default=defaults.max_restarts_without_progress,
-        metavar="N",
-        help="restarts in a row without a newer checkpoint; %(default)s",
-    )
-    parser.add_argument(
-        "--grace-seconds",
-        type=float,
-        default=defaults.grace_seconds,
-        metavar="S",
-        help="to save after SIGTERM or Ctrl-C; then, or at a second one, it is killed; %(default)g",
-    )
-    parser.add_argument(
-        "--stall-seconds",
-        type=float,
-        default=defaults.stall_seconds,
-        metavar="S",
-        help="without a sign of life, then it is killed and started again; %(default)g",
-    )
-    found, rest = parser.parse_known_args(own)
-    if rest and rest[0].startswith("-"):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest or not command:
-        raise UserError(
-            f"supervise {' '.join(rest)}".rstrip() + ": the command stands after --; write for "
-            "example 'jaxtrain supervise -- train gpt_quickstart'"
-        )
-    if command[0] != "train":
-        raise UserError(
-            f"supervise -- {command[0]}: only train is supervised; write for example "
-            "'jaxtrain supervise -- train gpt_quickstart'"
-        )
-    # What `train` would reject is rejected here, before anything is started.
-    whole = argparse.ArgumentParser(prog="jaxtrain")
-    add_run_commands(adder(whole))
-    train = whole.parse_args(command)
-    settings = Supervision(**vars(found))
-    return Job(settings, command, run_folder(train.config, train.workdir))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs `jaxtrain supervise` with the words after it; returns the exit status."""
-    try:
-        request = parse(arguments)
-        command = [sys.executable, "-P", "-m", "jaxtrain", *request.train]
-        return supervise(command, request.workdir, settings=request.settings)
-    except (UserError, BucketError) as error:
-        sys.stderr.write(f"jaxtrain: {error}\n")
-        return USER_ERROR if isinstance(error, UserError) else FAILED
-
-
-# -- the supervisor -----------------------------------------------------------------------------
 
 
 def supervise(

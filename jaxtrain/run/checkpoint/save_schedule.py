@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxtrain.run.attempts.watchdog import IDLE, Phases
+from jaxtrain.run.phases import IDLE, Phases
 
 _HOURS = 24 * 1000  # device-hours of 1,000 device-days
 

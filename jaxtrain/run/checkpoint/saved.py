@@ -14,7 +14,6 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.sharding import is_variable
-from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint import metadata, sealing
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
@@ -25,8 +24,9 @@ from jaxtrain.run.checkpoint.save_schedule import (
     FixedInterval,
     SaveSchedule,
 )
-from jaxtrain.run.checkpoint.states import RunStates
+from jaxtrain.run.checkpoint.states import Initial, RunStates
 from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.phases import Phases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.pipeline.stages import is_layer, rearrange
@@ -47,6 +47,7 @@ class SavedRun(RunStates):
         workdir: Place,
         config: Config,
         program: Step,
+        initial: Initial,
         *,
         read_only: bool,
         report: Callable[[str], None],
@@ -55,7 +56,7 @@ class SavedRun(RunStates):
         phases: Phases,
     ) -> None:
         """Opens the checkpoints; args: as of `states_of`."""
-        super().__init__(config, program, report)
+        super().__init__(config, program, initial, report)
         self._workdir, self._read_only, self._phases = workdir, read_only, phases
         if not read_only and jax.process_index() == 0:
             sealing.reject_others(workdir)
@@ -135,11 +136,8 @@ class SavedRun(RunStates):
         extra = self._checkpoints.extra(step)
         self.ancestors = extra.get("ancestors", [])  # none of a checkpoint from before they stood
         if extra.get("only_parameters"):
-            from jaxtrain.run.start import restore_parameters
-
-            params = restore_parameters(self._checkpoints, step, self._config, self._program.setup)
-            self.extra = extra
-            return self._create(params), 0
+            state, self.extra = self._initial.from_parameters(self._checkpoints, step), extra
+            return state, 0
         if dataset is not None:
             metadata.require_same_run(
                 extra, self._config, dataset, step=step, workdir=self._workdir

@@ -2,20 +2,31 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-from flax import nnx
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.data.source import Dataset
-from jaxtrain.run.attempts.watchdog import Phases
 from jaxtrain.run.checkpoint.save_schedule import FixedInterval, SaveSchedule
+from jaxtrain.run.phases import Phases
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step
 
 if TYPE_CHECKING:
     from jaxtrain.run.checkpoint.metadata import Ancestor
+    from jaxtrain.run.checkpoint.store import Checkpoints
+
+
+class Initial(Protocol):
+    """Makes the state that a run starts with, such as `run.initial_state.InitialState`."""
+
+    def create(self) -> "tuple[TrainState, list[Ancestor]]":
+        """Return the initial state and the ancestors of its parameters."""
+        ...
+
+    def from_parameters(self, checkpoints: "Checkpoints", step: int) -> TrainState:
+        """Return an initial state with the parameters of a checkpoint that has nothing else."""
+        ...
 
 
 class RunStates(abc.ABC):
@@ -38,10 +49,12 @@ class RunStates(abc.ABC):
         self,
         config: Config,
         program: Step,
+        initial: Initial,
         report: Callable[[str], None],
     ) -> None:
         """Args: as of `states_of`."""
-        self._config, self._program, self._report = config, program, report
+        self._config, self._program = config, program
+        self._initial, self._report = initial, report
         self.extra: dict[str, Any] | None = None
         self.ancestors: list[Ancestor] = []
 
@@ -106,33 +119,7 @@ class RunStates(abc.ABC):
 
     def _first(self) -> TrainState:
         """The state that the run starts with."""
-        train, params = self._config.train, None
-        if train.start_from is not None:
-            from jaxtrain.run.start import ancestors_of, first_parameters, newest_step
-
-            step = newest_step(train.start_from)
-            params = first_parameters(
-                train.start_from, self._config, self._program.setup, step=step
-            )
-            self.ancestors = ancestors_of(train.start_from, step, self._config.checkpoint)
-            self._report(f"Parameters from {train.start_from}; everything else is fresh")
-        return self._create(params)
-
-    def _create(self, params: nnx.State | None) -> TrainState:
-        """A new state with these parameters; None draws them."""
-        if self._config.train.task.name == "distillation":
-            from jaxtrain.run.start import with_teacher
-
-            params = with_teacher(params, self._config, self._program.setup)
-        state = self._program.create(self._config.train.seed, params)
-        finetune = self._config.finetune
-        if finetune.adapter is not None:
-            from jaxtrain.run.huggingface.adapters import read_adapter
-            from jaxtrain.run.weights import with_trained
-
-            adapter = read_adapter(finetune.adapter, self._config, self._program.setup)
-            self._report(f"Adapters from {finetune.adapter}")
-            state = with_trained(self._program, state, adapter)
+        state, self.ancestors = self._initial.create()
         return state
 
 
@@ -145,10 +132,11 @@ class InMemory(RunStates):
         self,
         config: Config,
         program: Step,
+        initial: Initial,
         report: Callable[[str], None],
     ) -> None:
         """Args: as of `states_of`."""
-        super().__init__(config, program, report)
+        super().__init__(config, program, initial, report)
         period = config.train.save_every
         self.schedule = FixedInterval(0 if isinstance(period, str) else period)
 
@@ -187,6 +175,7 @@ def states_of(
     workdir: Place | None,
     config: Config,
     program: Step,
+    initial: Initial,
     *,
     read_only: bool,
     report: Callable[[str], None],
@@ -200,6 +189,7 @@ def states_of(
       workdir: the run's folder; None keeps no state.
       config: the run's configuration.
       program: what the states are restored into.
+      initial: makes the state of a run without checkpoints.
       read_only: nothing in workdir changes.
       report: called with each warning: damage, a disk that fills up.
       may_write: raises where the folder belongs to another attempt by now.
@@ -207,11 +197,11 @@ def states_of(
       phases: what this process is doing.
     """
     if workdir is None:
-        return InMemory(config, program, report)
+        return InMemory(config, program, initial, report)
     # Imported here: a run without a folder needs no Orbax, which takes 0.3 s.
     from jaxtrain.run.checkpoint.saved import SavedRun
 
     return SavedRun(
-        workdir, config, program, read_only=read_only, report=report, may_write=may_write,
+        workdir, config, program, initial, read_only=read_only, report=report, may_write=may_write,
         before_seal=before_seal, phases=phases,
     )  # fmt: skip

@@ -1,13 +1,10 @@
-"""Command-line options of the commands that train and use runs, shell completion, exit statuses."""
+"""Command-line options of the commands that train and use runs and shell completion."""
 
 import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
-
 
 SHELLS = ("bash", "zsh")
 

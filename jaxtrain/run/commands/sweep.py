@@ -17,11 +17,11 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
 from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.attempts.supervise import Child
-from jaxtrain.run.commands.options import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.metrics import compare
 from jaxtrain.run.metrics.files import lines_of
-from jaxtrain.run.show import compare
 from jaxtrain.run.show.progress import clock, print_lines, terminal
 from jaxtrain.training.settings import Config, load_config
 

@@ -36,17 +36,17 @@ from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
 from jaxtrain.run.attempts.folder import explain_folder_errors
 from jaxtrain.run.attempts.goodput import PRODUCTIVE, Account
-from jaxtrain.run.attempts.supervise import QUICKSTART, run_folder
+from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.checkpoint.sealing import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.commands.options import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.commands.supervise import QUICKSTART, run_folder
 from jaxtrain.run.generation.answer import printable
 from jaxtrain.run.loop import RecorderKind
+from jaxtrain.run.metrics.compare import list_names, runs_in
 from jaxtrain.run.metrics.files import numbers_of, strict
 from jaxtrain.run.show import report
-from jaxtrain.run.show.compare import list_names, runs_in
 from jaxtrain.run.show.progress import Output, print_lines, quiet, terminal
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule

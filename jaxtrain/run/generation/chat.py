@@ -1,9 +1,7 @@
 """Chat with a model through its chat template (`jaxtrain generate --chat`)."""
 
-import argparse
 import datetime
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import existing_path
@@ -11,16 +9,11 @@ from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, t
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
-from jaxtrain.run.commands.options import DONE
-from jaxtrain.run.commands.train import open_run
-from jaxtrain.run.generation.answer import Answer, show, tokenizer_of
-from jaxtrain.run.generation.beams import BeamSearch
+from jaxtrain.run.generation.answer import Answer, tokenizer_of
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.generation.published_defaults import (
-    Defaults,
     ends_of_run,
-    published_defaults,
 )
 from jaxtrain.run.generation.write import write
 from jaxtrain.run.trainer import Trainer
@@ -134,63 +127,3 @@ def template_of(train: Train) -> ChatTemplate:
             "conversations (@ChatData())"
         )
     return found
-
-
-def converse(
-    arguments: argparse.Namespace,
-    sampling_of: Callable[[argparse.Namespace, Defaults], Sampling | BeamSearch],
-) -> int:
-    """Answers the lines of standard input, each a message of the user's.
-
-    Args:
-      arguments: the parsed command line.
-      sampling_of: how tokens are drawn, by it and by the model's own defaults.
-    """
-    for name in ("beams", "draft"):
-        if vars(arguments)[name] is not None:
-            raise UserError(
-                f"--{name} {vars(arguments)[name]} with --chat: an answer is shown while it is "
-                "drawn; leave one of them out"
-            )
-    if arguments.log_probabilities:
-        raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")
-    trainer = open_run(arguments)
-    sampling = sampling_of(arguments, published_defaults(trainer.config, trainer.workdir))
-    assert isinstance(sampling, Sampling), "beams were rejected"
-    chat = Chat(
-        trainer,
-        system=arguments.system,
-        sampling=sampling,
-        max_new_tokens=arguments.max_new_tokens,
-        stop=tuple(arguments.stop),
-        seed=arguments.seed,
-    )
-    on_terminal, asks = sys.stdout.isatty(), sys.stdin.isatty()
-    for question in _questions(asks):
-        try:
-            answer = chat.answer(question, show=show if on_terminal else None)
-        except UserError as error:
-            if not asks:
-                raise
-            print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
-            continue
-        # A file or a pipe gets the text itself.
-        print("" if on_terminal else answer.text, flush=True)  # noqa: T201
-    return DONE
-
-
-def _questions(asks: bool) -> Iterator[str]:
-    """The lines that are not blank, up to the end of the input."""
-    while True:
-        if asks:
-            try:
-                line = input("> ")
-            except EOFError:
-                print()  # noqa: T201
-                return
-        else:
-            line = sys.stdin.readline()
-            if not line:
-                return
-        if line.strip():
-            yield line.rstrip("\n")

@@ -14,7 +14,7 @@ from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, only, read_ke
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, MODEL_CONFIG, ends_of, read_json
-from jaxtrain.run.huggingface.importing import CARRIED_FOLDER
+from jaxtrain.models.weights.folder import CARRIED_FOLDER
 from jaxtrain.training.settings import Config, TextSource
 
 TOP_K = 50  # of transformers, where it draws and nothing is said

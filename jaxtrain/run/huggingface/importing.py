@@ -23,7 +23,7 @@ from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.config_keys import DROPOUT
-from jaxtrain.models.weights.folder import TOKENIZER, match
+from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER, match
 from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
@@ -40,9 +40,6 @@ from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.transforms import biases_of
-
-# In a run's folder: the published model's config.json, tokenizer and the like, for its export.
-CARRIED_FOLDER = "huggingface"
 
 
 def import_run(

@@ -18,17 +18,16 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import token_model
-from jaxtrain.models.weights.folder import TOKENIZER
+from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
+from jaxtrain.run.attempts.records import DONE
 from jaxtrain.run.checkpoint import metadata
-from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.huggingface.exporting import companion_files
 from jaxtrain.run.huggingface.importing import (
-    CARRIED_FOLDER,
     create_atomically,
     require_free,
     save_first,

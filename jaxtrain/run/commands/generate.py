@@ -3,12 +3,12 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens, token_model
-from jaxtrain.run.commands.options import DONE
+from jaxtrain.run.attempts.records import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import (
     Answer,
@@ -19,7 +19,7 @@ from jaxtrain.run.generation.answer import (
     tokenizer_of,
 )
 from jaxtrain.run.generation.beams import BeamSearch
-from jaxtrain.run.generation.chat import converse
+from jaxtrain.run.generation.chat import Chat
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.published_defaults import Defaults, ends_of_run, published_defaults
 from jaxtrain.run.generation.speculative import (
@@ -130,7 +130,7 @@ def generate(arguments: argparse.Namespace) -> int:
     _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
     validate_draft_options(arguments)
     if arguments.chat:
-        return converse(arguments, _sampling)
+        return converse(arguments)
     if arguments.system is not None:
         raise UserError("--system is of a conversation; add --chat, or leave it out")
     records = []
@@ -227,3 +227,59 @@ def _line(answer: Answer, *, log_probabilities: bool) -> dict[str, object]:
     if log_probabilities:
         line |= {"tokens": answer.tokens, "log_probabilities": answer.log_probabilities}
     return line
+
+
+def converse(arguments: argparse.Namespace) -> int:
+    """Answers the lines of standard input, each a message of the user's.
+
+    Args:
+      arguments: the parsed command line.
+    """
+    for name in ("beams", "draft"):
+        if vars(arguments)[name] is not None:
+            raise UserError(
+                f"--{name} {vars(arguments)[name]} with --chat: an answer is shown while it is "
+                "drawn; leave one of them out"
+            )
+    if arguments.log_probabilities:
+        raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")
+    trainer = open_run(arguments)
+    sampling = _sampling(arguments, published_defaults(trainer.config, trainer.workdir))
+    assert isinstance(sampling, Sampling), "beams were rejected"
+    chat = Chat(
+        trainer,
+        system=arguments.system,
+        sampling=sampling,
+        max_new_tokens=arguments.max_new_tokens,
+        stop=tuple(arguments.stop),
+        seed=arguments.seed,
+    )
+    on_terminal, asks = sys.stdout.isatty(), sys.stdin.isatty()
+    for question in _questions(asks):
+        try:
+            answer = chat.answer(question, show=show if on_terminal else None)
+        except UserError as error:
+            if not asks:
+                raise
+            print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
+            continue
+        # A file or a pipe gets the text itself.
+        print("" if on_terminal else answer.text, flush=True)  # noqa: T201
+    return DONE
+
+
+def _questions(asks: bool) -> Iterator[str]:
+    """The lines that are not blank, up to the end of the input."""
+    while True:
+        if asks:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()  # noqa: T201
+                return
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                return
+        if line.strip():
+            yield line.rstrip("\n")

@@ -14,7 +14,6 @@ from rich.table import Table
 from jaxtrain.config.buckets import Place, place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors, writable, write_atomically
-from jaxtrain.run.commands.options import DONE
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
 from jaxtrain.run.show.html import charts
 from jaxtrain.run.show.html.page import Recorder, document, sections
@@ -80,8 +79,8 @@ def plot(
     png: str | None,
     html: str | None = None,
     words: Sequence[str] = (),
-) -> int:
-    """Prints a table of these runs' folders and draws them; returns the exit status.
+) -> None:
+    """Prints a table of these runs' folders and draws them.
 
     Args:
       console: where the table is printed.
@@ -103,7 +102,6 @@ def plot(
     if page is not None:
         write_atomically(page, runs_page(runs, words))
         print_lines(console, f"Written: {page}")
-    return DONE
 
 
 def open_runs(folders: Sequence[str]) -> list[Run]:

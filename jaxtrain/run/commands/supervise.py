@@ -1,0 +1,113 @@
+"""The command `supervise`: its options, the command after `--`, and the run's folder."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtrain.config.buckets import BucketError, Place, place
+from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.records import FAILED, USER_ERROR
+from jaxtrain.run.attempts.supervise import Supervision, supervise
+from jaxtrain.run.commands.options import add_run_commands, adder
+
+QUICKSTART = "gpt_quickstart"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Arguments of `jaxtrain supervise`.
+
+    Attributes:
+      settings: from the options.
+      train: the words after `--`, "train" first.
+      workdir: the run's folder, as `train` will use it.
+    """
+
+    settings: Supervision
+    train: list[str]
+    workdir: Place
+
+
+def run_folder(config: str | None, workdir: str | None) -> Place:
+    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart.
+
+    Raises:
+      UserError: a name is empty, such as a shell's variable that is not set.
+    """
+    for named, value in (("--workdir", workdir), ("CONFIG", config)):
+        if value == "":
+            raise UserError(f"{named} is empty; give a name, or leave it out")
+    return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
+
+
+def parse(arguments: Sequence[str]) -> Job:
+    """Reads `[OPTIONS] -- train ...`.
+
+    Raises:
+      UserError: a value that is not allowed, no `--`, or something other than `train` after it.
+      SystemExit: --help (0), or an option that does not exist (2).
+    """
+    words = list(arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    own, command = words[:cut], words[cut + 1 :]
+    defaults = Supervision()
+    parser = argparse.ArgumentParser(
+        prog="jaxtrain supervise",
+        usage="%(prog)s [OPTIONS] -- train [CONFIG] ...",
+        description="Runs train, restarts it after failures, gives up when restarts make no "
+        "progress. Exit status: 0 trained, 1 gave up or was stopped before everything was saved, 2 "
+        "an error of the user's, 75 stopped by a signal after saving.",
+    )
+    parser.add_argument(
+        "--max-restarts-without-progress",
+        type=int,
+        default=defaults.max_restarts_without_progress,
+        metavar="N",
+        help="restarts in a row without a newer checkpoint; %(default)s",
+    )
+    parser.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=defaults.grace_seconds,
+        metavar="S",
+        help="to save after SIGTERM or Ctrl-C; then, or at a second one, it is killed; %(default)g",
+    )
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        default=defaults.stall_seconds,
+        metavar="S",
+        help="without a sign of life, then it is killed and started again; %(default)g",
+    )
+    found, rest = parser.parse_known_args(own)
+    if rest and rest[0].startswith("-"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest or not command:
+        raise UserError(
+            f"supervise {' '.join(rest)}".rstrip() + ": the command stands after --; write for "
+            "example 'jaxtrain supervise -- train gpt_quickstart'"
+        )
+    if command[0] != "train":
+        raise UserError(
+            f"supervise -- {command[0]}: only train is supervised; write for example "
+            "'jaxtrain supervise -- train gpt_quickstart'"
+        )
+    # What `train` would reject is rejected here, before anything is started.
+    whole = argparse.ArgumentParser(prog="jaxtrain")
+    add_run_commands(adder(whole))
+    train = whole.parse_args(command)
+    settings = Supervision(**vars(found))
+    return Job(settings, command, run_folder(train.config, train.workdir))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `jaxtrain supervise` with the words after it; returns the exit status."""
+    try:
+        request = parse(arguments)
+        command = [sys.executable, "-P", "-m", "jaxtrain", *request.train]
+        return supervise(command, request.workdir, settings=request.settings)
+    except (UserError, BucketError) as error:
+        sys.stderr.write(f"jaxtrain: {error}\n")
+        return USER_ERROR if isinstance(error, UserError) else FAILED
