@@ -202,12 +202,11 @@ def text_batch(rows, length=8):
 def test_placed_batches_hold_the_same_values_under_any_sharding(spec):
     mesh = jax.make_mesh((4, 2), ("data", "context"))
     batch = text_batch(16)
-    shardings = jax.tree.map(lambda _: NamedSharding(mesh, spec), batch)
+    sharding = NamedSharding(mesh, spec)
+    rows = process_rows(sharding, 16)
     with jax.transfer_guard("disallow"):
-        placed = to_device(batch, shardings, 16)
-    for leaf, local, sharding in zip(
-        *map(jax.tree.leaves, (placed, batch, shardings)), strict=True
-    ):
+        placed = to_device(batch, sharding, 16, rows)
+    for leaf, local in zip(*map(jax.tree.leaves, (placed, batch)), strict=True):
         assert leaf.sharding == sharding
         np.testing.assert_array_equal(np.asarray(leaf), local)
 
@@ -215,8 +214,7 @@ def test_placed_batches_hold_the_same_values_under_any_sharding(spec):
 def test_image_batches_are_placed_with_their_missing_leaves():
     mesh = jax.make_mesh((8,), ("data",))
     batch = Batch(np.ones((8, 2, 2, 1), np.float32), np.arange(8), np.ones(8, np.float32))
-    shardings = jax.tree.map(lambda _: NamedSharding(mesh, P("data")), batch)
-    placed = to_device(batch, shardings, 8)
+    placed = to_device(batch, NamedSharding(mesh, P("data")), 8, np.arange(8))
     assert placed.segment_ids is None
     np.testing.assert_array_equal(np.asarray(placed.targets), np.arange(8))
 
@@ -248,8 +246,8 @@ rows = process_rows(sharding, 8)
 train = data.open(seed=0).train
 local = next(batches(train, global_batch_size=8, seed=0, rows=rows))
 whole = next(batches(train, global_batch_size=8, seed=0))
-shardings = jax.tree.map(lambda _: sharding, local)
-for leaf, expected in zip(*map(jax.tree.leaves, (to_device(local, shardings, 8), whole))):
+placed = to_device(local, sharding, 8, rows)
+for leaf, expected in zip(*map(jax.tree.leaves, (placed, whole))):
     assert leaf.shape == (8, 8) and leaf.sharding == sharding
     assert len(leaf.addressable_shards) == 2
     for shard in leaf.addressable_shards:

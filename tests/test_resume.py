@@ -17,7 +17,7 @@ import pytest
 from conftest import make_layout
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pipeline import batches, to_device
+from jaxtrain.data.pipeline import batches
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints
@@ -108,7 +108,7 @@ def go_on(config, dataset, program, step, state: TrainState, first: int, last: i
     losses = []
     with program.setup.layout.active():
         for batch in islice(stream, last - first):
-            batch = to_device(batch, program.setup.batch_shardings(batch), train.global_batch_size)
+            batch = jax.device_put(batch, program.setup.batch_shardings(batch))
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
     return state, losses

@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.data.pipeline import batches
-from jaxtrain.parallel.devices import RUN_AHEAD_PROGRAMS, RunAhead
+from jaxtrain.training.compiled_step import RUN_AHEAD_PROGRAMS, RunAhead
 
 # Of a device that XLA's CPU client lets be unfinished before it waits, holding a thread.
 XLA_S_LIMIT = 32

@@ -125,7 +125,6 @@ def _read(
         iterator.close()
 
 
-@functools.lru_cache(maxsize=64)  # asked for every array of every batch
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
     """Return the sorted, distinct rows of the global batch on this process's devices; read-only.
 
@@ -140,17 +139,19 @@ def process_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
     return rows
 
 
-def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
+def to_device(
+    batch: Batch, sharding: NamedSharding, global_batch_size: int, rows: np.ndarray
+) -> Batch:
     """Return global arrays from the rows of this process.
 
     Args:
-      batch: numpy leaves [len(process_rows), ...], rows in the order of `process_rows`.
-      shardings: a Batch of NamedSharding, None where the batch has None.
+      batch: numpy leaves [len(rows), ...].
+      sharding: of every leaf.
       global_batch_size: rows of the global arrays.
+      rows: those of the batch, from `process_rows`.
     """
 
-    def place(local: np.ndarray, sharding: NamedSharding) -> jax.Array:
-        rows = process_rows(sharding, global_batch_size)
+    def place(local: np.ndarray) -> jax.Array:
         assert len(rows) == len(local), f"{len(local)} rows made, {len(rows)} held"
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -166,7 +167,7 @@ def to_device(batch: Batch, shardings: Batch, global_batch_size: int) -> Batch:
 
     # This transfer is meant: a loop that forbids transfers forbids the others.
     with jax.transfer_guard_host_to_device("allow"):
-        return jax.tree.map(place, batch, shardings)
+        return jax.tree.map(place, batch)
 
 
 class Prefetcher(Generic[T]):

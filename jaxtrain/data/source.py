@@ -29,6 +29,9 @@ Split = Literal["train", "heldout"]
 
 STORE_FILE = "store.json"  # written last: a folder without it is no token store, or not yet
 _DIGEST_SLICE = 1 << 24  # rows of an array, hashed together
+TFDS_PREFIX = "tfds:"
+# NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION: no part can climb out of data_dir.
+_TFDS_NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)?(:\d+\.\d+\.\d+)?")
 
 
 class Examples(Protocol):
@@ -286,6 +289,23 @@ def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
                 found.append(path)
     for path in sorted(found, key=lambda path: path.relative_to(root).parts):
         yield path, path.relative_to(root).as_posix(), path.stat().st_size
+
+
+def tfds_name(setting: str, source: str) -> str | None:
+    """Return NAME of `'tfds:NAME'`, None for another source.
+
+    Raises:
+      UserError: what follows `tfds:` is no name.
+    """
+    if not source.startswith(TFDS_PREFIX):
+        return None
+    name = source.removeprefix(TFDS_PREFIX)
+    if not _TFDS_NAME.fullmatch(name):
+        raise UserError(
+            f"{setting} = {source!r}: after 'tfds:' comes NAME, NAME/CONFIG or "
+            "NAME/CONFIG:VERSION, such as 'tfds:imagenet2012:5.1.0'"
+        )
+    return name
 
 
 def is_glob(source: str) -> bool:

@@ -7,28 +7,6 @@ from typing import Any
 from jaxtrain.config.buckets import BucketPath, place, require
 from jaxtrain.config.errors import UserError, did_you_mean, nearest
 
-PREFIX = "tfds:"
-
-# NAME, NAME/CONFIG, NAME:VERSION or NAME/CONFIG:VERSION: no part can climb out of data_dir.
-_NAME = re.compile(r"[A-Za-z0-9_]+(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)?(:\d+\.\d+\.\d+)?")
-
-
-def tfds_name(setting: str, source: str) -> str | None:
-    """Return NAME of `'tfds:NAME'`, None for another source.
-
-    Raises:
-      UserError: what follows `tfds:` is no name.
-    """
-    if not source.startswith(PREFIX):
-        return None
-    name = source.removeprefix(PREFIX)
-    if not _NAME.fullmatch(name):
-        raise UserError(
-            f"{setting} = {source!r}: after 'tfds:' comes NAME, NAME/CONFIG or "
-            "NAME/CONFIG:VERSION, such as 'tfds:imagenet2012:5.1.0'"
-        )
-    return name
-
 
 def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     """Return the TFDS builder of a dataset prepared, as array_record, in `data_dir`.

@@ -1,6 +1,5 @@
 """Devices of this process: simulated CPU devices, platform, GPU memory."""
 
-import collections
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -197,29 +196,6 @@ def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
             f"nothing to do; give some of each of the {jax.process_count()} processes"
         )
     return chosen
-
-
-# XLA's CPU client has at most 32 unfinished programs per device; see RunAhead.
-RUN_AHEAD_PROGRAMS = 8
-
-
-class RunAhead:
-    """Limiter that keeps the host a few programs ahead of the devices, and no further.
-
-    XLA's CPU client starts and runs programs on one thread pool of as many threads as devices.
-    While 32 programs of a device are unfinished, the thread that starts the next one blocks: on
-      simulated devices the others then wait in collectives for a device whose program has
-      no thread, and the step deadlocks. A few programs keep any device busy.
-    """
-
-    def __init__(self) -> None:
-        self._results: collections.deque[Any] = collections.deque()
-
-    def add(self, result: Any) -> None:
-        """Take a program's result, which must not be donated, and wait for an earlier one."""
-        self._results.append(result)
-        if len(self._results) > RUN_AHEAD_PROGRAMS:
-            jax.block_until_ready(self._results.popleft())
 
 
 # Platform name of GPUs other than NVIDIA's from this compute capability on: neither cuDNN nor

@@ -16,8 +16,8 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.batch import Batch
-from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.phases import Phases
+from jaxtrain.training.compiled_step import RunAhead
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Best
 from jaxtrain.training.state import TrainState

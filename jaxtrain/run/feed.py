@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compiled_step import Stepper
 from jaxtrain.training.layouts import rows_held, with_filling_rows
 from jaxtrain.training.settings import Config
-from jaxtrain.training.state import TrainState, with_shardings
+from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import Step
 
 
@@ -46,7 +46,6 @@ class RunData:
         """
         self._config, self._step, self._workdir = config, step, workdir
         self._writes, self._report = writes, report
-        self._dataset: Dataset | None = None
 
     @functools.cached_property
     def opened(self) -> Dataset:
@@ -60,24 +59,20 @@ class RunData:
         return self._step.setup.objective.dataset(opened, train.model)
 
     def dataset(self, stepper: Stepper, steps_done: int) -> Dataset:
-        """The data; the first call of a new run's computes what its first model says of them.
+        """The data, for a new run with what its first model says of them; that is computed here.
 
         Args:
           stepper: has the state.
           steps_done: optimizer steps that it has taken.
         """
-        if self._dataset is None:
-            refers = self._step.setup.objective.refers
-            self._dataset = self._compare(stepper.state, steps_done) if refers else self.opened
-        return self._dataset
-
-    def _compare(self, state: TrainState, steps_done: int) -> Dataset:
+        if not self._step.setup.objective.refers:
+            return self.opened
         from jaxtrain.run.reference import first_reference, stored_reference
 
         if steps_done:
             return stored_reference(self.opened, self._workdir)
         keep = self._workdir if self._writes else None
-        state = self._step.eval_state(state)
+        state = self._step.eval_state(stepper.state)
         return first_reference(self.opened, self._step.setup, state, keep, report=self._report)
 
 
@@ -95,6 +90,8 @@ class Feed:
         self._config, self._train = config, config.train
         self._layout, self._step = layout, step
         self._held = rows_held(config, layout)
+        split = step.setup.layout
+        self._sharding = split.sharding_of(split.activation(("batch",)))  # of every array
         self._bad_records = bad_records
 
     def training(self, dataset: Dataset, start: int) -> Prefetcher[Batch]:
@@ -104,17 +101,18 @@ class Feed:
           UserError: the held-out examples cannot be evaluated on this mesh.
         """
         self._validate(dataset)
+        rows = process_rows(self._sharding, self._held)
         source = batches(
             dataset.train,
             global_batch_size=self._train.global_batch_size,
             seed=self._train.seed,
             start=start,
-            rows=self._rows(self._held),
+            rows=rows,
             bad_records=self._bad_records,
             order=dataset.mixing or dataset.by_length,
             workers=dataset.workers,
         )
-        return Prefetcher(source, self._place(self._held))
+        return self._prefetch(source, self._held, rows)
 
     def heldout(self, dataset: Dataset, part: range | None = None) -> Prefetcher[Batch]:
         """Every held-out example once, a microbatch at a time: what fits while training fits.
@@ -127,15 +125,16 @@ class Feed:
           UserError: they cannot be evaluated on this mesh.
         """
         self._validate(dataset)
-        size = self._heldout_size()
+        size = self._held // self._train.accumulation
+        rows = process_rows(self._sharding, size)
         source = heldout_batches(
             dataset.heldout if part is None else Part(dataset.heldout, part),
             global_batch_size=size,
-            rows=self._rows(size),
+            rows=rows,
             bad_records=self._bad_records,
             workers=dataset.workers,
         )
-        return Prefetcher(source, self._place(size))
+        return self._prefetch(source, size, rows)
 
     def own(self, caller: str, batch: Batch, *, whole: bool = False) -> Batch:
         """A batch of somebody's own on the devices, filled where the settings say so.
@@ -189,15 +188,6 @@ class Feed:
             for reason in validate_answers(self._layout):
                 raise UserError(reason)
 
-    def _heldout_size(self) -> int:
-        return self._held // self._train.accumulation
-
-    def _rows(self, batch_size: int) -> np.ndarray:
-        sharding = self._layout.sharding_of(self._layout.activation(("batch",)))
-        return process_rows(sharding, batch_size)
-
-    def _place(self, batch_size: int) -> Callable[[Batch], Batch]:
-        def place(batch: Batch) -> Batch:
-            return to_device(batch, self._step.setup.batch_shardings(batch), batch_size)
-
-        return place
+    def _prefetch(self, source: Iterator[Batch], size: int, rows: np.ndarray) -> Prefetcher[Batch]:
+        """Place the batches of `size` rows ahead of time; `rows` are this process's."""
+        return Prefetcher(source, lambda batch: to_device(batch, self._sharding, size, rows))

@@ -16,7 +16,6 @@ from rich.console import Console
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
-from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.checkpoint.states import RunStates
@@ -24,7 +23,7 @@ from jaxtrain.run.evaluation import Evaluation, Record, validate_best
 from jaxtrain.run.feed import Feed, RunData
 from jaxtrain.run.garbage import Garbage
 from jaxtrain.run.metrics.log import MetricsLog, RunMetrics, lacks_evaluation
-from jaxtrain.training.compiled_step import CompiledStep, Stepper
+from jaxtrain.training.compiled_step import CompiledStep, RunAhead, Stepper
 from jaxtrain.training.guard import Rewind, Rewinds
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.settings import Config
@@ -146,7 +145,7 @@ class Loop:
     _is_compiled: bool = False
     _own_log: MetricsLog | None = None  # of `step`
 
-    @property
+    @functools.cached_property
     def dataset(self) -> Dataset:
         """The data, opened at the first use."""
         return self.data.dataset(self.stepper, self.steps_done)

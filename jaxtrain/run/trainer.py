@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
     from jaxtrain.run.generation.decoding import Sampling
+    from jaxtrain.run.generation.write import Writer
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Output, Skip
@@ -486,6 +487,13 @@ class Trainer:
         answer: Any = found[0]
         return answer.text if isinstance(prompt, str) else answer.tokens
 
+    @functools.cached_property
+    def writer(self) -> "Writer":
+        """What answers prompts, with its tokenizer."""
+        from jaxtrain.run.generation.write import Writer
+
+        return Writer(self.program.setup, self.config, self.workdir)
+
     def answers(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -512,12 +520,9 @@ class Trainer:
         Raises:
           UserError: the model is no language model, or a prompt does not fit into its context.
         """
-        from jaxtrain.run.generation.write import respond
-
-        return respond(
-            self.program.setup, self.config, self.program.eval_state(self.state), prompts,
-            max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed,
-            batch_size=batch_size, show=show, workdir=self.workdir,
+        return self.writer.answers(
+            self.program.eval_state(self.state), prompts, max_new_tokens=max_new_tokens,
+            sampling=sampling, stop=stop, seed=seed, batch_size=batch_size, show=show,
         )  # fmt: skip
 
     def show(self, *, verbose: bool = False) -> None:

@@ -1,5 +1,6 @@
 """The one jitted, state-donating train step of a run, and the flat state that it steps on."""
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,6 @@ import jax
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.parallel.devices import RunAhead
 from jaxtrain.training.corruption import Corruption, compare_replicas, replay_step
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.state import TrainState, with_shardings
@@ -122,6 +122,29 @@ class CompiledStep:
         compiled = self.lower(batch).compile()
         self.on_arrays = self.wrap(compiled)
         return compiled
+
+
+# XLA's CPU client has at most 32 unfinished programs per device; see RunAhead.
+RUN_AHEAD_PROGRAMS = 8
+
+
+class RunAhead:
+    """Limiter that keeps the host a few programs ahead of the devices, and no further.
+
+    XLA's CPU client starts and runs programs on one thread pool of as many threads as devices.
+    While 32 programs of a device are unfinished, the thread that starts the next one blocks: on
+      simulated devices the others then wait in collectives for a device whose program has
+      no thread, and the step deadlocks. A few programs keep any device busy.
+    """
+
+    def __init__(self) -> None:
+        self._results: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Take a program's result, which must not be donated, and wait for an earlier one."""
+        self._results.append(result)
+        if len(self._results) > RUN_AHEAD_PROGRAMS:
+            jax.block_until_ready(self._results.popleft())
 
 
 class Stepper:

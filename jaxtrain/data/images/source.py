@@ -21,6 +21,7 @@ from jaxtrain.data.images.saved import is_parquet, open_parquet, open_saved
 from jaxtrain.data.images.stores import LabelledImages, Subset
 from jaxtrain.data.images.tars import is_tar, open_tars
 from jaxtrain.data.source import (
+    TFDS_PREFIX,
     Dataset,
     check_heldout_fraction,
     check_heldout_split,
@@ -30,9 +31,10 @@ from jaxtrain.data.source import (
     hold_out,
     is_glob,
     is_heldout,
+    tfds_name,
 )
 from jaxtrain.data.text.formats.saved_datasets import has_splits, holds_saved
-from jaxtrain.data.tfds import PREFIX, check_feature, open_builder, open_split, tfds_name
+from jaxtrain.data.tfds import check_feature, open_builder, open_split
 
 SOURCE_WORDS = (*stores.DEMO, "synthetic", "tfds:NAME")
 
@@ -77,7 +79,7 @@ class ImageData:
       label_feature: that which holds the label, or the field of a `.tar` sample's `.json`.
     """
 
-    source: Annotated[str, PathOr((*stores.DEMO, "synthetic", PREFIX))] = "digits"
+    source: Annotated[str, PathOr((*stores.DEMO, "synthetic", TFDS_PREFIX))] = "digits"
     image_size: int = 8
     resize: Literal["crop", "shortest_edge", "stretch"] = "crop"
     resize_to: int | None = None

@@ -16,6 +16,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.bad_records import heldout_facts, sentences
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import (
+    TFDS_PREFIX,
     Dataset,
     Split,
     WholeBatches,
@@ -29,13 +30,13 @@ from jaxtrain.data.source import (
     is_glob,
     is_heldout,
     is_store,
+    tfds_name,
 )
 from jaxtrain.data.text import documents
 from jaxtrain.data.text.fill_in_middle import FillInMiddle, fill_in_middle
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
 from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.text.records import Records
-from jaxtrain.data.tfds import PREFIX, open_builder, read_text, tfds_name
 from jaxtrain.data.tokenization.tokenizer import (
     Tokenizer,
     closing,
@@ -47,7 +48,7 @@ from jaxtrain.data.tokenization.tokenizer import (
 if TYPE_CHECKING:
     from jaxtrain.data.text.stores.store import Store
 
-SOURCE = PathOr(("embedded", "synthetic", PREFIX))
+SOURCE = PathOr(("embedded", "synthetic", TFDS_PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
 
 # Enough that a benchmark does not come round, and cheap: a row is drawn when it is requested.
@@ -445,6 +446,9 @@ class TextData:
         name = tfds_name("TextData.source", self.source)
         if name is None:
             return documents.read_embedded()
+        # Imported here: most runs read no TFDS.
+        from jaxtrain.data.tfds import open_builder, read_text
+
         builder = open_builder(name, self.data_dir, "TextData.source")
         return read_text(builder, split, setting, feature=self.text_feature)
 

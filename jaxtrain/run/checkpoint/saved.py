@@ -71,6 +71,7 @@ class SavedRun(RunStates):
         for line in self._checkpoints.cleaned:
             report(line)
         self.schedule = self._schedule()
+        self._described: dict[str, Any] | None = None  # what every save says of the run
 
     def _schedule(self) -> SaveSchedule:
         train, mtbf = self._config.train, self._config.checkpoint.mtbf
@@ -111,7 +112,10 @@ class SavedRun(RunStates):
                     self._checkpoints.pass_over(step, error)
 
     def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
-        extra = metadata.describe(self._config, self._program, digest, next_batch, self.ancestors)
+        if self._described is None:
+            self._described = metadata.describe(self._config, self._program, digest, 0)
+        data = {**self._described["data"], "next_batch": next_batch}
+        extra = {**self._described, "ancestors": self.ancestors, "data": data}
         with jax.transfer_guard("allow"):
             self._checkpoints.save(step, state, extra)
 

@@ -16,12 +16,11 @@ from jaxtrain.run.generation.answer import (
     encode_prompt,
     printable,
     show,
-    tokenizer_of,
 )
 from jaxtrain.run.generation.beams import BeamSearch
 from jaxtrain.run.generation.chat import Chat
 from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.generation.published_defaults import Defaults, ends_of_run, published_defaults
+from jaxtrain.run.generation.published_defaults import Defaults, published_defaults
 from jaxtrain.run.generation.speculative import (
     DraftModel,
     DraftSource,
@@ -74,18 +73,17 @@ def generate_with_draft(
     """
     assert isinstance(sampling, Sampling), "beams were rejected"
     train = trainer.config.train
-    tokenizer, state = tokenizer_of(train), trainer.program.eval_state(trainer.state)
+    tokenizer, state = trainer.writer.tokenizer, trainer.program.eval_state(trainer.state)
     rolls_back(train.model)
     draft = _draft_source(arguments, trainer)
     tokens = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     as_text = Stopping(tokenizer, tokens, ())
-    ends = ends_of_run(trainer.config, trainer.workdir)
     answers, drawn, passes, guessed, accepted = [], 0, 0, 0, 0
     for number, prompt in enumerate(tokens):
         found = speculate(
             trainer.program.setup, train.model, state, prompt, draft,
             max_new_tokens=arguments.max_new_tokens, sampling=sampling, seed=arguments.seed,
-            ends=ends,
+            ends=trainer.writer.ends,
         )  # fmt: skip
         answers.append(as_text.answer(number, found.answer))
         drawn += found.passes + found.accepted
@@ -100,12 +98,12 @@ def generate_with_draft(
 
 def _draft_source(arguments: argparse.Namespace, trainer: Trainer) -> DraftSource:
     count = GUESSES if arguments.guesses is None else arguments.guesses
-    train, sizes = trainer.config.train, token_model(trainer.config.train.model)
+    sizes = token_model(trainer.config.train.model)
     if arguments.draft == LOOKUP:
         return PromptLookup(sizes.vocab_size, count)
     of_draft = {**vars(arguments), "workdir": arguments.draft, "step": None, "gin_bindings": []}
     other = open_run(argparse.Namespace(**of_draft))
-    tokenizer, theirs = tokenizer_of(train), tokenizer_of(other.config.train)
+    tokenizer, theirs = trainer.writer.tokenizer, other.writer.tokenizer
     model = other.config.train.model
     draft = DraftModel(other.program.setup, model, other.program.eval_state(other.state), count)
     if theirs.digest != tokenizer.digest or draft.vocab_size != sizes.vocab_size:

@@ -9,13 +9,9 @@ from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, t
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
-from jaxtrain.run.generation.answer import Answer, tokenizer_of
+from jaxtrain.run.generation.answer import Answer
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.prefix_cache import PrefixCache
-from jaxtrain.run.generation.published_defaults import (
-    ends_of_run,
-)
-from jaxtrain.run.generation.write import write
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Train
 
@@ -58,7 +54,7 @@ class Chat:
           UserError: the model does not write, or has no chat template.
         """
         train = trainer.config.train
-        self._tokenizer = tokenizer_of(train)
+        self._tokenizer = trainer.writer.tokenizer
         self._context = token_model(train.model).context_length
         self._template, self._trainer = template_of(train), trainer
         self._sampling, self._most, self._seed = sampling or Sampling(), max_new_tokens, seed
@@ -86,13 +82,10 @@ class Chat:
             del messages[self._first : self._first + 2]
             text, count = self._prompt(messages)
         most = self._most or max(1, min(MOST_TOKENS, self._context - count))
-        program, train = self._trainer.program, self._trainer.config.train
-        ends = ends_of_run(self._trainer.config, self._trainer.workdir)
-        (answer,) = write(
-            program.setup, train, program.eval_state(self._trainer.state), [text],
+        (answer,) = self._trainer.writer.write(
+            self._trainer.program.eval_state(self._trainer.state), [text],
             max_new_tokens=most, sampling=self._sampling, stop=self._stop, show=show,
             seed=self._seed + len(messages), prefix_cache=self.prefix_cache, special_tokens=False,
-            ends=ends,
         )  # fmt: skip
         self.messages = [*messages, {"role": "assistant", "content": answer.text or ""}]
         return answer

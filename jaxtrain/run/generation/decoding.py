@@ -244,6 +244,7 @@ def batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[
         yield batch
 
 
+@functools.cache
 def counts_slots(sizes: TokenModel) -> bool:
     """Whether a row's own length says how many of its tokens per expert takes."""
     return sizes.experts is not None and sizes.experts.capacity_factor is not None
@@ -389,6 +390,7 @@ def next_logits(
     return logits_BTV, longer
 
 
+@functools.cache  # of a model: each request asks again
 def require_text_model(model: Model, *, command: str = "generate") -> TokenModel:
     """The same model, one that looks back; UserError for others, in the name of a command."""
     if not reads_tokens(model):
