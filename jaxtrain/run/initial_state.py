@@ -1,6 +1,6 @@
 """Initial state of a run: drawn, or with parameters of another run or a published model.
 
-A teacher and adapters come from their own folders.
+A distillation's teacher and LoRA adapters are read as well.
 """
 
 from collections.abc import Callable
