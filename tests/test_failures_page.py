@@ -21,6 +21,7 @@ from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags
 from jaxtrain.run.cluster.wire import RejectedClients
+from jaxtrain.run.metrics.log import what_is_bad
 from jaxtrain.training import guard
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
@@ -129,12 +130,12 @@ def _sizes(folder: Path) -> list[str]:
 
 
 def _bad_steps() -> list[str]:
-    not_finite = guard.what_is_bad({"loss": float("nan")})
-    no_norm = guard.what_is_bad({"loss": 2.0, "grad_norm": float("inf")})
+    not_finite = what_is_bad({"loss": float("nan")})
+    no_norm = what_is_bad({"loss": 2.0, "grad_norm": float("inf")})
     return [
         str(guard.BadStepError(7, not_finite)),
         str(guard.BadStepError(7, no_norm, policy="skip", in_a_row=10)),
-        str(guard.Rewind(7, guard.what_is_bad({"loss": 9.0, "loss_threshold": 3.0}))),
+        str(guard.Rewind(7, what_is_bad({"loss": 9.0, "loss_threshold": 3.0}))),
     ]
 
 

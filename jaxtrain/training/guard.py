@@ -7,8 +7,6 @@ one mechanism keeps the old state, whatever the reason.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -299,20 +297,3 @@ class Rewinds:
         if self._count > self._settings.max_bad_steps:
             raise BadStepError(rewind.step, rewind.why, policy="rewind", in_a_row=self._count)
         return max(rewind.step - self._settings.rewind_steps, 0)
-
-
-def what_is_bad(metrics: Mapping[str, float]) -> str | None:
-    """Return what is bad about a step with these metrics (host numbers); None for a good step.
-
-    Where the step has not judged itself (no `bad` among them), numbers that are not finite are bad.
-    """
-    if metrics.get("bad", 1.0) == 0.0:
-        return None
-    for name, noun in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
-        value = metrics.get(name, 0.0)
-        if not math.isfinite(value):
-            return f"{noun} is {value}"
-        if value > metrics.get(f"{name}_threshold", math.inf):
-            threshold = metrics[f"{name}_threshold"]
-            return f"{noun} spikes to {value:.4g}, above {threshold:.4g} (Guard.spike_sigma)"
-    return None

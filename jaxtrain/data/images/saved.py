@@ -18,7 +18,7 @@ from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.images.stores import decode
 from jaxtrain.data.source import part_digest
 from jaxtrain.data.text.formats.saved_datasets import arrow_files, column_feature
-from jaxtrain.data.text.records import arrow
+from jaxtrain.data.text.pieces import arrow
 
 _SETTING = "ImageData.source"
 

@@ -8,10 +8,10 @@ from typing import Any
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.untrusted import parse_json
+from jaxtrain.data.text.documents import BadRecord
 from jaxtrain.data.text.formats import columnar
 from jaxtrain.data.text.formats.json_lines import BadLineError, string
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
-from jaxtrain.data.text.records import BadRecord
 
 ENDINGS = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
 Texts = tuple[str, str]

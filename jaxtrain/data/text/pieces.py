@@ -4,14 +4,14 @@ import codecs
 import contextlib
 import dataclasses
 import gzip
+import importlib
 import io
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.records import arrow
 
 READ_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
@@ -174,6 +174,22 @@ def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
     library = arrow("pyarrow", path)
     unpacked = library.CompressedInputStream(library.PythonFile(stream, mode="r"), "zstd")
     return io.BufferedReader(unpacked, READ_BYTES)
+
+
+def arrow(module: str, path: object, setting: str = "TextData.source") -> Any:
+    """Import a module of pyarrow to read this file.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    # Imported here: only the formats that it reads need it, and it takes 0.2 s.
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{setting}: {path} is read by pyarrow, of jaxtrain[formats] ({error}); run: "
+            "pip install 'jaxtrain[formats]'"
+        ) from error
 
 
 def not_utf8(path: Place, byte: int) -> UserError:

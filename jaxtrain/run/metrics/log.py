@@ -7,6 +7,7 @@ and reads them once the devices have moved on.
 import collections
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numbers_of, strict
 from jaxtrain.run.show.progress import Display
 from jaxtrain.training.flops import flops_per_step
-from jaxtrain.training.guard import BadStepError, Guard, Rewind, what_is_bad
+from jaxtrain.training.guard import BadStepError, Guard, Rewind
 from jaxtrain.training.objectives.objective import Yardstick
 from jaxtrain.training.settings import Config
 
@@ -291,6 +292,23 @@ class MetricsLog:
             self._files.write(line)
         if self._history is not None:
             self._history.append(strict(line))
+
+
+def what_is_bad(metrics: Mapping[str, float]) -> str | None:
+    """Return what is bad about a step with these metrics (host numbers); None for a good step.
+
+    Where the step has not judged itself (no `bad` among them), numbers that are not finite are bad.
+    """
+    if metrics.get("bad", 1.0) == 0.0:
+        return None
+    for name, noun in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+        value = metrics.get(name, 0.0)
+        if not math.isfinite(value):
+            return f"{noun} is {value}"
+        if value > metrics.get(f"{name}_threshold", math.inf):
+            threshold = metrics[f"{name}_threshold"]
+            return f"{noun} spikes to {value:.4g}, above {threshold:.4g} (Guard.spike_sigma)"
+    return None
 
 
 class RunMetrics:

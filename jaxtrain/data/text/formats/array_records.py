@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.data.text.records import BadRecord
+from jaxtrain.data.text.documents import BadRecord
 
 _AT_ONCE = 256  # records
 

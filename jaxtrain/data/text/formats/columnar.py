@@ -11,9 +11,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.documents import BadRecord, check_field
 from jaxtrain.data.text.formats.json_lines import BadLineError
-from jaxtrain.data.text.pieces import open_stored
-from jaxtrain.data.text.records import BadRecord, arrow, check_field
+from jaxtrain.data.text.pieces import arrow, open_stored
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.text.documents import BadRecord, check_field, reject_empty
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
-from jaxtrain.data.text.records import BadRecord, check_field, reject_empty
 
 
 def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:

@@ -8,9 +8,8 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.source import Split, existing_path, is_store, part_digest
-from jaxtrain.data.text.documents import Files, is_packed
+from jaxtrain.data.text.documents import Files, Records, is_packed
 from jaxtrain.data.text.pieces import Document, Text
-from jaxtrain.data.text.records import Records
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
 from jaxtrain.data.text.stores.tokenizing import Texts, split_documents, tokenize
