@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.size import size_of
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxtrain"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -144,6 +146,63 @@ INTERFACES = {
         "formats.gguf_tokenizer",
     )),
 }  # fmt: skip
+
+
+LEAST_LINES = 60  # of code
+# Shorter files, and why each is a file of its own. The list can only shrink.
+SHORT_FILES = {
+    "one architecture a file": {
+        "models.convolutional.alexnet", "models.convolutional.lenet", "models.transformers.gpt_oss",
+        "models.transformers.llama", "models.transformers.mixtral", "models.weights.families.gpt2",
+    },
+    "a file format, imported with the first file of it": {
+        "data.text.formats.array_records", "data.text.formats.csv_lines", "data.vectors.npz",
+        "models.weights.formats.float8", "models.weights.formats.mxfp4",
+    },
+    "a rule or an objective, imported by its name": {
+        "training.objectives.regression", "training.objectives.token_classification",
+        "training.optimizers.rules.sophia", "training.optimizers.rules.trust_ratio",
+    },
+    "one of several implementations of an interface": {
+        "nn.attention.plain", "nn.matmul.grouped_tiles", "nn.moe.shared_experts",
+    },
+    "a type that many modules share, below all of them": {
+        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.cache",
+        "nn.facts", "nn.predictor", "training.finetune.tuning", "training.offload.offload",
+        "training.preflight.feature", "training.state",
+    },
+    "one function that modules of several rooms call": {
+        "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
+        "analysis.verify.meshes", "config.shipped", "config.swept", "models.weights.published",
+        "nn.dense", "nn.dropout", "training.flops", "training.kernel",
+        "training.objectives.own_batch",
+    },
+    "one closed form or algorithm, with its source": {
+        "analysis.planning.accumulation", "analysis.planning.goodput.simulation",
+        "analysis.planning.textbook.rooflines", "analysis.planning.textbook.scaling",
+        "analysis.planning.textbook.sizes", "analysis.planning.timing.schedule_time",
+        "analysis.planning.timing.unstacked", "analysis.planning.timing.wave_quantization",
+        "analysis.profiling.scopes", "analysis.verify.islands", "analysis.verify.resume",
+        "data.ordering.shuffle", "nn.matmul.input_capture", "nn.recurrent.state_space_dual",
+    },
+    "a command, or a page of one": {
+        "__main__", "analysis.doctor", "analysis.feature_matrix",
+        "analysis.planning.search.plan_on_target", "analysis.reports.verify", "run.commands.init",
+    },
+    "a template that `jaxtrain init` copies": {"run.starter.my_model"},
+    "the process's memory, which no other file is about": {"run.garbage"},
+    "made without Orbax, which run.start imports": {"run.initial_state"},
+}  # fmt: skip
+
+
+def test_a_file_is_worth_opening():
+    """A shorter file joins the one that uses it, or has a reason."""
+    sizes = {name_of(path): size_of(path.read_text()).lines for path in MODULES}
+    short = {name for name, lines in sizes.items() if lines < LEAST_LINES}
+    packages = {name_of(path) for path in MODULES if path.name == "__init__.py"}
+    listed = [name for names in SHORT_FILES.values() for name in names]
+    assert len(listed) == len(set(listed))
+    assert short - packages == set(listed)
 
 
 # Settings of features that others would like to ask for, and who may: what goes with what is the
