@@ -98,6 +98,17 @@ def test_of_a_few_documents_the_last_is_held_out_and_said(tmp_path, capsys):
     assert "heldout_rule" not in enough.facts
 
 
+def test_of_one_document_a_part_is_held_out_and_no_rule_is_said(tmp_path):
+    folder = write(tmp_path / "one", **{"0.txt": WORDS * 40})
+    store = str(tmp_path / "store")
+    assert main(["prepare", folder, "--tokenizer", "byte", "--out", store]) == 0
+    for found in (opened(folder), opened(store)):
+        assert (found.facts["train_documents"], found.facts["heldout_documents"]) == (1, 1)
+        assert "heldout_rule" not in found.facts
+    two = opened(write(tmp_path / "two", **{f"{n}.txt": f"{n} {WORDS}" for n in range(2)}))
+    assert "the last of 2 documents" in two.facts["heldout_rule"]
+
+
 def test_conversations_report_files_and_hold_out_one(tmp_path):
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
     lines = "".join(json.dumps({"messages": talk}) + "\n" for _ in range(3))

@@ -216,7 +216,7 @@ class TextData:
         files, records = self.files(), Records(self.text_field, self.bad_records)
         if files is not None and self.is_tokens():
             return self._open_token_files(files["train"].paths, tokenizer)
-        train_texts, heldout_texts = self._split_texts(files, records)
+        train_texts, heldout_texts, rule = self._split_texts(files, records)
         train, heldout = (
             pack(
                 _end_documents(texts, tokenizer),
@@ -231,8 +231,7 @@ class TextData:
         entropy = unigram_entropy(train, heldout, tokenizer.vocab_size)
         parts = (train.tokens, train.offsets, heldout.tokens, heldout.offsets)
         more = {} if files is None else {**files["train"].facts(), **records.facts()}
-        if self.heldout_split is None:
-            more |= self._heldout_rule(sum(texts))
+        more |= rule
         made = digest(self._header(tokenizer), parts)
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
@@ -256,7 +255,8 @@ class TextData:
         parts = [made for split in SPLITS for made in store.parts[split].digests]
         made = digest_of(self._header(tokenizer), parts)
         more = {name: fact for name, fact in store.facts.items() if name != "source"}
-        if store.heldout_fraction is not None:
+        # One document in each split may have been one, cut in two.
+        if store.heldout_fraction is not None and sum(texts) > 2:
             more |= self._heldout_rule(sum(texts))
         entropy = store.unigram_entropy
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
@@ -353,7 +353,7 @@ class TextData:
 
     def _heldout_rule(self, count: int) -> dict[str, int | str]:
         """Return the fact that the last document is held out, if the fraction selects none."""
-        if count < 2 or is_heldout(count, self.heldout_fraction).any():
+        if is_heldout(count, self.heldout_fraction).any():
             return {}
         setting = "TextData.heldout_fraction"
         return heldout_facts(setting, self.heldout_fraction, count, "document")
@@ -418,8 +418,10 @@ class TextData:
 
     def _split_texts(
         self, files: dict[Split, documents.Files] | None, records: Records
-    ) -> tuple[list[str], list[str]]:
-        """Return the documents that are not blank, for training and held out."""
+    ) -> tuple[list[str], list[str], dict[str, int | str]]:
+        """Return the documents that are not blank, for training and held out, and the fact of
+        `_heldout_rule`. A single document is cut in two.
+        """
         texts = _not_blank(
             self.read(self.train_split, "TextData.train_split")
             if files is None
@@ -432,14 +434,15 @@ class TextData:
             )
         if self.heldout_split is not None:
             if files is not None:
-                return texts, _not_blank(files["heldout"].texts(records))
-            return texts, _not_blank(self.read(self.heldout_split, "TextData.heldout_split"))
+                return texts, _not_blank(files["heldout"].texts(records)), {}
+            return texts, _not_blank(self.read(self.heldout_split, "TextData.heldout_split")), {}
         if len(texts) == 1:
             cut = cut_at_line(texts[0], 1.0 - self.heldout_fraction)
-            return [texts[0][:cut]], [texts[0][cut:]]
+            return [texts[0][:cut]], [texts[0][cut:]], {}
         held = hold_out(len(texts), self.heldout_fraction)
         train = [text for text, out in zip(texts, held, strict=True) if not out]
-        return train, [text for text, out in zip(texts, held, strict=True) if out]
+        heldout = [text for text, out in zip(texts, held, strict=True) if out]
+        return train, heldout, self._heldout_rule(len(texts))
 
     def read(self, split: str, setting: str) -> Iterable[str]:
         """Return the documents of a source that is not a path; `setting` names the split."""
