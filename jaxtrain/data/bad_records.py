@@ -1,4 +1,4 @@
-"""Bad records: skipped, or replaced by zero-weight rows; the report of what a source leaves out.
+"""Bad records: skipped, or replaced by zero-weight rows; report of what a source leaves out.
 
 Facts of a report are `files`, `files_left_out` and `endings_left_out` of a folder, `bad_records`
 and `first_bad_records` of files of records, `converted` of images, `heldout_rule`, and
@@ -37,7 +37,7 @@ def file_facts(read: int, left_out: Mapping[str, int]) -> dict[str, int | str]:
 
     Args:
       read: how many files are read.
-      left_out: how many are not, by ending.
+      left_out: number of skipped files, by suffix.
     """
     if not left_out:
         return {}
@@ -133,7 +133,7 @@ class BadRecord:
     Attributes:
       split: 'training' or 'held-out'.
       index: its number in that split, from 0.
-      cause: what reading it said, one line.
+      cause: the read error, one line.
     """
 
     split: str
@@ -148,8 +148,8 @@ class BadRecords:
     """Unreadable examples of this process in this attempt; safe to use from threads.
 
     Args:
-      limit: how many there may be; an example counts once, however often it comes round.
-      report: called with each new one, from the thread that met it.
+      limit: how many are allowed; an example counts once, however often it is drawn.
+      report: called with each new one, from the thread that found it.
     """
 
     def __init__(self, limit: int = 0, report: Callable[[BadRecord], None] | None = None) -> None:
@@ -168,7 +168,7 @@ class BadRecords:
         """Count `record`, which raised `error`.
 
         Raises:
-          BadRecordError: they are more than the limit.
+          BadRecordError: there are more than the limit.
         """
         with self._lock:
             new = (record.split, record.index) not in self._found
@@ -176,8 +176,8 @@ class BadRecords:
             count = len(self._found)
         if new and self._report is not None:
             self._report(record)
-        # Also for one that is counted already: another thread's batch may have met it first, and
-        # no batch with a bad example goes out once there are too many.
+        # Also for one that is counted already: another thread's batch may have found it first, and
+        # no batch with a bad example is returned once there are too many.
         if count > self.limit:
             raise BadRecordError(
                 f"{record}: it is one of {count} such examples, and Train.bad_records = "
@@ -191,11 +191,11 @@ def read_example(
 ) -> Batch:
     """Return example `index`, or a zero-weight replacement if it cannot be read.
 
-    The stand-in is the next example of the split that can be read, the first after the last, as
+    The replacement is the next readable example of the split (cyclically), as
     in evaluation (without augmentation) and with a loss_mask of 0. It depends on the data and
-    `index` alone, so that every host and every attempt puts the same there. It adds nothing to the
-    loss, and the mean is over the others. What looks at all rows sees it as one more example of the
-    data: a batch norm's statistics, and the balance of a router's experts.
+    `index` alone, so that every host and every attempt uses the same one. It adds nothing to the
+    loss, and the mean is over the others. Statistics over all rows see it as one more example of
+    the data: those of batch norms, and the balance of a router's experts.
 
     Raises:
       BadRecordError: too many cannot be read, or none can.
@@ -213,5 +213,5 @@ def read_example(
 
 
 def weightless(example: Batch) -> Batch:
-    """Return the example with a loss_mask of 0: it fills a row and counts nowhere."""
+    """Return the example with a loss_mask of 0, as padding."""
     return dataclasses.replace(example, loss_mask=np.zeros_like(example.loss_mask))

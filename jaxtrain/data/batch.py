@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 
-# jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same form.
+# jax.Array on devices, numpy.ndarray on the host; trees of shapes or shardings have the same
+# structure.
 Array = Any
 
 
@@ -30,8 +31,8 @@ class Batch:
       segment_ids: int32 [B, T]; the document a token belongs to, counted from 1 within the row,
         0 for padding. None for all but text and pairs.
       positions: int32 [B, T]; the token's position in its document, from 0. None for all but text.
-      rows: int32 [B]; which row of the global batch each is. None: the step counts them, where an
-        objective asks for it.
+      rows: int32 [B]; which row of the global batch each is. None: the step numbers them if an
+        objective needs it.
       reference: float32 [B, T]; a reference model's log-probability of each target, where an
         objective compares with one. None: none does.
       source: int32 tokens [B, S] of pairs' sources. None for all but pairs.
@@ -61,7 +62,7 @@ def on_host(batch: Batch) -> Batch:
     """Convert a batch with arrays of other libraries, such as PyTorch CPU tensors, to NumPy.
 
     They are copied: a tensor may be changed while a step still reads it. Arrays of NumPy and JAX,
-    and what is no array, stay as they are.
+    and other values, are unchanged.
 
     Raises:
       UserError: NumPy cannot read one, such as a tensor on a GPU.

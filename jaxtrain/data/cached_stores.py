@@ -19,8 +19,8 @@ def with_stores(data: Any, report: Callable[[str], None]) -> Any:
     """Return a run's data, with a token store on this machine for each large text and for each
     small store in a bucket.
 
-    Batches and digest are those of the text. A store is made where there is none yet of this text,
-    this tokenizer and these settings; of several processes of a machine one makes it.
+    Batches and digest are those of the text. A store is created if there is none yet of this text,
+    this tokenizer and these settings; one process per machine creates it.
 
     Args:
       data: the settings.
@@ -61,7 +61,7 @@ def _load_or_make(data: TextData, report: Callable[[str], None]) -> TextData:
 
 
 def _make(data: TextData, size: int, report: Callable[[str], None]) -> Path:
-    """Return the store of a large text; its splits, if the source has such, and bad records are
+    """Return the store of a large text; splits, if the source has them, and bad records are
     decided.
 
     Args:

@@ -15,9 +15,9 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import check_heldout_fraction, is_heldout
 
-# An example's label, or one for each position, -1 where none is predicted.
+# An example's label, or one per position, -1 where none is predicted.
 Labels = int | np.ndarray
-# The positions of an example: tokens, int32 [T], or vectors, float32 [T, F]; and its labels.
+# The content of an example: tokens, int32 [T], or vectors, float32 [T, F]; and its labels.
 Labelled = tuple[np.ndarray, Labels]
 
 S = TypeVar("S", bound="ClassedRows")
@@ -30,7 +30,7 @@ class ClassedRows(abc.ABC):
     Attributes:
       source: the file; or `'synthetic'`, random examples and labels.
       num_classes: different classes; their labels follow the order of their names.
-      sequence_length: positions of a row; of longer examples the rest is left out, and counted.
+      sequence_length: positions of a row; longer examples are truncated, and counted.
       place: the position at which an example's one class is predicted: the `'first'`, or the
         `'last'`, as unidirectional recurrent models need it.
       heldout_fraction: share of the examples that is held out, evenly spaced; where an example has
@@ -109,7 +109,7 @@ class Rows(Generic[S]):
 
     Attributes:
       each: the content and the label of every example.
-      data: makes rows of them.
+      data: converts them to rows.
     """
 
     each: list[Labelled]

@@ -18,7 +18,7 @@ from jaxtrain.data.text.fill_in_middle import fill_in_middle
 from jaxtrain.data.text.source import SOURCE, TextData
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
-_NEAR = 1e-6  # what shares may differ from 1 in all
+_NEAR = 1e-6  # tolerance of the weights' sum
 
 
 @configurable
@@ -26,18 +26,18 @@ _NEAR = 1e-6  # what shares may differ from 1 in all
 class Mixture:
     """Mixture of several text sources in one run, each row from one of them.
 
-    What batch k holds is a function of the seed, k and the shares; each source has epochs of its
-    own, and its own held-out loss.
+    Batch k is a function of the seed, k and the weights; each source has its own
+    epochs and its own held-out loss.
 
     Attributes:
-      data: `@TextData()`, what all sources have in common but for its source.
-      sources: name -> what `TextData.source` takes.
-      weights: name -> its share of the rows; they sum to 1. None: as many as it has.
-      stages: first step -> the shares from there on, for instance to end on the best text.
-      interpolation: 'jump' keeps a stage's shares until the next; 'linear' goes evenly from those
+      data: `@TextData()`, the settings that all sources share; its source is not used.
+      sources: name -> a value of `TextData.source`.
+      weights: name -> its share of the rows; they sum to 1. None: proportional to sizes.
+      stages: first step -> the weights from there on, for instance to end on the best text.
+      interpolation: 'jump' keeps a stage's weights until the next; 'linear' interpolates from those
         of one stage to those of the next, which has its own at its first step.
-      single_epoch: sources that leave their share to the others when each row was seen; the rest
-        begin their next epoch.
+      single_epoch: sources that leave the mixture after one epoch; the rest
+        start their next epoch.
     """
 
     data: TextData
@@ -163,9 +163,7 @@ class Mixture:
             "stages": stages,
             "once": once,
         }
-        if (
-            self.interpolation != "jump"
-        ):  # which had no name at first: its digests stay what they were
+        if self.interpolation != "jump":  # omitted by default, so that older digests stay valid
             header["between"] = self.interpolation
         first = next(iter(opened.values()))
         mixed = Dataset(
@@ -181,7 +179,7 @@ class Mixture:
         return mixed if middle is None else fill_in_middle(mixed, middle)
 
     def _of(self, name: str) -> TextData:
-        # What is done to rows when they are drawn is done to those of all sources.
+        # Transformations of drawn rows apply to all sources.
         return dataclasses.replace(self.data, source=self.sources[name], fill_in_middle=None)
 
     def _facts(self, opened: Mapping[str, Dataset]) -> dict[str, float | int | str]:
@@ -190,7 +188,7 @@ class Mixture:
             facts[name] = sum(int(one.facts[name]) for one in opened.values())
         facts["vocab_size"] = self.vocab_size
         facts |= merge({name: one.facts for name, one in opened.items()})
-        # Of a model that knows which source it reads, and how often each token is there.
+        # For a model that knows the source, and its token frequencies.
         nats = sum(
             float(one.facts["unigram_entropy"]) * int(one.facts["heldout_tokens"])
             for one in opened.values()

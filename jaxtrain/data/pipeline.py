@@ -34,28 +34,28 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield batches indefinitely, in a new order each epoch; batch k depends only on `seed` and k.
 
-    Place p of the stream, p = k * global_batch_size + row, is element p of the epochs laid end to
-    end, so a batch may hold the end of one epoch and the beginning of the next.
+    Position p of the stream, p = k * global_batch_size + row, is element p of the concatenated
+    epochs, so a batch may contain the end of one epoch and the beginning of the next.
 
     Args:
-      examples: what to draw from, at least one.
+      examples: the examples, at least one.
       global_batch_size: rows of the batch over all processes.
-      seed: not negative; seeds the order and the augmentation.
+      seed: nonnegative; seeds the order and the augmentation.
       start: the batch to begin with: batch `start` of the stream, not a new stream.
       rows: the rows of the global batch to make, in this order; None makes all of them.
       train: augment; False gives the same examples without augmentation.
-      threads: batches made at the same time; 0 makes each when it is requested; None is 0 for
-        WholeBatches, of which a `Prefetcher`'s one thread makes more than two that take the
-        interpreter from each other (benchmarks/loader.py), and 2 for others.
+      threads: batches made concurrently; 0 makes each when it is requested; None is 0 for
+        WholeBatches, of which a `Prefetcher`'s one thread makes more than two that contend for the
+        interpreter lock (benchmarks/loader.py), and 2 for others.
       prefetch: batches kept ready.
-      bad_records: counts the examples that cannot be read, each replaced as `read_example` says;
+      bad_records: counts the examples that cannot be read, each replaced as in `read_example`;
         None allows none.
-      order: in which examples are drawn, in place of that order.
-      workers: processes that make them, in place of threads; 0: none.
+      order: another order of the examples.
+      workers: processes that make them, instead of threads; 0: none.
 
     Returns:
       numpy batches with len(rows) rows. Close the iterator to stop its threads. Its `next` raises
-      BadRecordError where more examples cannot be read than are allowed.
+      BadRecordError if more examples are unreadable than allowed.
     """
     assert len(examples) > 0, "no examples"
     wanted = np.arange(global_batch_size) if rows is None else np.asarray(rows)
@@ -64,7 +64,7 @@ def batches(
     end = np.iinfo(np.int64).max // max(1, global_batch_size)
     numbers = range(start, end)
     if workers:
-        # Imported here: most runs make batches in threads of their own.
+        # Imported here: most runs make batches in threads.
         from jaxtrain.data.workers import batches_of_processes
 
         return batches_of_processes(of, numbers, wanted, bad, workers=workers, ahead=prefetch)
@@ -84,7 +84,7 @@ def heldout_batches(
 ) -> Iterator[Batch]:
     """Yield each held-out example once, without augmentation, always in the same order.
 
-    The order is shuffled, so that the first few batches, if only they are taken, are a sample of
+    The order is shuffled, so that the first few batches, if only those are used, are a sample of
     all and not the first documents or classes. The last batch is filled up with repetitions of an
     example whose loss_mask is 0. Examples that cannot be read are replaced as in `batches`.
     """
@@ -113,7 +113,7 @@ def _read(
     if not threads:
         yield from map(make, numbers)
         return
-    # Imported here: it brings Orbax, and text needs neither of them.
+    # Imported here: it imports Orbax, and text needs neither.
     import grain
 
     dataset = grain.MapDataset.range(numbers.start, numbers.stop).map(lambda k: make(int(k)))
@@ -157,15 +157,15 @@ def to_device(
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None, "asked for a device of another process"
             begin, end, _ = index[0].indices(global_batch_size)
-            # A device's rows are neighbours, and all of them are among this process's.
+            # A device's rows are contiguous, and all of them are among this process's.
             first = int(np.searchsorted(rows, begin))
             return local[(slice(first, first + end - begin), *index[1:])]
 
         shape = (global_batch_size, *local.shape[1:])
-        # Twice as quick as jax.device_put, which looks at every array in Python first.
+        # Twice as fast as jax.device_put, which inspects every array in Python first.
         return jax.make_array_from_callback(shape, sharding, shard)
 
-    # This transfer is meant: a loop that forbids transfers forbids the others.
+    # This transfer is intended: a loop that forbids transfers forbids all others.
     with jax.transfer_guard_host_to_device("allow"):
         return jax.tree.map(place, batch)
 
@@ -173,13 +173,13 @@ def to_device(
 class Prefetcher(Generic[T]):
     """Prefetcher: runs an iterator on a worker thread, at most `depth` items ahead.
 
-    What the source or `transform` raises is raised by the consumer's `next`, after the items made
+    Errors of the source or `transform` are raised by the consumer's `next`, after the items made
     before it. Use it as a context manager, or call `close`: it stops the worker and closes the
     source.
 
     Args:
       source: yields batches; only the worker thread touches it.
-      transform: what the worker does to each of them, such as `to_device`.
+      transform: applied to each of them by the worker, such as `to_device`.
       depth: items made ahead, at least 1.
     """
 
@@ -189,8 +189,8 @@ class Prefetcher(Generic[T]):
         assert depth >= 1, f"depth {depth}"
         self._source = source
         self._transform = transform
-        # An order for each item to make, None to stop; what came of it: an item, what was raised,
-        # or the end. Two queues of C's: a future for each item costs the training thread more.
+        # Requests, one per item, None to stop; results: an item, an exception,
+        # or the end. Two queues in C: a future per item costs the training thread more.
         self._orders: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[tuple[T] | BaseException | None] = queue.SimpleQueue()
         self._closed = False
@@ -227,7 +227,7 @@ class Prefetcher(Generic[T]):
         self._closed = True
         self._orders.put(False)
         self._worker.join()
-        # After the worker has stopped: a generator that is running rejects to be closed.
+        # After the worker has stopped: a running generator cannot be closed.
         close_source = getattr(self._source, "close", None)
         if close_source is not None:
             close_source()

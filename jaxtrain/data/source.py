@@ -48,7 +48,7 @@ class Examples(Protocol):
 
 @runtime_checkable
 class WholeBatches(Examples, Protocol):
-    """Examples without augmentation that are faster to make many at a time."""
+    """Examples without augmentation that are faster to read in batches."""
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
         """Return a single example, the same for any `rng`."""
@@ -101,14 +101,14 @@ class Dataset:
     Attributes:
       train: the examples to train on.
       heldout: the examples to evaluate on; no document or image is in both.
-      digest: sha256 hex of what defines the examples: content, tokenizer, split, sizes.
+      digest: sha256 hex of all that defines the examples: content, tokenizer, split, sizes.
       facts: numbers to show and to check, e.g. `documents`, `train_tokens`, `vocab_size`,
         `unigram_entropy` (nats per held-out target).
-      tokenizer: what made the tokens; None for all but text, and for random tokens.
-      unit: what throughput counts.
-      mixing: of a mixture, how its sources are drawn; None: all examples, each once per epoch.
-      by_length: of rows of several lengths, which batch has which; None: all have one.
-      workers: processes that make batches; 0: threads of this one do.
+      tokenizer: the tokenizer; None for all but text, and for random tokens.
+      unit: the unit of throughput.
+      mixing: the sampler of a mixture; None: all examples, each once per epoch.
+      by_length: for rows of several lengths, the order of batches; None: one length.
+      workers: processes that make batches; 0: threads of this process.
     """
 
     train: Examples
@@ -144,7 +144,7 @@ def is_held_out(position: int, fraction: float) -> bool:
 
 
 def _count_held_out(positions: np.ndarray, fraction: float) -> np.ndarray:
-    # The rounding keeps products such as 0.29 * 100 = 28.999999999999996 on the right side.
+    # The rounding corrects products such as 0.29 * 100 = 28.999999999999996.
     return np.floor(np.round(positions * fraction, 9))
 
 
@@ -203,10 +203,10 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     Args:
       setting: the binding, for the message.
       value: a path, `~` allowed, relative to the current folder; or gs://BUCKET/PATH.
-      words: what else the setting takes besides a path.
+      words: values other than paths that the setting accepts.
 
     Raises:
-      UserError: nothing is there, or it cannot be read; names the closest of `words` and of the
+      UserError: no such path, or it cannot be read; names the closest of `words` and of the
         names in that folder.
       BucketError: a bucket does not answer.
     """
@@ -317,11 +317,11 @@ def glob_files(source: str, setting: str) -> list[Place]:
     """Return the files that match a pattern, sorted by path.
 
     Args:
-      source: the pattern, from this folder, from a root or in a bucket.
+      source: the pattern, relative, absolute or in a bucket.
       setting: the binding, for the message.
 
     Raises:
-      UserError: the folder that it begins with is not there, none matches, or a link leads out of
+      UserError: its leading folder does not exist, nothing matches, or a link leads out of
         that folder.
     """
     under = _root(source)

@@ -12,7 +12,7 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     """Return the TFDS builder of a dataset prepared, as array_record, in `data_dir`.
 
     Raises:
-      UserError: unknown, not prepared, or prepared in another format; says how to prepare it.
+      UserError: unknown, not prepared, or prepared in another format, with how to prepare it.
     """
     # Imported here: most runs read no TFDS, and it takes half a second.
     import tensorflow_datasets as tfds
@@ -24,7 +24,7 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     try:
         builder = tfds.builder(name, data_dir=data_dir)
     except tfds.core.DatasetNotFoundError as error:
-        # Without the community's: listing those asks the network, and wants TensorFlow.
+        # Without the community's: listing those needs the network and TensorFlow.
         known = tfds.list_builders(with_community_datasets=False)
         if folder is not None and folder.is_dir():
             known += [inside.name for inside in folder.iterdir()]
@@ -34,7 +34,7 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
             f"{setting} = 'tfds:{name}': neither tensorflow-datasets nor data_dir ({where}) has it"
             f"{hint}"
         ) from error
-    except AssertionError as error:  # what TFDS raises for a version that it cannot read
+    except AssertionError as error:  # raised by TFDS for a version that it cannot read
         raise UserError(f"{setting} = 'tfds:{name}': {error}") from error
     argument = "" if data_dir is None else f", data_dir={data_dir!r}"
     how = (
@@ -76,7 +76,7 @@ def check_feature(builder: Any, feature: str, kind: str, setting: str) -> Any:
     """Return the feature of that name.
 
     Raises:
-      UserError: the data set has none of that name whose class in tfds.features is `kind`.
+      UserError: the data set has no feature of that name and class `kind` in tfds.features.
     """
     import tensorflow_datasets as tfds
 
@@ -108,17 +108,17 @@ def read_feature(records: Sequence[dict[str, Any]], feature: str, name: str) -> 
 
     Args:
       records: from `open_split`.
-      feature: which.
+      feature: its name.
       name: of the records, for the message.
 
     Raises:
-      UserError: a record cannot be read. All are needed before training begins, so that none is
-        left out: documents are packed one after the other, and classes are split by their labels.
+      UserError: a record cannot be read. All are needed before training, so none is
+        skipped: documents are packed in order, and classes are split by their labels.
     """
     for number in range(len(records)):
         try:
             yield records[number][feature]
-        except RuntimeError as error:  # array_record's, where the bytes do not fit their hash
+        except RuntimeError as error:  # array_record's, if the bytes do not match their hash
             raise UserError(
                 f"{name}: record {number} cannot be read ({str(error).splitlines()[0]}); prepare "
                 "the data set again"

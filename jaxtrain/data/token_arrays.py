@@ -1,4 +1,4 @@
-"""Token arrays that are read by slices: concatenated, in a bucket, verified as they are read."""
+"""Token arrays read by slices: concatenated, in a bucket, verified on read."""
 
 import threading
 import zlib
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.config.buckets import BucketPath, in_threads
 from jaxtrain.config.errors import UserError
 
-KEPT_BYTES = 1 << 26  # of the slices read last: held-out ones are asked for at each evaluation
+KEPT_BYTES = 1 << 26  # of the latest slices: held-out ones are read at each evaluation
 # A row of 8 kB at a random offset reads 8 times its size once; 100 GB have 6 MB of checksums.
 BLOCK_BYTES = 1 << 16
 
@@ -51,12 +51,12 @@ class Joined:
 
 
 class Ranged:
-    """Token array that is read by slices, from several threads if needed.
+    """Token array read by slices, from several threads if needed.
 
     Args:
-      file: whole, tokens from its first byte on.
+      file: tokens from its first byte on.
       dtype: of the tokens.
-      count: how many there are.
+      count: number of tokens.
     """
 
     def __init__(self, file: BucketPath, dtype: np.dtype, count: int) -> None:
@@ -117,8 +117,8 @@ class Verified:
     Args:
       file: mapped, tokens from its first byte on.
       dtype: of the tokens.
-      count: how many there are, at least one.
-      checksums: of each block of BLOCK_BYTES, as `block_checksums` gives them.
+      count: number of tokens, at least one.
+      checksums: of each block of BLOCK_BYTES, from `block_checksums`.
     """
 
     def __init__(self, file: Path, dtype: np.dtype, count: int, checksums: np.ndarray) -> None:

@@ -61,8 +61,9 @@ class _Row:
 
     Attributes:
       run: the operation.
-      strengths: its first and its last strength; of what depends on the image's size, shares of it.
-      signed: whether it goes either way.
+      strengths: its first and its last strength; fractions of the image's size where it depends on
+        that.
+      signed: whether the strength may be negative.
     """
 
     run: Operation
@@ -149,20 +150,21 @@ class Augment:
     """Augmentation of training images, drawn from the run's seed and the position in the stream.
 
     Each is as torchvision's of that name. Colors and RandAugment come after cropping and flipping;
-    mixup and cutmix then mix each row of a batch with its neighbour.
+    mixup and cutmix then mix each row of a batch with its neighbor.
 
     Attributes:
       flip_vertical: turn half of them upside down.
       brightness: up to how much brighter or darker, as a factor from 1 - x to 1 + x.
-      contrast: the same of the distance to the mean grey.
-      saturation: the same of the distance to grey.
-      hue: up to which part of the color circle hues are turned either way, at most 0.5.
+      contrast: the same for the distance to the mean gray.
+      saturation: the same for the distance to gray.
+      hue: largest rotation of hues in either direction, as a fraction of the color circle, at most
+        0.5.
       rand_augment: how many operations of RandAugment (arXiv 1909.13719); 0: none.
       magnitude: their strength, 0 to 30.
       mixup: alpha of the Beta distribution of the shares in which two images are blended (arXiv
         1710.09412); 0: none.
-      cutmix: alpha of that by which a box is cut out of the one and filled by the other (arXiv
-        1905.04899); 0: none. Beside mixup each row has the one or the other.
+      cutmix: alpha of the Beta distribution of the area of a box that is pasted from the other
+        image (arXiv 1905.04899); 0: none. With mixup each row has the one or the other.
     """
 
     flip_vertical: bool = False

@@ -20,9 +20,9 @@ from jaxtrain.data.source import walk_files
 T = TypeVar("T")
 
 _SETTING = "ImageData.source"
-_SAMPLED = 8  # images that are looked at for colors
+_SAMPLED = 8  # images that are checked for colors
 
-# How folders of splits are called, which no class is.
+# Names of split folders, which cannot be classes.
 _SPLITS = frozenset(("train", "training", "val", "valid", "validation", "dev", "test", "testing"))
 
 
@@ -60,7 +60,7 @@ def look_into(root: Path) -> Found | None:
 
 
 def has_colors(image: Image.Image) -> bool:
-    """Whether an image is not grayscale."""
+    """Whether an image has colors."""
     if image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I"):
         return False
     pixels = np.asarray(convert(image, 3))
@@ -84,7 +84,7 @@ def open_folder(root: Place) -> tuple[FileImages, list[str]]:
         out of the folder.
     """
     files = list(walk_files(root, _SETTING))
-    if isinstance(root, BucketPath):  # where a folder without files is none
+    if isinstance(root, BucketPath):  # which ignores a folder without files
         names = sorted({name.partition("/")[0] for _, name, _ in files if "/" in name})
     else:
         names = _class_names(root)
@@ -128,7 +128,7 @@ def _sample_evenly(items: Sequence[T]) -> list[T]:
 
 
 def _validate_one_level_too_high(root: Path, names: list[str]) -> None:
-    """Raise UserError if a folder's subfolders hold class folders instead of being classes."""
+    """Raise UserError if a folder's subfolders contain class folders instead of being classes."""
     inner = {name: _class_names(root / name) for name in names}
     held = [name for name in names if any(_first_image(root / name / one) for one in inner[name])]
     if not held:

@@ -29,7 +29,7 @@ class ArrowFile:
 
     Attributes:
       path: where it is.
-      named: the path that the user gave: itself, or what it was unpacked from.
+      named: the path that the user gave: itself, or the file that it was unpacked from.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class ArrowFile:
 
 @dataclasses.dataclass(frozen=True)
 class SavedImages:
-    """Rows of a split; implements LabelledImages. Each process maps the files for itself.
+    """Rows of a split; implements LabelledImages. Each process maps the files itself.
 
     Attributes:
       files: its files.
@@ -65,7 +65,7 @@ class SavedImages:
         name = f"{file.named}, row {row + 1:,}"
         one = _map(file.path).column(self.image_field).slice(row, 1)
         with _load(file.path):
-            one.validate(full=True)  # pyarrow ends the process at an offset that is wrong
+            one.validate(full=True)  # pyarrow crashes the process at a wrong offset
         value = one[0].as_py()
         content = value["bytes"] if isinstance(value, dict) else value
         if content is None:
@@ -91,14 +91,14 @@ def open_saved(
 
     Args:
       folder: of `saved_datasets.is_saved`.
-      split: which; of a folder without splits any will do.
+      split: its name; any for a folder without splits.
       setting: the binding that names the split.
       image_field: the column of encoded images, or of records with `bytes`.
-      label_field: the column of labels, whole numbers from 0 on.
+      label_field: the column of labels, integers from 0.
 
     Raises:
-      UserError: the folder is in a bucket or not whole, there is no such split, no such column, a
-        column of something else, or a row without a label.
+      UserError: the folder is in a bucket or incomplete, there is no such split, no such column, a
+        column of another type, or a row without a label.
     """
     if isinstance(folder, BucketPath):
         raise UserError(
@@ -116,7 +116,7 @@ def open_saved(
     images, names = open_arrow(
         [ArrowFile(path, path) for path in paths], image_field=image_field, label_field=label_field
     )
-    # As `datasets` does: what dataset_info.json says is taken before what the files say.
+    # As in `datasets`: dataset_info.json takes precedence over the files.
     return images, column_feature(folder, split, label_field).get("names") or names
 
 
@@ -126,7 +126,7 @@ def open_arrow(
     """Return the images of consecutive files, and the class names if they have them.
 
     Raises:
-      UserError: a file is not whole or lacks a column, a column is of something else, or a row has
+      UserError: a file is incomplete or lacks a column, a column has another type, or a row has
         no label.
     """
     tables = [_map(file.path) for file in files]
@@ -157,7 +157,7 @@ def check_columns(schema: Any, path: Path, *, image_field: str, label_field: str
     types = arrow("pyarrow.types", path, _SETTING)
     kind = schema.field(image_field).type
     of_bytes = kind.field("bytes").type if _has_bytes(types, kind) else kind
-    # Null where no row of a file has an image: each is named when it is requested.
+    # Null if no row of a file has an image: errors are raised when a row is read.
     known = types.is_binary, types.is_large_binary, types.is_null
     if not any(is_known(of_bytes) for is_known in known):
         raise UserError(
@@ -221,7 +221,7 @@ def _load(path: Path) -> Iterator[None]:
         ) from error
 
 
-_ROWS = 64  # unpacked at a time
+_ROWS = 64  # converted at a time
 
 
 def is_parquet(name: str) -> bool:
@@ -237,10 +237,10 @@ def open_parquet(
     Args:
       paths: at least one.
       image_field: the column of encoded images, or of records with `bytes`.
-      label_field: the column of labels, whole numbers from 0 on.
+      label_field: the column of labels, integers from 0.
 
     Raises:
-      UserError: a file is in a bucket, cut short or no Parquet file; or as in `open_arrow`.
+      UserError: a file is in a bucket, truncated or not a Parquet file; or as in `open_arrow`.
     """
     fields = {"image_field": image_field, "label_field": label_field}
     return open_arrow([_unpack_once(_on_disk(path), **fields) for path in paths], **fields)

@@ -50,33 +50,33 @@ class ImageData:
         WebDataset's `.tar` files or `.parquet` files, one, a folder or a pattern (`*`, `**`, `?`,
         `[...]`) of them; a folder of images that `datasets` saved; `'tfds:NAME'`; or `'synthetic'`,
         random pixels for benchmarks.
-      image_size: height and width that the model reads, in pixels.
-      resize: how images of another size are brought to it, unless `crop` is 'resized' in training:
-        'crop' scales the shorter side to it and cuts the middle in one step; 'shortest_edge' does
-        so in two, of whole pixels, and 'stretch' resizes both sides whatever their ratio, both as
+      image_size: height and width of the model's input, in pixels.
+      resize: how images of another size are resized, unless `crop` is 'resized' in training:
+        'crop' scales the shorter side to it and crops the middle in one step; 'shortest_edge' does
+        so in two, of whole pixels, and 'stretch' resizes both sides whatever their ratio, both like
         image processors of transformers do.
-      resize_to: pixels of a side, of 'shortest_edge' and 'stretch', before the middle is cut; None:
+      resize_to: pixels of a side, for 'shortest_edge' and 'stretch', before the center crop; None:
         image_size.
       resample: Pillow's filter that resizes.
-      channels: 1 (grey) or 3 (RGB); of class folders, if not set, what their first images have.
-      num_classes: how many classes the source has; of class folders, if not set, their number.
+      channels: 1 (gray) or 3 (RGB); for class folders, if not set, that of their first images.
+      num_classes: number of classes of the source; for class folders, if not set, their number.
       crop: in training 'pad' shifts by up to `padding` pixels and 'resized' scales a random box; in
         evaluation 'resized' takes the middle 224/256. 'none' does neither.
-      padding: of crop 'pad', in pixels.
+      padding: for crop 'pad', in pixels.
       flip: mirror half of the training images left to right.
-      augment: `@Augment()`, what else is done to training images; None: nothing.
-      rescale_factor: what pixels of 0 to 255 are multiplied by.
-      mean: subtracted from rescaled pixels; one value, or one a channel.
-      std: what rescaled pixels, less the mean, are divided by; one value, or one a channel.
-      workers: further processes that decode and augment; 0: two threads of it do. Batches
+      augment: `@Augment()`, further augmentation of training images; None: none.
+      rescale_factor: factor of pixels of 0 to 255.
+      mean: subtracted from rescaled pixels; one value, or one per channel.
+      std: divisor of rescaled pixels, after subtracting the mean; one value, or one per channel.
+      workers: processes that decode and augment; 0: two threads of this process. Batches
         are the same with any number.
       heldout_fraction: share of each class that is held out, evenly spaced over its order.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
-      heldout_split: the split to evaluate on, or of `.tar` and `.parquet` files those with this
+      heldout_split: the split to evaluate on, or for `.tar` and `.parquet` files those with this
         word in their names, such as 'val'; None holds out a part of `train_split`.
-      image_feature: the feature or column that holds the image, of TFDS, `datasets` and `.parquet`.
-      label_feature: that which holds the label, or the field of a `.tar` sample's `.json`.
+      image_feature: the feature or column with the image, in TFDS, `datasets` and `.parquet`.
+      label_feature: the one with the label, or the field of a `.tar` sample's `.json`.
     """
 
     source: Annotated[str, PathOr((*stores.DEMO, "synthetic", TFDS_PREFIX))] = "digits"
@@ -131,7 +131,7 @@ class ImageData:
             "ImageData",
             self.train_split,
             self.heldout_split,
-            # Whether a folder is one of tars is seen where it is opened.
+            # Whether a folder contains tars is checked when it is opened.
             named=self.source not in (*stores.DEMO, "synthetic"),
         )
 
@@ -191,7 +191,7 @@ class ImageData:
         """Return the names of the classes by label; their numbers if the source has no names.
 
         Raises:
-          UserError: the source is not there, or has another number of classes.
+          UserError: the source does not exist, or has another number of classes.
         """
         return self._split(0)[2]
 
@@ -199,7 +199,7 @@ class ImageData:
         """Find and split the images; only `'synthetic'` depends on `seed`.
 
         Raises:
-          UserError: nothing there, an extra that is not installed, another number of classes, or a
+          UserError: no such source, an extra that is not installed, another number of classes, or a
             split that would be empty.
         """
         train, heldout, class_names = self._split(seed)
@@ -212,7 +212,7 @@ class ImageData:
         where = ("source", "data_dir", "workers")
         settings = {k: v for k, v in dataclasses.asdict(self).items() if k not in where}
         header = {"kind": "image", "class_names": class_names, **settings}
-        # These had no name at first: without them digests stay what they were.
+        # Settings of later versions: omitted by default, so that older digests stay valid.
         for name in ("augment", "resize", "resize_to", "resample", "rescale_factor"):
             if getattr(self, name) == getattr(ImageData, name):
                 del header[name]
@@ -415,7 +415,7 @@ class PreparedImages:
 class MixedImages(PreparedImages):
     """Training images mixed in pairs; implements MixedRows.
 
-    Each has two labels, which count by the shares of the images that they belong to.
+    Each has two labels, weighted by their images' shares.
     """
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:

@@ -26,7 +26,7 @@ class LabelledImages(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        """Read one image, 8 bits a channel, and its label."""
+        """Read one image, 8 bits per channel, and its label."""
         ...
 
     def labels(self) -> np.ndarray:
@@ -66,7 +66,7 @@ class FileImages:
       paths: of the files.
       names_and_sizes: of each, its path in the folder and its bytes.
       of_class: the label of each.
-      left_out: how many other files the folder has, by ending.
+      left_out: number of other files in the folder, by suffix.
     """
 
     paths: tuple[Place, ...]

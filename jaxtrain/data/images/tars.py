@@ -1,8 +1,8 @@
 """WebDataset tar files: an image and its label per sample, read by offset.
 
 A sample is the members whose names agree up to the first dot: `0001.jpg` with `0001.cls`, a number,
-or with `0001.json`, a field of which is one. A tar is read once, header by header, for where
-the images are stored; that is kept in the cache folder.
+or with `0001.json`, a field of which is one. A tar is read once, header by header, to index where
+the images are stored; the index is kept in the cache folder.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _OTHER_IMAGES = frozenset(
      "npz", "pt", "pth", "pyd", "pickle")
 )  # fmt: skip
 _SHOWN = 3
-_FORMAT = 2  # of what is kept in the cache folder
+_FORMAT = 2  # of the cached index
 _LABEL_BYTES = 1 << 20  # of a .cls or .json next to an image
 
 
@@ -98,8 +98,8 @@ def open_tars(paths: list[Place], label_field: str) -> TarImages:
       label_field: the field of a `.json` that holds the label.
 
     Raises:
-      UserError: a file is in a bucket, packed, cut short or no tar; a sample has no label; there is
-        no image.
+      UserError: a file is in a bucket, compressed, truncated or not a tar; a sample has no label;
+        there is no image.
     """
     own = [_on_disk(path) for path in paths]
     found = [_load_or_read(path, label_field) for path in own]

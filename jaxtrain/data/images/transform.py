@@ -23,7 +23,7 @@ def convert(image: Image.Image, channels: int) -> Image.Image:
     """Convert an image to 1 (gray) or 3 (RGB) channels of 8 bits; transparency is dropped."""
     mode = _MODES[channels]
     if image.mode.startswith("I"):
-        # 16 bits of grey: Pillow would make white of all that is over 255, as of 8 bits.
+        # 16-bit gray: Pillow would clip all values over 255 to white.
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     return image if image.mode == mode else image.convert(mode)
 
@@ -57,12 +57,12 @@ def center_crop(
 def resize_and_crop(
     image: Image.Image, size: int, *, to: int, stretch: bool, resample: Filter
 ) -> Image.Image:
-    """Resize an image, and cut whole pixels to its middle size x size, as transformers does.
+    """Resize an image, and crop its middle size x size in whole pixels, as transformers does.
 
     Args:
       image: of any size.
       size: of both sides of what is returned.
-      to: pixels that it is resized to, at least `size`.
+      to: size after resizing, at least `size`.
       stretch: resize both sides to it, whatever the shape; else the shorter one.
       resample: Pillow's filter.
     """
@@ -81,7 +81,7 @@ def _filter(name: Filter) -> Image.Resampling:
 def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Draw a box (left, top, right, bottom) of 8-100 % of the area and aspect ratio 3:4 to 4:3.
 
-    After ten that do not fit: the middle of the image, its aspect brought into that range.
+    After ten that do not fit: the middle of the image, its aspect ratio clipped to that range.
     """
     for _ in range(CROP_ATTEMPTS):
         area = width * height * rng.uniform(*CROP_AREA)

@@ -1,10 +1,11 @@
 """Sampler of a mixture of datasets: which source each row of the training stream comes from.
 
-Place p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
-ratio falls (Weyl's sequence, from an offset of the seed's own): any range of positions, and so any
-batch, holds the sources in their shares to within a few rows. How many of the positions before p
-are a source's is a sum of floors, known in some 30 divisions however large p is, also where the
-shares move evenly with p; so the example at p needs neither memory nor the positions before it.
+Position p belongs to the source in whose share of [0, 1) the fractional part of p times the golden
+ratio falls (Weyl's sequence, with an offset from the seed): any range of positions, and so any
+batch, matches the mixture weights to within a few rows. How many of the positions before p
+are a source's is a sum of floors, computed in some 30 divisions however large p is, also where the
+weights change linearly with p; so the example at p needs neither memory nor the positions before
+it.
 """
 
 import dataclasses
@@ -16,9 +17,11 @@ import numpy as np
 
 from jaxtrain.data.ordering.shuffle import shuffle_nearby
 
-STREAM = 2  # of the seeds of `pipeline`: 0 shuffles, 1 augments
+STREAM = 2  # among the seeds of `pipeline`: 0 shuffles, 1 augments
 _WHOLE = 1 << 32  # a share is a number of these parts
-_STEP = 2_654_435_769  # the golden ratio's fractional part of them; odd, so that every part is met
+_STEP = (
+    2_654_435_769  # the golden ratio's fractional part of them; odd, so that every part is visited
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Source:
     """Size of one source of a mixture.
 
     Attributes:
-      name: what it is called.
+      name: its name.
       rows: its training examples.
       tokens: of all of them.
       heldout_rows: its held-out examples.
@@ -44,7 +47,7 @@ class Seen:
 
     Attributes:
       rows: drawn so far.
-      epochs: that many times its rows.
+      epochs: rows drawn over its size.
     """
 
     rows: int
@@ -57,7 +60,7 @@ class _Segment:
 
     Attributes:
       begin: its first position.
-      cuts: [sources + 1] the bounds there, from 0 to `_WHOLE`.
+      cuts: [sources + 1] the bounds at `begin`, from 0 to `_WHOLE`.
       moved: [sources + 1] how far each has moved after `length` positions.
       length: positions, at least 1.
       before: [sources] how many of the positions before `begin` are each source's.
@@ -79,8 +82,8 @@ class Mixing:
     Attributes:
       sources: in their order.
       stages: (first step, share of each source), the first from step 0.
-      once: of each source, whether it leaves the mixture to the others once it was seen whole.
-      linear: whether shares go evenly from those of a stage to those of the next, and do not jump.
+      once: for each source, whether it leaves the mixture after one epoch.
+      linear: whether weights are interpolated between stages instead of jumping.
     """
 
     sources: tuple[Source, ...]
@@ -96,7 +99,7 @@ class Mixing:
 
         Args:
           batch: its number, from 0.
-          rows: which of its rows, [n].
+          rows: indices of its rows, [n].
           global_batch_size: rows of every batch.
           seed: of the run.
 
@@ -143,7 +146,7 @@ class Mixing:
     def _source(self, positions: np.ndarray, global_batch_size: int, seed: int) -> np.ndarray:
         """Return the index of the source at each position."""
         segments, offset = _segments(self, global_batch_size, seed)
-        # Modulo 2**64, of which `_WHOLE` is a divisor: an overflow changes nothing.
+        # Modulo 2**64, which `_WHOLE` divides: an overflow changes nothing.
         with np.errstate(over="ignore"):
             parts = positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(offset)
         parts = (parts % np.uint64(_WHOLE)).astype(np.int64)
@@ -214,13 +217,13 @@ def _among(segment: _Segment, positions: np.ndarray, parts: np.ndarray) -> np.nd
 
     Args:
       segment: holds the positions.
-      positions: neighbours, [n].
-      parts: where on [0, `_WHOLE`) each is.
+      positions: consecutive, [n].
+      parts: each one's value in [0, `_WHOLE`).
     """
     found = np.zeros(len(positions), np.int64)
     after, steps = int(positions[0]) - segment.begin, positions - positions[0]
     for cut, moved in zip(segment.cuts[1:-1], segment.moved[1:-1], strict=True):
-        # The bound rounded up, which is the same to a whole number below it. By hand: the product
+        # The bound rounded up, which compares the same with integers. In two parts: the product
         # of a position and a bound has more than 64 bits.
         whole, rest = divmod(cut * segment.length + moved * after - 1, segment.length)
         step, step_rest = divmod(moved, segment.length)
@@ -278,8 +281,8 @@ def floor_sum(count: int, divisor: int, step: int, offset: int) -> int:
     """Return the sum of floor((step * k + offset) / divisor) for k from 0 to count - 1
     (Euclid-like).
 
-    Each round takes whole multiples out, negative ones too, and counts the lattice points that are
-    left by columns in place of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
+    Each round removes whole multiples, negative ones too, and counts the remaining lattice points
+    by columns instead of rows (Graham, Knuth, Patashnik: Concrete Mathematics, section 3.5).
     """
     total = 0
     while True:

@@ -1,6 +1,6 @@
-"""Row assignment: which examples are in which rows of batch number N; length buckets.
+"""Row assignment: which examples are in which rows of a batch; length buckets.
 
-Rows can be made in any process and any thread, some or all of them at a time: what stands in one
+Rows can be made in any process and any thread, some or all of them at once: a row's content
 depends on the seed, the batch and the row alone.
 """
 
@@ -24,8 +24,8 @@ from jaxtrain.data.source import Examples, MixedRows, WholeBatches
 class ByLength:
     """Order of batches with one row length each (length buckets); implements `rows.Order`.
 
-    Which length batch k has is drawn as sources of a mixture are, in shares of their rows: so each
-    row comes round as often as any other, to within a batch of each length.
+    The length of batch k is drawn like the source of a mixture, weighted by rows: so each
+    row is drawn as often as any other, to within a batch of each length.
 
     Attributes:
       rows: of each length.
@@ -51,9 +51,9 @@ class ByLength:
         return Mixing(sources, ((0, shares),), (False,) * len(sources))
 
 
-# Streams drawn from one seed; 2 is that of `mixing`.
+# Streams derived from one seed; 2 is that of `mixing`.
 SHUFFLE_STREAM, AUGMENT_STREAM, PAIR_STREAM = 0, 1, 3
-HELDOUT_ORDER = 0  # a seed of its own: a run's seed must not change what it is measured on
+HELDOUT_ORDER = 0  # fixed: a run's seed must not change its evaluation data
 
 
 class Order(Protocol):
@@ -73,9 +73,9 @@ class TrainingRows:
     Attributes:
       examples: what to draw from.
       global_batch_size: rows of a batch over all processes.
-      seed: of the order and of what augmentation draws.
-      augment: whether it draws anything.
-      order: in which examples are drawn; None: each once per epoch, shuffled anew.
+      seed: of the order and of augmentation.
+      augment: whether training examples are augmented.
+      order: in which examples are drawn; None: each once per epoch, reshuffled.
     """
 
     examples: Examples
@@ -95,7 +95,7 @@ class TrainingRows:
         if not (self.augment and isinstance(examples, MixedRows)):
             return self._rows_without_mixing(number, rows, bad)
         # Rows are mixed in pairs of neighbors, which are on one machine but for odd shares: a
-        # row that is here for the other's sake alone is read and left out.
+        # row that is needed only for its neighbor is read and dropped.
         others = np.minimum(rows ^ 1, self.global_batch_size - 1)
         needed, inverse = np.unique(np.concatenate([rows, others]), return_inverse=True)
         plain = self._rows_without_mixing(number, needed, bad)
@@ -133,7 +133,7 @@ class HeldoutRows:
     """Rows of batches with every example once, always in the same order.
 
     Attributes:
-      examples: what to take.
+      examples: the examples.
       global_batch_size: rows of a batch over all processes.
     """
 
@@ -175,7 +175,7 @@ def _read_rows(
 ) -> Batch:
     """Return the examples `indices`, stacked; `rng` gives each row's augmentation."""
     if isinstance(examples, WholeBatches):
-        # Where one cannot be read, all are read one by one, to find out which.
+        # If one cannot be read, all are read one by one to find it.
         with contextlib.suppress(*UNREADABLE):
             return examples.examples(indices)
     made = [

@@ -1,12 +1,12 @@
 """Shuffle of the training data: a permutation of examples, computed one index at a time.
 
 A position is encrypted to an example's index: eight rounds of a Feistel network over the least
-power of two that holds them all, again wherever that leads past the last example (Black and Rogaway
+power of two not below their number, repeated while the result is out of range (Black and Rogaway
 2002, Ciphers with arbitrary finite domains). Only the requested positions are computed, however
-many examples there are. The round function is splitmix64's finaliser (Steele, Lea and Flood 2014).
+many examples there are. The round function is splitmix64's finalizer (Steele, Lea and Flood 2014).
 
-grain's `index_shuffle` is such a cipher too; with the four rounds of grain's own shuffle neighbours
-lead to neighbours (of the 100 pairs of tenths of 10**10 examples some come 4 times too often), it
+grain's `index_shuffle` is such a cipher too; with the four rounds of grain's own shuffle, neighbors
+map to neighbors (of the 100 pairs of tenths of 10**10 examples some occur 4 times too often), it
 takes 6 us per position, 2 ms in small sets, and is no permutation of 2**k + 1 examples.
 """
 
@@ -14,7 +14,7 @@ import functools
 
 import numpy as np
 
-VERSION = "feistel 8"  # saved with a checkpoint: another order does not go on where it stopped
+VERSION = "feistel 8"  # saved with a checkpoint: a run cannot resume with another order
 _ROUNDS = 8
 _BLOCK = 4096  # positions encrypted together: NumPy's calls cost the same for 64 of them
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -45,7 +45,7 @@ def shuffle(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return the examples at these positions of concatenated epochs, each epoch in its own order.
 
     Args:
-      positions: not negative, [n].
+      positions: nonnegative, [n].
       count: examples in an epoch, at least 1.
       seed: of the run, under 2**64.
 
@@ -77,7 +77,7 @@ def _encipher(numbers: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 def _mix(numbers: np.ndarray) -> np.ndarray:
     """Mix 64-bit integers so that every bit depends on all others (splitmix64)."""
-    numbers = numbers + _GOLDEN  # arrays of uint64 wrap around, which is meant
+    numbers = numbers + _GOLDEN  # arrays of uint64 wrap around, as intended
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

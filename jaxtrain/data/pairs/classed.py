@@ -26,7 +26,7 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
 
 COLUMNS = (".conll", ".iob", ".bio", ".txt")
 ENDINGS = (".jsonl", ".json", *COLUMNS)
-DOCUMENT = "-DOCSTART-"  # the word of a line that is none of a sentence
+DOCUMENT = "-DOCSTART-"  # the word of a line that belongs to no sentence
 Sentence = tuple[list[str], list[str]]
 
 
@@ -35,11 +35,11 @@ def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterat
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).
-      setting: what names the file, for messages.
+      setting: the setting that names the file, for messages.
       words_field, tags_field: the names of a record's two lists.
 
     Raises:
-      UserError: it has another ending, cannot be read, or a record or line holds no words and tags.
+      UserError: it has another suffix, cannot be read, or a record or line has no words and tags.
     """
     origin, name = f"{setting} = {str(path)!r}", plain_name(path)
     if not name.endswith(ENDINGS):
@@ -71,7 +71,7 @@ def _strings(record: dict, name: str, where: str) -> list[str]:
 
 
 def _of_columns(lines: Iterator[bytes], origin: str) -> Iterator[Sentence]:
-    """Yield sentences of a file with one word a line, its tag in the last column, and blank lines
+    """Yield sentences of a file with one word per line, its tag in the last column, and blank lines
     between sentences.
     """
     words, tags = list[str](), list[str]()
@@ -98,7 +98,7 @@ def _of_columns(lines: Iterator[bytes], origin: str) -> Iterator[Sentence]:
 
 SYNTHETIC_TEXTS = 4096
 
-# What a source has of a text: its words or itself, and the names of its classes.
+# A source's record of a text: its words or itself, and the names of its classes.
 R = TypeVar("R")
 
 
@@ -108,11 +108,11 @@ class ClassedText(ClassedRows, Generic[R]):
 
     Attributes:
       source: the file, which may be `.gz` or `.zst`; or `'synthetic'`, random tokens and labels.
-      sequence_length: tokens of a row; of longer texts the rest is left out, and counted.
+      sequence_length: tokens of a row; longer texts are truncated, and counted.
       tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
-      begin: the id of a token that is put before each text, and no other around it; None: the
+      begin: the id of the only token that is put around each text, before it; None: the
         special tokens that the tokenizer puts around a text, such as BERT's `[CLS]` and `[SEP]`.
-      add_special_tokens: whether it puts them; None: as it does by default.
+      add_special_tokens: whether they are added; None: the tokenizer's default.
       place: the token of a text, or of a word, at which its class is predicted: the `'first'`, or
         the `'last'`, as unidirectional recurrent models need it.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
@@ -134,7 +134,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """Return the records of the source, unprocessed.
 
         Raises:
-          UserError: nothing there, or it holds no such texts.
+          UserError: no such source, or it has no such texts.
         """
 
     @abc.abstractmethod
@@ -164,7 +164,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """Return the tokenizer, without reading any text.
 
         Raises:
-          UserError: no such file, it is no tokenizer.json, or the tokens are random.
+          UserError: no such file, it is not a tokenizer.json, or the tokens are random.
         """
         if self.source == "synthetic":
             raise UserError(
@@ -205,7 +205,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """Return the names of the classes, by label.
 
         Raises:
-          UserError: the source is not there, or has another number of classes.
+          UserError: the source does not exist, or has another number of classes.
         """
         if self.source == "synthetic":
             return [str(label) for label in range(self.num_classes)]
@@ -219,7 +219,7 @@ class ClassedText(ClassedRows, Generic[R]):
         return names
 
     def wrap_tokens(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return a text's tokens with the special tokens around them, cut to a row, int32."""
+        """Return a text's tokens with the special tokens around them, truncated to a row, int32."""
         before, after = self.around
         whole = [*before, *list(tokens)[: self.room], *after]
         return np.array(whole[: self.sequence_length], np.int32)
@@ -228,7 +228,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """Read, tokenize and split the texts; only `'synthetic'` depends on `seed`.
 
         Raises:
-          UserError: nothing there, another number of classes, or a split that would be empty.
+          UserError: no such source, another number of classes, or a split that would be empty.
         """
         names, tokenizer = self.class_names(), None
         if self.source == "synthetic":
@@ -390,7 +390,7 @@ def _covering(positions: Sequence[int], character: int) -> int:
 
     Args:
       positions: of each token's first character, in order.
-      character: the one that is looked for.
+      character: its offset.
     """
     before = [number for number, position in enumerate(positions) if position <= character]
     return positions.index(character) if character in positions else max(before, default=0)

@@ -15,7 +15,7 @@ from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 
 ENDINGS = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
 Texts = tuple[str, str]
-Answered = tuple[str, tuple[str, ...]]  # a source, and the targets that are right
+Answered = tuple[str, tuple[str, ...]]  # a source, and its correct targets
 
 
 def read(path: Place, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
@@ -40,12 +40,12 @@ def read_answered(
 
     Args:
       path: the file, perhaps compressed (.gz, .zst).
-      setting: what names the file, for messages.
+      setting: the setting that names the file, for messages.
       source_field, target_field: the names of a record's, or of a column's, texts; a record's
-        target is a text, or a list of at least one.
+        target is a text, or a nonempty list of texts.
 
     Raises:
-      UserError: it has another ending, cannot be read, or a record of it holds no such texts.
+      UserError: it has another suffix, cannot be read, or a record of it has no such texts.
     """
     origin, name = f"{setting} = {str(path)!r}", plain_name(path)
     if not name.endswith(ENDINGS):
@@ -91,7 +91,7 @@ def records(lines: Iterator[bytes], origin: str) -> Iterator[tuple[str, dict[str
     """Yield the records of JSON lines, each with its position for messages.
 
     Raises:
-      UserError: a line is no record.
+      UserError: a line is not a record.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -130,8 +130,10 @@ def text_of(text: str, origin: str) -> str:
 def _of_table(
     lines: Iterator[bytes], delimiter: str, fields: Texts, origin: str
 ) -> Iterator[Answered]:
-    csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for texts
-    # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
+    csv.field_size_limit(
+        sys.maxsize
+    )  # of all readers; Python's default of 128 kB is too little for texts
+    # An invalid UTF-8 byte passes as half of a surrogate pair, and is reported with its row.
     decoded = (line.decode("utf-8", errors="surrogateescape") for line in lines)
     rows = csv.reader(decoded, delimiter=delimiter, strict=True)
     try:

@@ -28,7 +28,7 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer, with
 
 WORDS = ("addition", "synthetic")
 SYNTHETIC_PAIRS = 4096
-SEED = 0  # of the sums: they are the same in every run
+SEED = 0  # of the sums: the same in every run
 Tokens = tuple[np.ndarray, list[np.ndarray]]  # of a source, and of its targets
 
 
@@ -44,16 +44,16 @@ class PairData:
       source_field, target_field: names of the two texts in a record, or of their columns. A
         record's target may be a list of texts, each of which is a right answer.
       source_length: tokens of the longest source.
-      target_length: tokens of the longest target, the one that ends it with them. Targets, and
-        pairs with none that fits, are left out; the facts say how many pairs.
+      target_length: tokens of the longest target, its end included. Targets, and
+        pairs with none that fits, are skipped and counted.
       tokenizer: `'byte'`, or the path of a Hugging Face `tokenizer.json`.
       end_of_text: the token that ends a target; None takes the tokenizer's own.
       add_special_tokens: whether the special tokens that the tokenizer puts around a text, such as
         T5's end, are put around sources; None: as it does by default.
       begin: the id of the decoder's start token (T5's is its padding's, 0).
       heldout_fraction: share of the pairs that is held out, evenly spaced over their order.
-      addition_digits: of the two numbers that `'addition'` adds; their sums have one more.
-      addition_pairs: how many different sums there are.
+      addition_digits: digits of the two numbers that `'addition'` adds; their sums have one more.
+      addition_pairs: number of different sums.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
 
@@ -94,7 +94,7 @@ class PairData:
         """Return the tokenizer, without reading any pair.
 
         Raises:
-          UserError: no such file, it is no tokenizer.json, has no token that ends a text, or the
+          UserError: no such file, it is not a tokenizer.json, has no token that ends a text, or the
             tokens are random.
         """
         if self.source == "synthetic":
@@ -124,7 +124,7 @@ class PairData:
         """Read, tokenize and split the pairs; only `'synthetic'` depends on `seed`.
 
         Raises:
-          UserError: nothing there, or too few pairs that fit for one in each split.
+          UserError: no such source, or too few pairs that fit for one in each split.
         """
         tokenizer = None
         if self.source == "synthetic":
@@ -241,7 +241,7 @@ class Sequences:
 
     Attributes:
       tokens: int32, of all of them.
-      offsets: int64, where each begins, and the end of the last.
+      offsets: int64, start of each, and the end of the last.
     """
 
     tokens: np.ndarray
@@ -267,7 +267,7 @@ class Pairs:
       sources: their tokens.
       targets: the first, second, ... of each, with the token that ends it; where a pair has fewer,
         nothing.
-      lengths: of a row of sources, and of one of targets.
+      lengths: of a row of sources, and of a row of targets.
       begin: the token before a target.
     """
 
@@ -284,7 +284,7 @@ class Pairs:
 
         Args:
           index: its number.
-          rng: draws which of its targets is used; None: the first, with the others as `answers`.
+          rng: selects one of its targets; None: the first, with the others as `answers`.
         """
         source, found = self.sources[index], [one[index] for one in self.targets]
         if rng is not None:
@@ -303,8 +303,8 @@ def pair(source: np.ndarray, target: np.ndarray, lengths: tuple[int, int], begin
     """Return one pair: each token of the target is predicted from those before it and the source.
 
     Args:
-      source, target: their tokens; a target without any is none, of which nothing counts.
-      lengths: of the rows [S] and [T] that are made of them, padded at their ends.
+      source, target: their tokens; an empty target is padding.
+      lengths: of the rows [S] and [T], padded at their ends.
       begin: the token before the target.
     """
     is_target = np.arange(lengths[1]) < len(target)

@@ -1,7 +1,7 @@
 """`SpanData`: span corruption, T5's pre-training, and its sentinel tokens.
 
-Source: Raffel et al. 2019 (arXiv 1910.10683), section 3.1.4 and appendix; which tokens are lost is
-drawn as the authors' code draws it. Letters: S source length, T target length.
+Source: Raffel et al. 2019 (arXiv 1910.10683), section 3.1.4 and appendix; which tokens are masked
+is drawn as the authors' code draws it. Letters: S source length, T target length.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.long_texts import Border, TextPiece
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
-NAME = "<extra_id_{}>"  # of the first 0, as T5's tokenizer calls them
+NAME = "<extra_id_{}>"  # numbered from 0, as T5's tokenizer names them
 _WRITTEN = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))
 
 
@@ -108,8 +108,8 @@ class WithSentinels:
         return None
 
 
-EVALUATION_SEED = 0  # held-out rows lose the same spans in every evaluation of every run
-SYNTHETIC_END = 0  # what ends rows of random tokens, which no tokenizer made
+EVALUATION_SEED = 0  # held-out rows have the same masked spans in every evaluation of every run
+SYNTHETIC_END = 0  # end of rows of random tokens, which have no tokenizer
 
 
 @configurable
@@ -119,12 +119,12 @@ class SpanData:
     followed by its span. Both end with the end-of-text token.
 
     Attributes:
-      text: `@TextData()`, whose rows they are; what a row has of several documents is one text.
-      corrupted: share of a row's tokens that are lost.
-      mean_length: tokens of a span, on average.
+      text: `@TextData()`, the rows; the documents of a row are one text.
+      corrupted: share of a row's tokens that are masked.
+      mean_length: mean length of a span, in tokens.
       sentinels: names of the tokenizer's own tokens for the first span, the second and so on, with
-        `{}` for the number from 0, such as T5's `'<extra_id_{}>'`; None: tokens behind the
-        tokenizer's vocabulary, the first span's the last.
+        `{}` for the number from 0, such as T5's `'<extra_id_{}>'`; None: tokens after the
+        tokenizer's vocabulary, in descending order.
       begin: the id of the decoder's start token (T5's is its padding's, 0).
     """
 
@@ -267,7 +267,7 @@ class Corruption:
 
     Attributes:
       share, mean_length: as in `SpanData`.
-      sentinels: ids, of the first span's first.
+      sentinels: ids, in the order of spans.
       end: the id that ends a source and a target.
       begin: the id before a target.
       lengths: of the rows [S] and [T].
@@ -285,12 +285,12 @@ class Corruption:
 
         Args:
           tokens: the text.
-          rng: what is drawn from.
+          rng: the random generator.
         """
         lost = span_mask(len(tokens), self.share, self.mean_length, rng)
         source = insert_sentinels(tokens, lost, self.sentinels)
-        # The other way about: what is left comes before each span, so that as many sentinels are
-        # for it, each before the span that it is the sentinel of.
+        # The complement: unmasked text precedes each span, so that as many sentinels are
+        # inserted, each before its span.
         target = insert_sentinels(tokens, ~lost, self.sentinels) if lost.any() else tokens[:0]
         ended = [np.append(one, self.end) for one in (source, target)]
         return pair(ended[0], ended[1], self.lengths, self.begin)
@@ -313,7 +313,7 @@ class Corrupted:
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         row = self.rows.example(index, None)
-        # Rows whose documents are not distinguished say by their loss mask where padding begins.
+        # Rows of one text mark padding in their loss mask.
         real: Any = row.loss_mask if row.segment_ids is None else row.segment_ids
         return self.corruption.of(row.inputs[real > 0], rng)
 
@@ -331,8 +331,8 @@ def span_mask(
 ) -> np.ndarray:
     """Draw which tokens of a text are masked, bool [length]: kept and masked spans alternate.
 
-    Both are cut into as many parts, each way of cutting being as likely as any other; the first
-    part is left, the last one lost.
+    Both are cut uniformly at random into equally many parts; the first
+    part is kept, the last one masked.
     """
     lost, spans = span_sizes(length, corrupted, mean_length)
     if not lost:
@@ -350,7 +350,7 @@ def _parts(items: int, parts: int, rng: np.random.Generator) -> np.ndarray:
 def insert_sentinels(
     tokens: np.ndarray, gone: np.ndarray, sentinels: tuple[int, ...]
 ) -> np.ndarray:
-    """Return a text with a sentinel in place of each run of masked tokens."""
+    """Return a text with a sentinel instead of each run of masked tokens."""
     first = gone & ~np.concatenate([[False], gone[:-1]])
     number = np.maximum(np.cumsum(first) - 1, 0)
     return np.where(first, np.asarray(sentinels)[number], tokens)[first | ~gone]

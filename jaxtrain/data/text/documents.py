@@ -112,7 +112,7 @@ Reader = Callable[[Place, str], Iterator[str | BadRecord]]
 
 
 def _in_module(name: str) -> Reader:
-    """Return the `read` function of a module of `formats`, imported with the first file of its
+    """Return the `read` function of a module of `formats`, imported for the first file of its
     format.
     """
 
@@ -123,8 +123,8 @@ def _in_module(name: str) -> Reader:
     return read
 
 
-# Formats of which each record is a document, by endings that .gz or .zst may follow, and by those
-# of files that are packed within.
+# Formats whose records are documents, by suffixes that .gz or .zst may follow, and by those
+# of files that are compressed inside.
 _LINES: dict[str, Reader] = {
     ".jsonl": _in_module("json_lines"),
     ".ndjson": _in_module("json_lines"),
@@ -137,7 +137,7 @@ _PACKED: dict[str, Reader] = {
     ".array_record": _in_module("array_records"),
     ".arrayrecord": _in_module("array_records"),
 }
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # behind the ending, where TFDS and others put it
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # after the suffix, as TFDS and others write it
 
 # Other suffixes that a folder source reads; anything else in the folder is skipped, with a warning.
 # fmt: off
@@ -149,7 +149,7 @@ TEXT_SUFFIXES = frozenset((
 ))
 # fmt: on
 
-# Tests repeat themselves, and installed packages are not Python's.
+# Tests are repetitive, and installed packages are not Python's.
 EMBEDDED_EXCLUDED_FOLDERS = frozenset(
     ("__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests")
 )
@@ -160,8 +160,8 @@ class Files:
     """Text files of a source.
 
     Attributes:
-      paths: those that are read, in the order of their documents.
-      left_out: how many others there are, by ending; a source that is one file leaves out none.
+      paths: files that are read, in the order of their documents.
+      left_out: number of other files, by suffix; 0 for a source that is one file.
     """
 
     paths: list[Place]
@@ -181,7 +181,7 @@ class Files:
         """Yield one document per file, or per record of record files; blank ones too.
 
         Raises:
-          UserError: a file cannot be read, or more records are bad than may be.
+          UserError: a file cannot be read, or too many records are bad.
         """
         for path in self.paths:
             reader = reader_of(path)
@@ -215,7 +215,8 @@ def reader_of(path: Place) -> Reader | None:
 
 
 def is_packed(path: Place) -> bool:
-    """Whether a file may hold more characters than bytes, being compressed as a whole or inside."""
+    """Whether a file is compressed, as a whole or inside, and may have more characters than
+    bytes."""
     name = _SHARD.sub("", path.name.lower())
     return name.endswith((*COMPRESSED, *_PACKED))
 
@@ -223,12 +224,12 @@ def is_packed(path: Place) -> bool:
 def files_of(source: Place, split: str, setting: str) -> Files:
     """Return the file itself, or all text files under a folder, sorted by path.
 
-    A file is text by its ending: one of TEXT_SUFFIXES or of a format of records. One without an
-    ending is text if it begins with UTF-8 text.
+    A file is text by its suffix: one of TEXT_SUFFIXES or of a record format. One without a
+    suffix is text if it begins with UTF-8 text.
 
     Args:
       source: a file or a folder.
-      split: of a folder that `datasets` saved, which split.
+      split: the split of a folder that `datasets` saved.
       setting: the binding that names the split.
 
     Raises:
@@ -236,7 +237,7 @@ def files_of(source: Place, split: str, setting: str) -> Files:
     """
     if not source.is_dir():
         return Files([source], {})
-    # Imported here: one file is no folder that `datasets` saved.
+    # Imported here: only folders can be saved by `datasets`.
     from jaxtrain.data.text.formats import saved_datasets
 
     if saved_datasets.is_saved(source):
@@ -257,7 +258,7 @@ def read_embedded() -> Iterator[str]:
     reference.
 
     Raises:
-      UserError: this Python came without its sources.
+      UserError: this Python has no sources.
     """
     # Imported here: a string of 700 kB.
     from pydoc_data.topics import topics

@@ -23,11 +23,11 @@ class FillInMiddle:
     special tokens.
 
     Attributes:
-      rate: share of the documents, each time that they come round.
-      spm: of those the share in the order suffix, prefix, middle; the others have prefix, suffix,
+      rate: share of the documents, drawn again in each epoch.
+      spm: share of those in the order suffix, prefix, middle; the others have prefix, suffix,
         middle.
-      prefix, suffix, middle: the tokens before each part; of the byte tokenizer a character of one
-        byte that the text does not have, such as '\\x01'.
+      prefix, suffix, middle: the tokens before each part; for the byte tokenizer a character of one
+        byte that does not occur in the text, such as '\\x01'.
     """
 
     rate: float = 0.5
@@ -48,7 +48,7 @@ class FillInMiddle:
 
 
 def fill_in_middle(dataset: Dataset, settings: FillInMiddle) -> Dataset:
-    """Return a text dataset with transformed training rows; held-out rows stay as they are.
+    """Return a text dataset with transformed training rows; held-out rows are unchanged.
 
     Raises:
       UserError: there is no tokenizer, or it has no such tokens.
@@ -73,13 +73,13 @@ def fill_in_middle(dataset: Dataset, settings: FillInMiddle) -> Dataset:
 class FilledRows:
     """Rows of text with some documents reordered for fill-in-the-middle; implements Examples.
 
-    A document grows by three tokens, and by what cutting words costs: the end of a row that has no
-    room for that is left out, and padding is used first.
+    A document grows by three tokens, and by tokens of cut words: the end of a row without
+    room is truncated, after its padding.
 
     Attributes:
       rows: with segment ids.
       rate, spm: as in `FillInMiddle`.
-      tokenizer: made them.
+      tokenizer: of the tokens.
       sentinels: the ids before prefix, suffix and middle.
     """
 
@@ -98,7 +98,7 @@ class FilledRows:
         return self.rows.document_lengths()
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Return row `index`: tokens [T]; `rng` None leaves it as it is."""
+        """Return row `index`: tokens [T]; `rng` None returns it unchanged."""
         row = self.rows.example(index, None)
         if rng is None:
             return row
@@ -119,7 +119,7 @@ class FilledRows:
         begin, end = self._special(tokens)
         own = tokens[begin : len(tokens) - end].tolist()
         text = self.tokenizer.decode(own)
-        # What a row has of a document may begin or end within a character: then tokens are cut.
+        # A row's part of a document may begin or end within a character: then cut at tokens.
         whole: str | list[int] = text if self.tokenizer.encode(text) == own else own
         first, second = sorted(rng.integers(len(whole) + 1, size=2).tolist())
         parts = whole[:first], whole[first:second], whole[second:]

@@ -1,9 +1,9 @@
-"""Packing of documents into rows: concatenated and cut, best fit, or one a row and padded.
+"""Packing of documents into rows: concatenated and cut, best fit, or one per row and padded.
 
 Best fit: Ding et al. 2024 (arXiv 2404.10830), Fewer Truncations Improve Language Modeling: best-fit
-decreasing; what is longer than a row is cut into whole rows and a rest. Padding goes to one of a
-few lengths (length buckets): what attention and position tables cost is then a document's own
-length, and each length is a shape that the step is compiled for. Letter: T row length.
+decreasing; longer documents are cut into whole rows and a rest. Padding extends a row to one of a
+few lengths (length buckets): the cost of attention and position tables then depends on a document's
+own length, and the step is compiled for each of these lengths. Letter: T row length.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import WholeBatches
 from jaxtrain.data.token_arrays import Tokens, Verified, windows
 
-# Counting a slice at a time: bincount makes an int64 copy of what it counts.
+# Count in slices: bincount makes an int64 copy of its input.
 COUNT_SLICE = 1 << 22
 
 
@@ -33,8 +33,8 @@ class PackedText(WholeBatches):
         end-of-text token, if the tokenizer has one.
       offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]].
       sequence_length: T, in tokens.
-      separate: keep documents apart; otherwise a row is one text: no segment ids, positions that
-        run through, and every token's successor as its target.
+      separate: mask documents from each other; otherwise a row is one text: no segment ids,
+        positions that run on, and every token's successor as its target.
     """
 
     tokens: Tokens
@@ -80,7 +80,7 @@ class PackedText(WholeBatches):
             loss_mask.reshape(-1)[foreign] = 0.0
         else:
             positions = np.tile(positions, (rows, 1))
-        for row in short:  # the last row's final target is no input: padding begins there
+        for row in short:  # the last row's final target is not an input: padding begins there
             real = reals[row]
             targets[row, real - 1] = targets[row, -1]
             for leaf in (inputs, targets, loss_mask):
@@ -92,21 +92,22 @@ class PackedText(WholeBatches):
     def _parts(
         self, starts: np.ndarray, reals: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return segment ids and positions of rows, and where a target belongs to another document.
+        """Return segment ids and positions of rows, and positions whose target is in another
+        document.
 
-        Only the documents that these rows touch are looked at, however many the corpus has.
+        Only the documents of these rows are read, however many the corpus has.
 
         Args:
           starts: each row's first token in the stream, [rows].
-          reals: how many of its targets are no padding, [rows].
+          reals: number of targets that are not padding, [rows].
 
         Returns:
-          Segment ids and positions, int32 [rows, T], the last document of a row running on into its
-          padding; and the positions in the flattened rows before the first token of a document.
+          Segment ids and positions, int32 [rows, T], the last document of a row extending into its
+          padding; and the indices in the flattened rows before the first token of each document.
         """
         length, rows = self.sequence_length, len(starts)
-        # A row is the rest of the document it begins in and those that begin in it: `nexts[r]` to
-        # `ends[r] - 1`, the last of them perhaps with no more than the row's last target.
+        # A row has the rest of the document it begins in and those that begin in it: `nexts[r]` to
+        # `ends[r] - 1`, the last of them perhaps only as the row's last target.
         nexts = np.searchsorted(self.offsets, starts, side="right")
         ends = np.searchsorted(self.offsets, starts + reals, side="right")
         counts = ends - nexts + 1
@@ -152,7 +153,7 @@ def unigram_entropy(train: PackedText, heldout: PackedText, vocab_size: int) -> 
     """Return nats per held-out target for a model that only knows the corpus's token frequencies.
 
     The cross entropy -sum_v q(v) log p(v): q over the targets of `heldout` that count, p over every
-    token of both splits. A model that has learned anything of context is under it.
+    token of both splits. A model that uses any context is below it.
     """
     corpus = token_counts(train.tokens, vocab_size) + token_counts(heldout.tokens, vocab_size)
     firsts = heldout.tokens[heldout.offsets[:-1]]
@@ -167,7 +168,7 @@ class BestFit(WholeBatches):
     """Rows of `sequence_length` tokens, packed best-fit with whole documents or parts of them.
 
     A document of n tokens is n - 1 inputs, each with its successor as its target: every token but
-    the first of its document is a target exactly once per epoch, and what a row has left is padding
+    the first of its document is a target exactly once per epoch, and the rest of a row is padding
     (segment 0, loss_mask 0).
 
     Attributes:
@@ -233,7 +234,7 @@ class _Rows:
 
 
 def _pack(offsets: np.ndarray, length: int) -> _Rows:
-    """Pack best-fit decreasing: each document's rest, the longest first, into the fullest row it
+    """Pack best-fit decreasing: each document's rest, longest first, into the fullest row that it
     fits.
     """
     inputs = np.maximum(np.diff(offsets) - 1, 0)
@@ -245,7 +246,7 @@ def _pack(offsets: np.ndarray, length: int) -> _Rows:
     (short,) = np.nonzero(rests)
     short = short[np.argsort(-rests[short], kind="stable")]
     row_of = np.empty(len(short), np.int64)
-    # The rows with so much room, and one bit of a number for each size that some row has.
+    # Rows by remaining room, and a bit set of the sizes that occur.
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
     rooms, rows = 0, 0
     for index, size in enumerate(rests[short].tolist()):
@@ -274,8 +275,8 @@ def _pack(offsets: np.ndarray, length: int) -> _Rows:
 class PaddedText(WholeBatches):
     """Rows of one document each, padded to one of several lengths and grouped by length.
 
-    A document of n tokens is n - 1 inputs, each with its successor as its target; what is longer
-    than the longest row is cut into such rows and a rest. The others end with padding (segment 0,
+    A document of n tokens is n - 1 inputs, each with its successor as its target; a document longer
+    than the longest row is cut into such rows and a rest. Others end with padding (segment 0,
     loss_mask 0).
 
     Attributes:
@@ -322,7 +323,8 @@ class PaddedText(WholeBatches):
 
     @functools.cached_property
     def _parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Each row's first token and its inputs; where the rows of each length begin, and end."""
+        """Return each row's first token and its inputs; start and end of the rows of each
+        length."""
         longest = self.lengths[-1]
         inputs = np.maximum(np.diff(self.offsets) - 1, 0)
         counts = -(-inputs // longest)

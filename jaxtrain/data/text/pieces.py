@@ -14,9 +14,9 @@ from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.errors import UserError
 
 READ_BYTES = 1 << 20
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors begin UTF-8 with
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # that some editors write before UTF-8
 COMPRESSED = (".gz", ".zst")
-_HEAD_BYTES = 1 << 13  # that tell text from other files
+_HEAD_BYTES = 1 << 13  # that distinguish text from other files
 
 
 class Document(Protocol):
@@ -27,12 +27,12 @@ class Document(Protocol):
         ...
 
     def cut_at_line(self, fraction: float) -> int:
-        """Return the character to split at: after the first line break behind `fraction` of the
+        """Return the character to split at: after the first line break after `fraction` of the
         text.
 
-        It is at the fraction itself if no line break but the last character's follows.
+        It is at the fraction itself if no line break follows but a final one.
 
-        It is at the fraction itself if no line break but the last character's follows.
+        It is at the fraction itself if no line break follows but a final one.
         """
         ...
 
@@ -95,7 +95,7 @@ class TextFile:
                 try:
                     yield decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
-                    # Counted from the bytes that the decoder kept of the block before.
+                    # Counted from the bytes that the decoder kept of the previous block.
                     at = read + len(block) - len(error.object) + error.start
                     raise not_utf8(self.path, at) from error
                 if not block:
@@ -107,10 +107,10 @@ class TextFile:
 def reading(path: Place) -> Iterator[BinaryIO]:
     """Open a file of the source, decompressed if it is named .gz or .zst.
 
-    An object of a bucket is read whole.
+    An object of a bucket is read at once.
 
     Raises:
-      UserError: it cannot be read, or not be unpacked to its end.
+      UserError: it cannot be read or decompressed.
     """
     with open_stored(path) as stream:
         if path.suffix.lower() not in COMPRESSED:
@@ -131,7 +131,7 @@ def open_stored(path: Place) -> Iterator[BinaryIO]:
     """Open a file of the source as it is stored.
 
     Raises:
-      UserError: it may not be read.
+      UserError: it cannot be read.
     """
     try:
         with (

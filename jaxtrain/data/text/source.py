@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 SOURCE = PathOr(("embedded", "synthetic", TFDS_PREFIX))
 SOURCE_WORDS = ("embedded", "synthetic", "tfds:NAME")
 
-# Enough that a benchmark does not come round, and cheap: a row is drawn when it is requested.
+# Enough for one epoch of any benchmark, and cheap: a row is drawn when it is requested.
 SYNTHETIC_ROWS = {"train": 1 << 20, "heldout": 256}
 
 
@@ -64,36 +64,36 @@ class TextData:
       source: a UTF-8 text file; a folder, each text file in it a document; or a pattern of files
         (`*`, `**`, `?`, `[...]`), on a disk or at `'gs://BUCKET/PATH'`; `'tfds:NAME'`, each record
         a document; `'embedded'`, Python's own library and language reference; or `'synthetic'`,
-        random tokens for benchmarks. Of JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
+        random tokens for benchmarks. In JSON lines (`.jsonl`, `.ndjson`), `.csv`, `.tsv`,
         `.parquet`, `.arrow` and `.array_record`, alone or in a folder, each record is a document,
-        as in a folder that `datasets` saved. Text, JSON lines and CSV may be packed (`.gz`,
+        as in a folder that `datasets` saved. Text, JSON lines and CSV may be compressed (`.gz`,
         `.zst`). Or a token store, the folder that `jaxtrain prepare` made of one of these, on a
         disk or in a bucket; or `.bin` files of tokens by nanoGPT, llm.c, or Megatron with their
         `.idx`.
       sequence_length: tokens per row.
-      separate_documents: documents in one row do not see each other and positions restart; False
-        lets attention run across them, which kernels without segment ids need.
-      lengths: of 'padded' rows that are shorter than sequence_length, such as (64, 256).
+      separate_documents: documents in one row are masked from each other and positions restart;
+        False lets attention run across them, which kernels without segment ids need.
+      lengths: for 'padded', lengths of rows below sequence_length, such as (64, 256).
       packing: 'stream' concatenates documents and cuts them into rows, with no padding; 'best_fit'
         keeps documents whole that fit into a row (arXiv 2404.10830), and reports its padding;
-        'padded' gives each a row, padded to the least of `lengths` that holds it, and each batch
+        'padded' gives each a row, padded to the smallest of `lengths` that fits, and each batch
         one length.
-      fill_in_middle: `@FillInMiddle()`, in some documents the middle comes last; None: in none.
+      fill_in_middle: `@FillInMiddle()`, some documents have their middle last; None: none.
       tokenizer: `'byte'` (vocabulary 256, byte 0 ends a document) or the path of a Hugging Face
         tokenizer.json.
       end_of_text: the token of tokenizer.json that ends a document; None takes the tokenizer's own.
       add_special_tokens: whether the special tokens that the tokenizer puts around a text, such as
         Llama's beginning-of-text token, are put around documents and prompts; None: as it does by
-        default, and a store as it was prepared; True: also where it names one and puts none.
-      heldout_fraction: share of the documents that is held out, evenly spaced over their order; of
-        a source that is one document its last part, from a line's beginning.
+        default, and in a store as it was prepared; True: also if it names one but adds none.
+      heldout_fraction: share of the documents that is held out, evenly spaced over their order; for
+        a source of one document its last part, from a line's beginning.
       data_dir: where TFDS keeps prepared data sets; None is TFDS's own default.
       train_split: the split to train on, of TFDS or of a folder that `datasets` saved.
-      heldout_split: the split to evaluate on; None holds out a part of `train_split`. Of several
-        `.bin` files those with this word in their names, such as 'val'.
-      text_feature: the TFDS feature that holds the text.
-      text_field: the field or column of records that holds the text.
-      bad_records: how many records without such a text may be left out; they are counted, and the
+      heldout_split: the split to evaluate on; None holds out a part of `train_split`. For several
+        `.bin` files, those with this word in their names, such as 'val'.
+      text_feature: the TFDS feature with the text.
+      text_field: the field or column of records with the text.
+      bad_records: how many records without such a text may be skipped; they are counted, and the
         first are named.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
@@ -139,7 +139,7 @@ class TextData:
                 "TextData.fill_in_middle moves parts of documents, which TextData."
                 "separate_documents = False does not tell apart; use None, or True"
             )
-        # Whether a path has splits with names is seen where it is opened.
+        # Whether a path has named splits is checked when it is opened.
         named = self.source not in ("embedded", "synthetic")
         check_heldout_split("TextData", self.train_split, self.heldout_split, named=named)
 
@@ -156,7 +156,7 @@ class TextData:
         """Return the tokenizer, without reading any text.
 
         Raises:
-          UserError: no such file, it is no tokenizer.json, or the tokens are random.
+          UserError: no such file, it is not a tokenizer.json, or the tokens are random.
         """
         if self.source == "synthetic":
             raise UserError(
@@ -192,7 +192,7 @@ class TextData:
         """Read, tokenize and split the source; only `'synthetic'` depends on `seed`.
 
         Raises:
-          UserError: nothing there, nothing in it, or too little for one row in each split.
+          UserError: no such source, it is empty, or too short for one row in each split.
         """
         opened = self._open(seed)
         return (
@@ -205,7 +205,7 @@ class TextData:
         tokenizer = self.open_tokenizer()
         path = self.path()
         if path is not None and is_store(path):
-            # Imported here, as each kind of source below: a run reads one of them.
+            # Imported here, like each kind of source below: a run reads one of them.
             from jaxtrain.data.text.stores.store import open_store
 
             if isinstance(path, BucketPath):
@@ -299,7 +299,7 @@ class TextData:
             **special_tokens_header(tokenizer),
             "sequence_length": self.sequence_length,
             "separate_documents": self.separate_documents,
-            # Not of the stream, which had no name at first: its digests stay what they were.
+            # Not of the stream, omitted by default, so that older digests stay valid.
             **({} if self.packing == "stream" else {"packing": self.packing}),
             **({"lengths": self.lengths} if self.lengths else {}),
         }
@@ -370,7 +370,7 @@ class TextData:
         """Path of a source that is a file or a folder; None for other sources.
 
         Raises:
-          UserError: nothing is there.
+          UserError: no such path.
         """
         if self.source in ("embedded", "synthetic") or is_glob(self.source):
             return None
@@ -379,12 +379,12 @@ class TextData:
         return existing_path("TextData.source", self.source, words=SOURCE_WORDS)
 
     def files(self) -> dict[Split, documents.Files] | None:
-        """Return the files of a source that is paths, by split; None for other sources.
+        """Return the files of a source, by split; None for sources that are not paths.
 
         Without `heldout_split` all are listed under "train".
 
         Raises:
-          UserError: nothing is there, or no split of that name.
+          UserError: no such path, or no split of that name.
         """
         if is_glob(self.source):
             self._validate_split(named=self.is_tokens())

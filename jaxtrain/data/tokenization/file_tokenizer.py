@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     import tokenizers
 
 
-_SHOWN = 300  # characters of what the library says
+_SHOWN = 300  # characters of the library's message
 
 
 @contextlib.contextmanager
 def library_errors(named: str) -> Iterator[None]:
     """Turn errors of the library into UserError, within the context.
 
-    It has no class of its own to catch: a bare Exception, or pyo3's PanicException, which no module
-    offers and which derives from BaseException, so that it would pass every handler.
+    The library has no exception class: it raises a bare Exception, or pyo3's PanicException, which
+    no module exports and which derives from BaseException, so that it would pass every handler.
 
     Args:
       named: the file, for messages.
@@ -88,7 +88,7 @@ BATCH_CHARACTERS = 1 << 23
 
 _MAX_VOCAB = 1 << 22  # the largest published vocabularies have a million tokens
 
-# Taken where the files next to a tokenizer.json name no end of a text.
+# Used if the files next to a tokenizer.json name no end-of-text token.
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "[SEP]")
 
 
@@ -99,13 +99,13 @@ class FileTokenizer:
       path: the file.
       end_of_text: the token that ends a document; None takes the folder's own (`eos_token` of
         tokenizer_config.json, or the first `eos_token_id` of the model), else the first of
-        END_OF_TEXT_NAMES that the vocabulary has, and does without where it has none.
-      add_special_tokens: whether special tokens are put around a text; None: as the tokenizer has
-        it; True: that, or where it has none the beginning-of-text token that it names.
-      section: whose settings these are, for messages.
+        END_OF_TEXT_NAMES in the vocabulary, or none.
+      add_special_tokens: whether special tokens are put around a text; None: the tokenizer's
+        default; True: the default, or if it adds none, the beginning-of-text token that it names.
+      section: the settings' class, for messages.
 
     Raises:
-      UserError: the file cannot be read, is no tokenizer.json, or has no such tokens.
+      UserError: the file cannot be read, is not a tokenizer.json, or has no such tokens.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class FileTokenizer:
         with library_errors(named):
             tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         self._tokenizer = cast("tokenizers.Tokenizer", Guarded(tokenizer, named))
-        # A file may ask for cutting and padding, which would lose or invent text.
+        # A file may set truncation and padding, which would lose or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         changes = _complete(self._tokenizer, folder)
@@ -136,7 +136,7 @@ class FileTokenizer:
         # Its offsets may leave out spaces.
         self._tokenizer.post_processor = None
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        # The largest id and not the count: files with holes in their ids exist.
+        # The largest id and not the count: some files skip ids.
         self.vocab_size = max(vocab.values(), default=0) + 1
         if self.vocab_size > _MAX_VOCAB:
             raise UserError(
@@ -185,7 +185,7 @@ class FileTokenizer:
         return vocab[named]
 
     def special_names(self) -> dict[str, str]:
-        """Special tokens as in tokenizer_config.json: the folder's own, and the end and the start
+        """Special tokens as in tokenizer_config.json: the folder's, and the end and the start
         of a text.
         """
         names = dict(self._special)
@@ -228,8 +228,8 @@ class FileTokenizer:
         return None if number is None else whole.ids[number:]
 
     def encode_whole(self, text: str, at_most: int) -> tuple[list[int], bool]:
-        """Return a text's ids with special tokens such as [CLS] and [SEP], and whether it was cut
-        to `at_most` tokens.
+        """Return a text's ids with special tokens such as [CLS] and [SEP], and whether it was
+        truncated to `at_most` tokens.
         """
         ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
         return with_special_tokens(self, ids[:room]), len(ids) > room
@@ -304,7 +304,7 @@ def _special_tokens_around(
     around = tokenizer.post_processor
     if around is None or not around.num_special_tokens_to_add(False):
         return (), ()
-    # Any text with a token shows where they are put.
+    # Any text with a token shows where they are added.
     vocab, added = tokenizer.get_vocab(with_added_tokens=False), _special_tokens(tokenizer)
     for probe in itertools.chain("a0", sorted(vocab.keys() - set(added))[:1000]):
         own = tokenizer.encode(probe, add_special_tokens=False).ids

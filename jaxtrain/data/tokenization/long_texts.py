@@ -1,10 +1,11 @@
 """Tokenization of long texts in pieces with bounded memory, equal to the whole text's tokens.
 
 A piece is encoded with some of the text before and after it, and only the tokens that begin in it
-are kept: what a tokenizer puts at a text's beginning or end, such as the space of SentencePiece's
-kind, is at no border. A border is where a token ends and another begins. Both pieces have to
-find the same two tokens there, from which it follows for byte-pair encodings that no token of the
-whole text crosses it: a sequence of tokens is the encoding of its text if each two neighbors are.
+are kept: tokens that a tokenizer adds at a text's beginning or end, such as SentencePiece's
+space, are not kept at borders. A border is where a token ends and another begins. Both pieces have
+to yield the same two tokens there, from which it follows for byte-pair encodings that no token of
+the whole text crosses it: a sequence of tokens is the encoding of its text if each two neighbors
+are.
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ from jaxtrain.config.errors import UserError
 
 PIECE_CHARACTERS = 1 << 20
 AROUND = 1 << 10  # characters before and after a piece that its encoding sees
-_TRIES = 100  # line beginnings that may be no border, before a text is left whole
+_TRIES = 100  # line starts that are tried as a border, before a text is not cut
 
-Border = tuple[int, int]  # the tokens before and after it
+Border = tuple[int, int]  # the tokens before and after a border
 FindBorder = Callable[[str, str], Border | None]
 
 
@@ -30,7 +31,7 @@ class TextPiece:
     Attributes:
       text: the part.
       before, after: some of the text around it.
-      begins, ends: the tokens at its borders; None where the text itself begins or ends.
+      begins, ends: the tokens at its borders; None at the start or end of the text.
     """
 
     text: str
@@ -57,12 +58,12 @@ def cut(
     Args:
       parts: the text, in parts of any size.
       border: the tokens at the border of two texts, as in `Tokenizer.border`.
-      size: characters of a piece, about; None: PIECE_CHARACTERS.
-      around: None: AROUND.
+      size: approximate characters of a piece; None: PIECE_CHARACTERS.
+      around: characters of context; None: AROUND.
     """
     size, around = size or PIECE_CHARACTERS, around or AROUND
     held, before, begins = "", "", None
-    position, tries = size, 0  # where the next line is looked for; those looked at in vain
+    position, tries = size, 0  # where the next line is searched; failed attempts
     chunks = (part[at : at + size] for part in parts for at in range(0, len(part), size))
     for chunk in chunks:
         held += chunk
@@ -91,7 +92,7 @@ def border_at(ids: Sequence[int], spans: Sequence[tuple[int, int]], character: i
 
     Args:
       ids: of a text.
-      spans: the first character of each token, and the one behind its last.
+      spans: the first character of each token, and the one after its last.
       character: the border is before it.
     """
     begins_ends = np.array(spans, np.int64).reshape(-1, 2)
@@ -108,7 +109,7 @@ def tokens_of(
     """Return the tokens of a piece, from those of the piece with the text around it.
 
     Raises:
-      UserError: the tokens at a border are others than those where it was cut.
+      UserError: the tokens at a border differ from those where it was cut.
     """
     begin = len(piece.before)
     first = _check(piece.begins, ids, spans, begin)

@@ -1,4 +1,4 @@
-"""Tokenizers: the interface, one of bytes, and the choice between it and a tokenizer.json."""
+"""Tokenizers: interface, byte tokenizer, and the choice between it and a tokenizer.json."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +21,8 @@ class Tokenizer(Protocol):
       vocab_size: ids are in [0, vocab_size).
       end_of_text: the id that ends a document, or None.
       before, after: special tokens that are put around a text, such as Llama's begin-of-text token.
-      digest: sha256 hex of what defines the ids.
-      file_digest: of the file alone, which is the digest in stores of earlier versions.
+      digest: sha256 hex of the definition of the ids.
+      file_digest: of the file alone, the digest in stores of earlier versions.
       dtype: the smallest unsigned numpy dtype that holds every id.
     """
 
@@ -182,7 +182,7 @@ def open_tokenizer(
                 f"a document; leave it None, or set {section}.tokenizer to a tokenizer.json file"
             )
         return ByteTokenizer()
-    # Imported here: bytes need none of what reads a tokenizer.json.
+    # Imported here: the byte tokenizer does not need it.
     from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
 
     return FileTokenizer(

@@ -16,7 +16,7 @@ from jaxtrain.config.untrusted import read_json_object
 
 SETTINGS, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
-# Models whose tokenizer.json transformers takes as it is although the folder names LlamaTokenizer.
+# Models whose tokenizer.json transformers uses unchanged although the folder names LlamaTokenizer.
 AS_IN_FILE = ("mistral", "mixtral", "phi3")
 SPECIAL = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"
@@ -44,7 +44,7 @@ SETTINGS_KEYS: KeyTable = {
     **read_keys(
         *SPECIAL, "additional_special_tokens", "extra_special_tokens", "added_tokens_decoder",
         "model_specific_special_tokens", "split_special_tokens", "chat_template",
-        # Compared with what tokenizer.json has of the same.
+        # Compared with the same settings in tokenizer.json.
         "do_lower_case", "strip_accents", "tokenize_chinese_chars", "add_prefix_space",
         "tokenizer_class", "legacy",
     ),
@@ -91,12 +91,12 @@ class TokenizerFolder:
 
     Attributes:
       special: special tokens by name, such as `eos_token`.
-      more: all tokens that the files name, in the order in which those are added that the
-        tokenizer.json lacks: their text, and whether they are special.
+      more: all tokens that the files name, in the order in which those that the
+        tokenizer.json lacks are added: their text, and whether they are special.
       split_special: whether a special token's text in a document is text like any other.
       ends: ids of config.json or generation_config.json that end a text.
-      prefix: of Llama's kind of tokenizer, where a space is put before a text: 'first', at its
-        beginning; 'always', behind special tokens too; or 'never'. None: as tokenizer.json has it.
+      prefix: for Llama-style tokenizers, where a space is put before a text: 'first', at its
+        beginning; 'always', after special tokens too; or 'never'. None: as in tokenizer.json.
     """
 
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -111,10 +111,10 @@ def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder
 
     Args:
       tokenizer: the tokenizer.json.
-      content: what it holds.
+      content: its content.
 
     Raises:
-      UserError: one of the files is no JSON, has a key that is not known, or contradicts the
+      UserError: one of the files is not JSON, has an unknown key, or contradicts the
         tokenizer.json.
     """
     folder = tokenizer.parent
@@ -158,7 +158,7 @@ def read_json(path: Place) -> dict[str, Any]:
     """Return the object of a JSON file; empty if there is no file.
 
     Raises:
-      UserError: it cannot be read, or is no JSON object.
+      UserError: it cannot be read, or is not a JSON object.
     """
     with path_errors(str(path), needs="use a file that can be read"):
         if not path.exists():
@@ -214,7 +214,7 @@ def _prefix(
 ) -> Literal["first", "always", "never"] | None:
     """Return where LlamaTokenizer prefixes a space, for a tokenizer.json without byte-level BPE.
 
-    transformers takes that class by its name in the folder. None: as tokenizer.json has it.
+    transformers selects that class by its name in the folder. None: as in tokenizer.json.
     """
     class_ = str(config.get("tokenizer_class")).removesuffix("Fast")
     if class_ != "LlamaTokenizer" or model.get("model_type") in AS_IN_FILE:

@@ -1,4 +1,4 @@
-"""Safe reading of untrusted .npz files: sizes are checked before anything is unpacked."""
+"""Safe reading of untrusted .npz files: sizes are checked before decompression."""
 
 import io
 import lzma
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.config.buckets import BucketPath, Place
 from jaxtrain.config.untrusted import MalformedError, open_regular
 
-# An array is unpacked to more than this only where the file holds at least a 200th of it: a zip
+# An array is decompressed to more than this only if the file has at least a 200th of it: a zip
 # "bomb" of 1 MB becomes 1 GB.
 _SMALL_BYTES, _MOST_TIMES = 64 << 20, 200
 _ENCRYPTED = 1  # a bit of a member's flags
@@ -33,8 +33,8 @@ def read_npz(
       optional: of arrays that it may have.
 
     Raises:
-      MalformedError: it is no such file, lacks an array, or has one of Python objects or of another
-        size than it claims.
+      MalformedError: it is not such a file, lacks an array, or has one of Python objects or of
+        another size than it claims.
       UserError: see `untrusted.open_regular`.
     """
     stream = io.BytesIO(path.read_bytes()) if isinstance(path, BucketPath) else open_regular(path)
@@ -70,7 +70,7 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
         shape, _, dtype = read(member)
         if dtype.hasobject:
             raise MalformedError(f"{info.filename} holds Python objects, which run code")
-        # NumPy makes room for what the header says before it reads.
+        # NumPy allocates the header's size before it reads.
         rest = info.file_size - member.tell()
         if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != rest:
             raise MalformedError(f"{info.filename} has {rest:,} bytes, which are no {list(shape)}")

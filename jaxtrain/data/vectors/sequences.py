@@ -41,11 +41,11 @@ def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
 
     Args:
       path: the file, `.npz` or `.ts`.
-      origin: what names it, for messages.
-      labelled: whether labels are read, which have to be there then.
+      origin: the file's name in messages.
+      labelled: whether labels are read, which are required then.
 
     Raises:
-      UserError: it is neither, holds something else than numbers, or no labels.
+      UserError: it is neither, has non-numeric values, or no labels.
     """
     if path.suffix == ".npz":
         found = _npz(path, origin, labelled=labelled)
@@ -175,15 +175,15 @@ class SequenceData(ClassedRows):
 
     Attributes:
       source: a `.npz` file of arrays x [examples, positions, features] (or [examples, positions],
-        one number at each) and y, labels 0, 1, ... of [examples] or of [examples, positions] (-1
-        where there is none), with an array lengths [examples] where not all positions are an
-        example's; a `.ts` file, as archives of time series have them; or `'synthetic'`, random
-        numbers and labels.
+        one value at each) and y, labels 0, 1, ... of [examples] or of [examples, positions] (-1
+        where there is none), with an array lengths [examples] if examples are
+        padded; a `.ts` file, as in time series archives; or `'synthetic'`, random
+        values and labels.
       heldout_source: another such file, which is held out; None holds out a part of the source.
-      features: numbers of a vector.
-      sequence_length: positions of a row; of longer sequences the rest is left out, and counted.
-      scaling: 'standard' takes the mean from each feature and divides by the standard deviation,
-        both over all positions of the training part; 'none' leaves them.
+      features: size of a vector.
+      sequence_length: positions of a row; longer sequences are truncated, and counted.
+      scaling: 'standard' subtracts the mean of each feature and divides by the standard deviation,
+        both over all positions of the training part; 'none' changes nothing.
     """
 
     heldout_source: Annotated[str | None, PathOr()] = None
@@ -231,8 +231,8 @@ class SequenceData(ClassedRows):
         """Read, scale and split the sequences; only `'synthetic'` depends on `seed`.
 
         Raises:
-          UserError: nothing there, another number of features or classes, other classes in what is
-            held out, or a split that would be empty.
+          UserError: no such source, another number of features or classes, other classes in the
+            held-out part, or a split that would be empty.
         """
         found, held = self._split(seed)
         shift, spread = self._scale(found, held)
@@ -302,7 +302,7 @@ class SequenceData(ClassedRows):
         path = existing_path(f"SequenceData.{setting}", value, words=words)
         found = read(path, origin)
         for name, count in (("features", found.x[0].shape[1]), ("num_classes", len(found.names))):
-            # What is held out may lack the last classes, which .npz files do not name.
+            # The held-out part may lack the last classes, which .npz files do not name.
             fewer = setting != "source" and path.suffix == ".npz" and name == "num_classes"
             wanted = getattr(self, name)
             if count > wanted if fewer else count != wanted:

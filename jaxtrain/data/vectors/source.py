@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
     Attributes:
       x: float64 [N, D].
-      y: float64 [N, K] numbers, or labels [N, 1].
+      y: float64 [N, K] regression targets, or labels [N, 1].
     """
 
     x: np.ndarray
@@ -45,13 +45,13 @@ def _mnist5k() -> Table:
     return Table(np.asarray(pixels, np.float64), np.asarray(labels, np.float64)[:, None])
 
 
-# Each with the features and the classes that it has; None is numbers.
+# Each with its number of features and of classes; None: regression.
 DEMO: dict[str, Callable[[], Table]] = {
     "digits": lambda: _sklearn("digits"),  # 1,797 x 64, 10 classes
     "iris": lambda: _sklearn("iris"),  # 150 x 4, 3 classes
     "wine": lambda: _sklearn("wine"),  # 178 x 13, 3 classes
     "breast_cancer": lambda: _sklearn("breast_cancer"),  # 569 x 30, 2 classes
-    "diabetes": lambda: _sklearn("diabetes"),  # 442 x 10, one number
+    "diabetes": lambda: _sklearn("diabetes"),  # 442 x 10, one regression target
     "mnist5k": _mnist5k,  # 5,000 x 784, 10 classes
 }
 
@@ -71,10 +71,10 @@ def read(path: Place, columns: int) -> Table:
 
     Args:
       path: the file.
-      columns: the last `columns` of a .csv are the targets.
+      columns: number of target columns, the last of a .csv.
 
     Raises:
-      UserError: it is neither, or holds something else than numbers.
+      UserError: it is neither, or has non-numeric values.
     """
     origin = f"VectorData.source = {str(path)!r}"
     if path.suffix == ".npz":
@@ -102,10 +102,10 @@ def read_vectors(path: Place, origin: str) -> np.ndarray:
 
     Args:
       path: the file.
-      origin: what names it, for messages.
+      origin: the file's name in messages.
 
     Raises:
-      UserError: it is neither, or holds something else than numbers.
+      UserError: it is neither, or has non-numeric values.
     """
     if path.suffix == ".csv":
         return _csv(path.read_bytes(), origin)
@@ -157,15 +157,15 @@ class VectorData:
 
     Attributes:
       source: `'digits'` (64 features, 10 classes), `'iris'` (4, 3), `'wine'` (13, 3),
-        `'breast_cancer'` (30, 2), `'mnist5k'` (784, 10) or `'diabetes'` (10, one number), all from
+        `'breast_cancer'` (30, 2), `'mnist5k'` (784, 10) or `'diabetes'` (10, one target), all from
         jaxtrain[demo]; a `.npz` file of arrays x and y; or a `.csv` file whose last columns are the
         targets, with or without a line of names.
-      features: numbers of a vector.
-      num_classes: different labels, counted from 0; None for regression.
+      features: size of a vector.
+      num_classes: number of labels, counted from 0; None for regression.
       num_targets: regression targets of a vector, if `num_classes` is None.
       scaling: 'standard' subtracts the mean of each feature and regression target and divides by
-        the standard deviation; 'unit' scales all features together to 0 to 1; 'none' leaves them.
-        Both use statistics of the training part.
+        the standard deviation; 'unit' scales all features together to 0 to 1; 'none' changes
+        nothing. Both use statistics of the training part.
       heldout_fraction: share that is held out, evenly spaced over the order, of each class.
     """
 
@@ -200,7 +200,7 @@ class VectorData:
         """Read and split the table.
 
         Raises:
-          UserError: nothing there, an extra that is not installed, another number of features,
+          UserError: no such source, an extra that is not installed, another number of features,
             classes or targets, or a split that would be empty.
         """
         del seed
@@ -325,7 +325,7 @@ class Vectors:
 
     Attributes:
       x: float32 [N, D].
-      y: int32 labels [N], or float32 numbers [N, K].
+      y: int32 labels [N], or float32 regression targets [N, K].
     """
 
     x: np.ndarray

@@ -70,7 +70,7 @@ class MetricsLog:
         Args:
           workdir: the run's folder; None writes no files.
           total_steps: the step the run ends at.
-          unit: what throughput counts.
+          unit: the unit of throughput.
           units_per_step: tokens, images and so on in one global batch.
           flops_per_step: model FLOPs of one optimizer step on the global batch; None: no MFU.
           peak_flops: FLOP/s of all devices of the run together; None where it is not known.

@@ -32,7 +32,7 @@ class Service(Protocol):
     """Where metrics go.
 
     Attributes:
-      name: what it is called.
+      name: its name.
       run: by which name it knows the run; a later start says it again.
     """
 

@@ -109,13 +109,13 @@ def mask_tokens(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
 
     Args:
       row: one row of text.
-      rng: what is drawn from.
+      rng: the random generator.
       vocab_size: of the model; its last token is the mask's.
     """
     tokens_T = row.inputs
     drawn_T, kind_T = rng.random((2, *tokens_T.shape))
     others_T = rng.integers(0, vocab_size - 1, tokens_T.shape)
-    # Rows whose documents are not distinguished say by their loss mask where padding begins.
+    # Rows of one text mark padding in their loss mask.
     real_T = row.loss_mask if row.segment_ids is None else row.segment_ids
     chosen_T = (drawn_T < CHOSEN) & (real_T != 0)
     inputs_T = np.where(chosen_T & (kind_T < HIDDEN), vocab_size - 1, tokens_T)

@@ -18,7 +18,7 @@ class Fit:
     """A parametric loss L(N, D) = E + A / N^alpha + B / D^beta, in nats per token.
 
     Attributes:
-      name: what it is called.
+      name: its name.
       source: where the constants were published.
       E: the loss that no model and no data can undercut: the entropy of the text.
       A, alpha: what a model of finite size loses.

@@ -26,12 +26,12 @@ Encoded = tuple[np.ndarray, np.ndarray]
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatData(Templated):
-    """Conversations for supervised fine-tuning (SFT): the loss is that of answers alone. Records
+    """Conversations for supervised fine-tuning (SFT): the loss covers answers alone. Records
     have `messages` of a role and its content, or a `prompt` and a `completion`. Whole conversations
-    are packed into rows, masked from each other; a conversation longer than a row is cut to it.
+    are packed into rows, masked from each other; a conversation longer than a row is truncated.
 
     Attributes:
-      messages_field: the field or column that holds the messages.
+      messages_field: the field or column with the messages.
     """
 
     messages_field: str = "messages"
@@ -103,7 +103,7 @@ class Answers(WholeBatches):
     Attributes:
       rows: the tokens, packed.
       answer_mask: 1 for tokens of an answer, which count in the loss, 0 elsewhere; packed alike.
-      cut: conversations that were longer than a row.
+      cut: number of truncated conversations.
     """
 
     rows: BestFit
@@ -129,7 +129,7 @@ class Answers(WholeBatches):
     def examples(self, indices: np.ndarray) -> Batch:
         """Return the rows `indices`, stacked: tokens [len(indices), T]."""
         batch = self.rows.examples(indices)
-        # Of the marks the targets say whether a position's target belongs to an answer.
+        # The targets' marks determine whether a position's target belongs to an answer.
         counts = self.answer_mask.examples(indices).targets
         return dataclasses.replace(batch, loss_mask=batch.loss_mask * counts.astype(np.float32))
 

@@ -1,8 +1,8 @@
 """Chat templates (Jinja): a conversation as the text that a model was trained on.
 
-A template is Jinja, of a tokenizer's own folder, and is rendered as transformers renders it: in a
-sandbox that calls nothing but what is named here, with the tokenizer's special tokens. A template
-may mark what the model is to write by `{% generation %}` ... `{% endgeneration %}`.
+A template is Jinja, from a tokenizer's folder, and is rendered as by transformers: in a
+sandbox that calls only the functions named here, with the tokenizer's special tokens. A template
+may mark the text that the model generates by `{% generation %}` ... `{% endgeneration %}`.
 """
 
 import dataclasses
@@ -44,15 +44,15 @@ CHATML = (
 WORDS: Mapping[str, str] = {"chatml": CHATML}  # templates that need no file
 
 _FILE = "chat_template.jinja"
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same, by age
-_LEAST_JINJA = (3, 1, 6)  # sandboxes of older ones are known to have holes
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # their names, oldest first
+_LEAST_JINJA = (3, 1, 6)  # sandboxes of older versions have known vulnerabilities
 # Characters that occur in no text: they represent marks while a template is rendered.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-_PROBE = "\ue000answer\ue001", "\ue000question\ue001"  # texts that no template writes
+_PROBE = "\ue000answer\ue001", "\ue000question\ue001"  # texts that templates do not write
 
 
 class TemplateError(ValueError):
-    """Error that a template raises against a conversation, or fails with."""
+    """Error that a template raises for a conversation, or fails with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ChatTemplate:
       source: Jinja.
       named: where it is written, for messages.
       special: the tokenizer's special tokens by name, such as `eos_token`.
-      today: what `strftime_now` writes the date of; None rejects a template that asks.
+      today: the date for `strftime_now`; None rejects a template that uses it.
     """
 
     source: str
@@ -86,9 +86,9 @@ class ChatTemplate:
         """Return the conversation as text.
 
         Args:
-          messages: each with a `role` and what else the template reads, plain values of JSON.
+          messages: each with a `role` and whatever else the template reads, plain JSON values.
           tools: JSON schemas of functions, for templates that list them.
-          reply: whether the beginning of the model's next message follows.
+          reply: whether to add the beginning of the model's next message.
 
         Raises:
           TemplateError: the template rejects these messages, or fails.
@@ -167,7 +167,7 @@ class ChatTemplate:
         try:
             with budget():
                 return _compile(self._environment, self.source)
-        # What Python's compiler says of a template's code, of nesting that is too deep above all.
+        # Errors of Python's compiler for a template's code, mostly nesting that is too deep.
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, TypeError,
                 OverflowError, MemoryError, AssertionError) as error:  # fmt: skip
             raise UserError(f"{self.named} is no template of Jinja ({error})") from error
@@ -197,13 +197,13 @@ def open_template(
     """Return the template that settings name, or that of the tokenizer's folder.
 
     Args:
-      section: whose settings, for messages.
+      section: the settings' class, for messages.
       word_or_path: one of `WORDS` or a file of Jinja; None: the one next to the tokenizer.
-      tokenizer: the tokenizer.json; None: it has no folder.
+      tokenizer: the tokenizer.json; None: there is none.
       today: as in ChatTemplate.
 
     Raises:
-      UserError: there is none, or it is no template.
+      UserError: there is none, or it is not a template.
     """
     named = f"{section}.chat_template = {word_or_path!r}"
     if word_or_path is None:
@@ -237,7 +237,7 @@ def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTempla
     else:
         named = f"the chat template of {folder / SETTINGS}"
         source = read_json(folder / SETTINGS).get("chat_template")
-        if isinstance(source, list):  # several by name, in files of some years
+        if isinstance(source, list):  # several by name, in older files
             pairs = [one for one in source if isinstance(one, dict)]
             source = {one.get("name"): one.get("template") for one in pairs}.get("default")
     if not isinstance(source, str):
@@ -260,7 +260,7 @@ def _read(path: Place, named: str) -> str:
 
 
 def _jinja() -> Any:
-    # Imported here: nothing but conversations needs it, and it is an extra.
+    # Imported here: only conversations need it, and it is an extra.
     try:
         jinja2 = importlib.import_module("jinja2")
     except ImportError as error:
@@ -333,7 +333,7 @@ def _environment(strftime_now: Any) -> Any:
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
-        "dict": new_dict,  # not the class, whose attributes lead further
+        "dict": new_dict,  # not the class, whose attributes lead out of the sandbox
         "namespace": namespace,
     }
     return environment

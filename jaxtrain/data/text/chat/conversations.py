@@ -1,6 +1,6 @@
 """Conversations as text, with the character ranges of the assistant's answers, and their sources.
 
-A record has `messages`, each of a `role` and its `content`: what the role 'assistant' says is
+A record has `messages`, each of a `role` and its `content`: content of the role 'assistant' is
 written by the model. Or it has a `prompt` and a `completion`, both messages, or both text that no
 template changes: the completion is written by the model.
 """
@@ -40,7 +40,7 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing, open_tokeni
 
 ANSWERS = "assistant"  # the role of the model
 
-Template = Callable[[], ChatTemplate]  # asked for where there are messages
+Template = Callable[[], ChatTemplate]  # called only if there are messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Written:
 
     Attributes:
       text: all of it.
-      answers: the spans of characters that the model is to write.
-      ends: whether it is a whole text, which the tokenizer's special tokens surround; those behind
-        it and the end of a text the model writes too.
+      answers: the character spans that the model is to generate.
+      ends: whether it is a whole text, which the tokenizer's special tokens surround; those after
+        it and the end-of-text token are generated too.
     """
 
     text: str
@@ -62,7 +62,7 @@ class Written:
         """Return the tokens, and a mask of those that the model is to generate: bool, of the same
         length.
 
-        A token is where its first character is.
+        A token belongs to its first character.
         """
         ids, starts = tokenizer.encode_with_places(self.text)
         offsets = np.asarray(starts, np.int64)
@@ -85,11 +85,11 @@ def format_conversation(
 
     Args:
       record: messages, or `prompt` and `completion`; perhaps `tools`.
-      template: gives what writes messages; not asked where there is text alone.
-      messages: the field that holds them.
+      template: returns the template of messages; not called for plain text.
+      messages: the field with the messages.
 
     Raises:
-      BadLineError: it is none, or the template rejects it.
+      BadLineError: it is not a conversation, or the template rejects it.
     """
     if messages in record:
         return _apply_template(_messages(messages, record[messages]), 0, record, template)
@@ -195,17 +195,17 @@ class Templated:
 
     Attributes:
       source: a file of JSON lines (`.jsonl`, `.ndjson`, `.json`, perhaps `.gz` or `.zst`), a
-        `.parquet` or `.arrow` file, or a folder of such, on a disk or at `'gs://BUCKET/PATH'`.
-      heldout_source: likewise, of what is held out; None holds out a part of `source`.
+        `.parquet` or `.arrow` file, or a folder of them, on a disk or at `'gs://BUCKET/PATH'`.
+      heldout_source: the same for held-out records; None holds out a part of `source`.
       heldout_fraction: that part, evenly spaced over the records' order.
       tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
       end_of_text: the token of tokenizer.json that ends a text; None takes the tokenizer's own.
-      add_special_tokens: as in TextData, for texts that no template writes; a template writes
+      add_special_tokens: as in TextData, for texts that templates do not write; a template writes
         special tokens itself.
       chat_template: a file of Jinja, or `'chatml'`; None takes the one next to the tokenizer.
-      date: the day that a template writes which asks for today's, such as '2026-07-26'.
+      date: the date for templates that write today's, such as '2026-07-26'.
       sequence_length: tokens per row.
-      bad_records: how many records that cannot be used may be left out; they are counted, and the
+      bad_records: how many unusable records may be skipped; they are counted, and the
         first are named.
     """
 
@@ -242,7 +242,7 @@ class Templated:
         """Return the tokenizer, without reading any record.
 
         Raises:
-          UserError: no such file, or it is no tokenizer.json.
+          UserError: no such file, or it is not a tokenizer.json.
         """
         path = self._tokenizer_path()
         return open_tokenizer(
@@ -254,7 +254,7 @@ class Templated:
         """Return the template, for the configured date or else for `today`.
 
         Raises:
-          UserError: there is none, or it is no template.
+          UserError: there is none, or it is not a template.
         """
         day = today if self.date is None else self._day()
         return open_template(self._section, self.chat_template, self._tokenizer_path(), day)
@@ -266,7 +266,7 @@ class Templated:
         left out.
 
         Raises:
-          UserError: a file cannot be read, too many records are bad, or a split has none.
+          UserError: a file cannot be read, too many records are bad, or a split is empty.
         """
         setting = f"{self._section}.source"
         records = Records(
@@ -331,7 +331,7 @@ def _files(setting: str, source: str, left_out: Counter[str]) -> list[Place]:
     Args:
       setting: the binding that names the source.
       source: its value.
-      left_out: takes how many other files a folder has, by ending.
+      left_out: filled with the number of other files of a folder, by suffix.
     """
     path = existing_path(setting, source)
     if not path.is_dir():

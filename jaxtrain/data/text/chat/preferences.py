@@ -21,7 +21,7 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 CHOSEN, REJECTED = 1, 2  # the documents of a row
 
-# Tokens of both texts of a pair, and which of them are an answer's.
+# Tokens of both texts of a pair, and which of them belong to an answer.
 Pair = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
@@ -30,8 +30,8 @@ Pair = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 class PreferenceData(Templated):
     """Preference data for `Train.objective = @DPO()`. Records have a `prompt`, the `chosen` answer
     and the `rejected` one, all three text or lists of messages. A row is a pair: the prompt with
-    one answer, then with the other, masked from each other; texts are cut where both do not fit in
-    a row, each keeping at least half of it.
+    one answer, then with the other, masked from each other; texts are truncated if both do not fit
+    in a row, each to at least half of it.
     """
 
     def abstract_batch(self, global_batch_size: int) -> Batch:
@@ -96,11 +96,11 @@ class Pairs(WholeBatches):
     """Rows of two texts each.
 
     Attributes:
-      pairs: the tokens of the chosen and of the rejected text, and which are an answer's.
+      pairs: the tokens of the chosen and of the rejected text, and which belong to an answer.
       sequence_length: T, in tokens.
-      cut: texts that were too long.
+      cut: number of truncated texts.
       reference: float32 [pairs, T], a reference model's log-probability of each target; None: they
-        are not known, and 0.
+        are unknown, and 0.
     """
 
     pairs: list[Pair]

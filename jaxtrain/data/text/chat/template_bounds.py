@@ -1,8 +1,8 @@
 """Time and memory limits of chat templates (Jinja's sandbox has none).
 
-A template is somebody else's program. Every turn of a loop, call and operation takes steps from the
-budget of its rendering, and a long text or list takes more of them; what would make one that is too
-long is rejected before it is made. The bounds count and do not measure: the same template ends the
+A template is an untrusted program. Every loop iteration, call and operation takes steps from the
+budget of its rendering, and a long text or list takes more of them; operations whose result would
+be too long are rejected beforehand. The limits are counts, not times: the same template ends the
 same way on every machine.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 MAX_SOURCE = 1 << 18  # bytes of a template; the longest published ones have 20 kB
 MAX_STEPS = 1_000_000  # some seconds; a conversation of a million characters takes a tenth
-_CHARACTERS = 64  # of a text, that take a step
+_CHARACTERS = 64  # characters of a text per step
 _MAX_LENGTH = 1 << 24  # characters of a text, items of a list
-_MAX_NUMBER = 100_000  # that is passed to a function; such as a width
+_MAX_NUMBER = 100_000  # of an argument, such as a width
 _MAX_BITS = 4096  # of a product or power
 _LONG_FORM = re.compile(r"[*]|\d{6}")  # a width in a format
 
@@ -128,7 +128,7 @@ def add_bounds(sandbox: type) -> type:
             _validate_operands(operator, left, right)
             return _spent(super().call_binop(context, operator, left, right))
 
-        # Names that keyword arguments of a template's calls do not have, as Jinja has them.
+        # Names that cannot clash with a template's keyword arguments, as in Jinja.
         def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
             _validate_arguments(__obj, [*args, *kwargs.values()])
             return _spent(base.call(__self, __context, __obj, *args, **kwargs))
@@ -137,7 +137,7 @@ def add_bounds(sandbox: type) -> type:
 
 
 def bound_filters(environment: Any) -> None:
-    """Put the bounds around an environment's filters, and remove what no chat template needs."""
+    """Add the limits to an environment's filters, and remove what no chat template needs."""
     environment.globals.pop("lipsum", None)
     environment.filters.pop("urlize", None)
     for name, function in environment.filters.items():
@@ -145,7 +145,7 @@ def bound_filters(environment: Any) -> None:
 
 
 def _bound_filter(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)  # with what Jinja marks it by
+    @functools.wraps(function)  # with Jinja's marks on it
     def call_filter(*args: Any, **kwargs: Any) -> Any:
         _validate_arguments(function, [*args, *kwargs.values()])
         return _spent(function(*args, **kwargs))
@@ -183,7 +183,7 @@ def insert_budget(nodes: Any, visitor: Any, tree: Any, environment: Any) -> Any:
 
     Args:
       nodes, visitor: Jinja's modules.
-      tree: as `environment.parse` gives it.
+      tree: from `environment.parse`.
       environment: with the extension of `bounds_extension`.
     """
     bounds = next(x for x in environment.extensions.values() if hasattr(x, "concat"))

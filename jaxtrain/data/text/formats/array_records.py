@@ -20,7 +20,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each record of a file, in order.
 
     Raises:
-      UserError: the file is in a bucket, is no ArrayRecord file, or is damaged.
+      UserError: the file is in a bucket, is not an ArrayRecord file, or is damaged.
     """
     if not isinstance(path, Path):
         raise UserError(
@@ -31,7 +31,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
 
     try:
         reader = ArrayRecordReader(str(path))
-        # A file that was cut opens without an error, as one of no records.
+        # A truncated file opens without an error, as one without records.
         if not reader.ok():
             raise RuntimeError("its end is missing or damaged")
         count = reader.num_records()

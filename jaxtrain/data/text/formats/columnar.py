@@ -17,9 +17,9 @@ from jaxtrain.data.text.pieces import arrow, open_stored
 
 T = TypeVar("T")
 
-_ROWS = 256  # of Parquet, read at a time
+_ROWS = 256  # of Parquet, per read
 _ARROW_FILE = (
-    b"ARROW1"  # begins the file format; the stream format, of `datasets`, has no such mark
+    b"ARROW1"  # start of the file format; the stream format, of `datasets`, has no such magic
 )
 
 
@@ -42,7 +42,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
 
 
 def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
-    """Yield what `take` returns for each row, given as a record without its nulls.
+    """Yield `take(record)` of each row, a record without nulls.
 
     A column has all fields that any row has, so absent fields are nulls. Where `take` raises
     `BadLineError`, the record is bad.
@@ -83,7 +83,7 @@ def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
             with _load(path, kind):
                 batch = next(batches, None)
                 if batch is not None and not is_parquet:
-                    # Its offsets are the file's own: pyarrow ends the process at one that is wrong.
+                    # Its offsets come from the file: pyarrow crashes the process at a wrong one.
                     batch.validate(full=True)
             if batch is None:
                 return
@@ -100,7 +100,7 @@ def _of_parquet(
 def _of_arrow(
     path: Place, stream: BinaryIO, columns: list[str] | None
 ) -> tuple[Any, Iterator[Any]]:
-    del columns  # all of them are mapped alike
+    del columns  # all of them are mapped
     ipc = arrow("pyarrow.ipc", path)
     is_file = stream.read(len(_ARROW_FILE)) == _ARROW_FILE
     stream.seek(0)
@@ -125,7 +125,7 @@ def _load(path: Place, kind: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:
-        # A damaged length asks for more memory than there is.
+        # A damaged length requests more memory than there is.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"TextData.source: {path} is no whole {kind} file ({reason}); make it again, or remove "

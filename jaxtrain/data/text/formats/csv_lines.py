@@ -14,12 +14,14 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each row of a file (RFC 4180; tabs in a .tsv); empty lines are skipped.
 
     Raises:
-      UserError: the file cannot be read, is empty, has no such column, or quotes that do not end.
+      UserError: the file cannot be read, is empty, has no such column, or unterminated quotes.
     """
-    csv.field_size_limit(sys.maxsize)  # of all readers; Python's own 128 kB is short for documents
+    csv.field_size_limit(
+        sys.maxsize
+    )  # of all readers; Python's default of 128 kB is too little for documents
     delimiter = "\t" if plain_name(path).endswith(".tsv") else ","
     with reading(path) as stream:
-        # A byte that is no UTF-8 passes as half of a surrogate pair, to be found in its row.
+        # An invalid UTF-8 byte passes as half of a surrogate pair, and is reported with its row.
         lines = (
             (line.removeprefix(BYTE_ORDER_MARK) if not number else line).decode(
                 "utf-8", errors="surrogateescape"

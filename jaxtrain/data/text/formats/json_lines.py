@@ -21,13 +21,13 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
       text_field: the name whose value is a record's text.
 
     Raises:
-      UserError: the file cannot be read, or not unpacked, or is empty.
+      UserError: the file cannot be read or decompressed, or is empty.
     """
     return read_taken(path, lambda record: _text(record, text_field))
 
 
 def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
-    """Yield what `take` returns for each record of a file.
+    """Yield `take(record)` of each record of a file.
 
     Where it raises `BadLineError`, the record is bad.
     """
@@ -47,7 +47,7 @@ def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T |
 
 
 class BadLineError(ValueError):
-    """Error in a line; its message says what is wrong."""
+    """Error in a line of JSON."""
 
 
 def _record(line: bytes) -> dict[str, Any]:

@@ -75,11 +75,11 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
 
     Args:
       folder: of `is_saved`.
-      split: which; of a folder without splits any will do.
+      split: its name; any for a folder without splits.
       setting: the binding that names the split.
 
     Raises:
-      UserError: no such split, or the folder is not whole.
+      UserError: no such split, or the folder is incomplete.
     """
     if has_splits(folder):
         listed = _entry(folder / _SPLITS, _json(folder / _SPLITS), "splits", list)
@@ -98,7 +98,7 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
     where = folder / _STATE
     with path_errors(str(where), needs="save the dataset again"):
         for file in files:
-            # A name that leads elsewhere would be read like the dataset's own.
+            # A path that leads out of the folder would be read like the dataset's own.
             if file.parent != folder or not file.is_file():
                 raise UserError(
                     f"{folder / _STATE} names {file}, which is not there; save it again"

@@ -3,11 +3,11 @@
 nanoGPT (data/openwebtext/prepare.py): `.bin`, uint16 from the first byte on, or uint32 where a
 vocabulary has more ids; documents end with the end-of-text token. llm.c (dev/data/data_common.py):
 `.bin` headed by 256 int32 (magic, version, number of tokens), documents begin with that token.
-Megatron-LM (megatron/core/datasets/indexed_dataset.py): `.bin` and `.idx`, which says the type and
-where sequences and documents begin.
+Megatron-LM (megatron/core/datasets/indexed_dataset.py): `.bin` and `.idx`, which has the dtype and
+the starts of sequences and documents.
 
-What is known of such files only after all tokens were seen (documents, digests, the largest id) is
-kept in the cache folder for the next start.
+Facts of such files that need all tokens (documents, digests, the largest id) are
+kept in the cache folder for the next launch.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxtrain.data.tokenization.tokenizer import Tokenizer
 # By magic: the version, and the type of tokens.
 _LLM_C = {20240520: (1, np.dtype(np.uint16)), 20240801: (7, np.dtype(np.uint32))}
 _LLM_C_HEADER = 256  # int32
-# What begins like these holds no tokens: headers of llm.c's other files, and other formats.
+# Files that begin like these are not tokens: headers of llm.c's other files, and other formats.
 _NO_TOKENS = {
     np.int32(20240522).tobytes(): "llm.c's multiple-choice questions",
     np.int32(20240326).tobytes(): "llm.c's weights of a model",
@@ -45,7 +45,7 @@ _MEGATRON_TYPES = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32",
     8: "uint16",
 }  # fmt: skip
-_SLICE = 1 << 24  # tokens looked at together
+_SLICE = 1 << 24  # tokens processed together
 _FORMAT = 1
 
 
@@ -56,8 +56,8 @@ class TokenFile:
     Attributes:
       path: where it is.
       tokens: mapped, [tokens].
-      starts: where documents begin, int64; None: where the end-of-text token says so.
-      end_of_text_first: whether that token begins a document, and does not end it.
+      starts: starts of documents, int64; None: they follow from the end-of-text token.
+      end_of_text_first: whether that token begins a document instead of ending it.
     """
 
     path: Path
@@ -71,11 +71,11 @@ def read_file(path: Path, vocab_size: int) -> TokenFile:
 
     Args:
       path: the file.
-      vocab_size: of the tokenizer that made it; a file that does not say its type is uint16, and
-        uint32 where that cannot hold every id.
+      vocab_size: of the tokenizer; a file without a dtype is uint16, or
+        uint32 if the ids need it.
 
     Raises:
-      UserError: it is cut short, or in a layout or version that is not known.
+      UserError: it is truncated, or has an unknown layout or version.
     """
     index = path.with_suffix(".idx")
     if index.is_file():
@@ -167,8 +167,8 @@ class TokenSplits:
 
     Attributes:
       train: what to train on.
-      heldout: what is held out.
-      digests: of each one's tokens and offsets.
+      heldout: the held-out rows.
+      digests: of the tokens and offsets of each split.
       unigram_entropy: as `packing.unigram_entropy`.
     """
 
@@ -192,17 +192,17 @@ def open_token_files(
 
     Args:
       paths: the files, in the order of their tokens.
-      tokenizer: what made them; says the ids that there are, and the one between documents.
+      tokenizer: the tokenizer; gives the vocabulary, and the token between documents.
       sequence_length: of rows.
       origin: TextData.tokenizer.
       separate: as `PackedText.separate`.
       heldout_split: the files with this word in their names are held out; None: the last part is,
-        from where a document begins.
+        from a document's start.
       heldout_fraction: how large that part is.
 
     Raises:
-      UserError: a file is in a bucket or not whole, holds an id that the tokenizer has not, or no
-        file has the word; or the cache folder cannot be written.
+      UserError: a file is in a bucket or incomplete, has an id that the tokenizer lacks, or no
+        file name has the word; or the cache folder cannot be written.
     """
     on_disk = [path for path in paths if isinstance(path, Path)]
     if len(on_disk) < len(paths):
@@ -247,7 +247,7 @@ def _part(files: list[TokenFile], begin: int, end: int | None) -> Joined:
     return Joined(found)
 
 
-# -- what is known after one look at all ----------------------------------------------------------
+# -- facts that need all tokens ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +255,8 @@ class _Known:
     """Facts of token files, cached for later attempts.
 
     Attributes:
-      cut: the token at which the held-out part of the files begins; -1 where files are held out.
-      offsets: where documents begin, and the end, of each split: int64.
+      cut: the first token of the held-out part of the files; -1 if files are held out.
+      offsets: starts of documents, and the end, of each split: int64.
       digests: of the tokens and offsets of each split.
       unigram_entropy: as `packing.unigram_entropy`.
     """
@@ -290,7 +290,7 @@ def _load_or_read(
             fields = {name: value for name, value in vars(known).items() if name != "offsets"}
             write_atomically(index, json.dumps(fields).encode())
 
-    # Of several processes of a machine one reads all tokens; what others have mapped stays.
+    # One process per machine reads all tokens; files that others have mapped stay.
     make_once(folder, index.is_file, look)
     kept = parse_json(index.read_bytes())
     offsets = np.load(arrays[0], "r"), np.load(arrays[1], "r")

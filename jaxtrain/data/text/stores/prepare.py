@@ -14,7 +14,7 @@ from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
 from jaxtrain.data.text.stores.tokenizing import Texts, split_documents, tokenize
 
-# The settings that say which documents there are.
+# The settings that select the documents.
 _OF_DOCUMENTS = (
     "source", "heldout_fraction", "data_dir", "train_split", "heldout_split", "text_feature",
     "text_field", "bad_records",
@@ -46,16 +46,16 @@ def prepare(
 ) -> Store:
     """Tokenize text into a store, from which `TextData.open` returns the same as from the source.
 
-    Goes on where an earlier start with the same settings was stopped.
+    An earlier interrupted launch with the same settings is resumed.
 
     Args:
-      data: names the source and the tokenizer.
+      data: the source and the tokenizer.
       folder: of the store.
       workers: processes that tokenize; 1: this one.
-      progress: called with the characters and tokens that are done.
+      progress: called with the characters and tokens done so far.
 
     Raises:
-      UserError: as `TextData.open`; the source is not on a disk; the folder holds something else.
+      UserError: as `TextData.open`; the source is not on a disk; the folder has other contents.
     """
     store = tokenize(
         texts_of(data), data.open_tokenizer, folder, workers=workers, progress=progress
@@ -73,7 +73,7 @@ def texts_of(data: TextData) -> Texts:
     """Return the documents of a source, read one part at a time.
 
     Raises:
-      UserError: nothing there, or it is no text on this machine's disks.
+      UserError: no such source, or it is not text on this machine's disks.
     """
     path, origin = data.path(), f"TextData.source = {data.source!r}"
     if path is not None and is_store(path):

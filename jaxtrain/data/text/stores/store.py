@@ -22,12 +22,12 @@ from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS, SPECIAL_MAP
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
-TOKENIZER_FILE = "tokenizer.json"  # a copy of what made the ids; of bytes there is none
-# And of what stood next to it and says which tokens it has.
+TOKENIZER_FILE = "tokenizer.json"  # a copy of the tokenizer; none for bytes
+# And of the files next to it that define its tokens.
 TOKENIZER_FILES = (TOKENIZER_FILE, SETTINGS, SPECIAL_MAP)
 _FORMAT = 2
 _READ = (1, 2)  # 1: without checksums of blocks
-# Of a file this many blocks, evenly spaced, are read when a store is opened.
+# This many blocks of a file, evenly spaced, are read when a store is opened.
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 
 
@@ -36,9 +36,9 @@ class Part:
     """Description of one split of a token store.
 
     Attributes:
-      texts: documents of the source, those without any token too.
+      texts: documents of the source, including empty ones.
       documents: those with tokens.
-      tokens: of all of them, ends of text included.
+      tokens: of all of them, end-of-text tokens included.
       digests: sha256 hex of the tokens and of the offsets, as `source.part_digest`.
       samples: sha256 hex of some blocks of each of the two files.
       checksums: CRC-32 of the file of the tokens' block checksums and of the offsets; empty in
@@ -59,15 +59,15 @@ class Store:
 
     Attributes:
       folder: where it is.
-      tokenizer: sha256 hex of what defines the ids.
+      tokenizer: sha256 hex of the definition of the ids.
       end_of_text: the id that ends a document, or None.
       before, after: special tokens around each document; stores of earlier versions have none.
       dtype: of the ids.
       heldout_fraction: share of the documents held out; None: the source had its own splits.
       unigram_entropy: as `packing.unigram_entropy`.
-      facts: more of the source, to show.
+      facts: further facts of the source.
       parts: by split.
-      tokens_in: the folder of the files of tokens; None: `folder`.
+      tokens_in: the folder of the token files; None: `folder`.
     """
 
     folder: Path
@@ -115,7 +115,7 @@ class Store:
     def settle_tokenizer(
         self, tokenizer: Tokenizer, origin: str, *, ends: bool, surrounds: bool
     ) -> None:
-        """Give the run's tokenizer the store's end of a document and special tokens around one.
+        """Give the run's tokenizer the store's end-of-text and special tokens.
 
         Args:
           tokenizer: the run's.
@@ -124,7 +124,7 @@ class Store:
           surrounds: whether TextData.add_special_tokens is set.
 
         Raises:
-          UserError: the tokenizer, or what is set, is not what the store was made with.
+          UserError: the tokenizer or its settings differ from the store's.
         """
         if self.tokenizer not in (tokenizer.digest, tokenizer.file_digest):
             copy = self.folder / TOKENIZER_FILE
@@ -163,15 +163,15 @@ class Store:
 def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
     """Open the token store of a folder.
 
-    Of the tokens only samples are verified here, the rest as it is first read (`Verified`): opening
+    Only samples of the tokens are verified here, the rest at its first read (`Verified`): opening
     takes as long for 100 GB as for 1.
 
     Args:
       folder: of the store.
-      tokens_in: where its files of tokens are; None: in the folder too.
+      tokens_in: folder of its token files; None: the same folder.
 
     Raises:
-      UserError: a file is missing, cut short or changed, or another version wrote it.
+      UserError: a file is missing, truncated or changed, or another version wrote it.
     """
     file = folder / STORE_FILE
     store = _parse_description(folder, tokens_in, file)
@@ -282,7 +282,7 @@ def sample_digest(file: Place) -> str:
     """Return the sha256 hex of some blocks of a file, or of all if it is small."""
     size, sha = _size(file), hashlib.sha256()
     step = max(_BLOCK_BYTES, -(-size // _BLOCKS))
-    # The end too, which a copy that broke off lacks.
+    # The end too, which an interrupted copy lacks.
     begins = [*range(0, size, step), max(0, size - _BLOCK_BYTES)]
     if isinstance(file, BucketPath):
 
@@ -305,5 +305,5 @@ def _size(file: Place) -> int:
 
 def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not count:
-        return np.zeros(0, dtype)  # nothing can be mapped
+        return np.zeros(0, dtype)  # an empty file cannot be mapped
     return np.memmap(file, dtype, "r", shape=(count,))

@@ -1,8 +1,8 @@
 """Parallel tokenization of documents into a token store, resumable.
 
-A job is some pieces of text. Its tokens are appended, in the order of jobs, to the files of their
-split; then the sizes that those have are written into a journal. A start after a kill cuts the
-files to the journal's sizes and skips the jobs that are done.
+A job is several pieces of text. Its tokens are appended, in the order of jobs, to the files of
+their split; then the files' sizes are written to a journal. A launch after a kill truncates the
+files to the journal's sizes and skips finished jobs.
 """
 
 import contextlib
@@ -41,9 +41,9 @@ from jaxtrain.data.tokenization.long_texts import TextPiece, cut
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
 
 JOB_CHARACTERS = 1 << 22
-_JOBS_AHEAD = 2  # of each process: what waits for its turn stays in memory
+_JOBS_AHEAD = 2  # per process: pending results stay in memory
 _JOURNAL = "progress.json"
-PIECES = 2  # the way in which long documents are cut; another start has to cut them alike
+PIECES = 2  # version of how long documents are cut: a resumed launch must cut them the same way
 _ANEW = "name another folder, or remove this one"
 
 
@@ -52,11 +52,11 @@ class Texts:
     """Documents to tokenize.
 
     Attributes:
-      documents: of each split that the source names; of one that names none, all documents under
+      documents: of each split of the source; of one without splits, all documents under
         "train".
-      heldout_fraction: the share to hold out; None where the source names both splits.
+      heldout_fraction: the share to hold out; None if the source names both splits.
       identity: identifies this source and its settings.
-      facts: gives `Store.facts`, once all documents were read.
+      facts: returns `Store.facts`, once all documents were read.
     """
 
     documents: dict[Split, Callable[[], Iterator[Document]]]
@@ -70,10 +70,10 @@ class Written:
     """Progress of writing a split's files.
 
     Attributes:
-      texts: documents that were started.
-      documents: those that have ended, with tokens.
-      tokens: of these, and of the one that has not ended.
-      unended: of that one.
+      texts: documents begun or finished.
+      documents: finished documents with tokens.
+      tokens: of these, and of the unfinished one.
+      unended: tokens of the unfinished one.
     """
 
     texts: int = 0
@@ -104,15 +104,15 @@ def tokenize(
 
     Args:
       texts: what to tokenize.
-      tokenizer: opens the tokenizer; can be sent to other processes.
-      folder: of the store; new, empty, or that of the earlier start.
-      workers: processes that tokenize; 1: this one, with the threads of the tokenizer's own.
-      progress: called with the characters and tokens that are done.
+      tokenizer: opens the tokenizer; picklable.
+      folder: of the store; new, empty, or of the interrupted launch.
+      workers: processes that tokenize; 1: this one, with the tokenizer's threads.
+      progress: called with the characters and tokens done so far.
 
     Raises:
-      UserError: the folder holds something else, or the source has changed since the earlier start;
-        the source is empty, or nothing of it can be held out.
-      FullDiskError: there is no room; the next start goes on.
+      UserError: the folder has other contents, or the source has changed since the interrupted
+        launch; the source is empty, or has too few documents to hold one out.
+      FullDiskError: there is no room; the next launch resumes.
     """
     own = tokenizer()
     identity: dict[str, object] = {
@@ -123,7 +123,7 @@ def tokenize(
         "pieces": PIECES,
     }
     is_new = _make(folder)
-    _validate_others(folder)  # before a lock is put among them
+    _validate_others(folder)  # before the lock file is added
     with writing(folder), alone(folder), _remove_on_failure(folder, is_new=is_new):
         journal = _begin(folder, identity)
         if is_store(folder):
@@ -154,11 +154,11 @@ def _make(folder: Path) -> bool:
 def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Restore a folder's former contents if its texts are rejected within the context.
 
-    They are fixed before the next start, which would find a store started with other texts.
+    The texts are then fixed, and the next launch would find a store begun with other texts.
 
     Args:
       folder: of the store, locked: another process may have filled it until now.
-      is_new: whether it was made for the store.
+      is_new: whether it was created for the store.
     """
     for name in _leftovers(folder):
         (folder / name).unlink()
@@ -196,7 +196,7 @@ class _Journal:
 
 
 def _leftovers(folder: Path) -> set[str]:
-    """Return the temporary files of the journal: of a writer at work, or of one that was killed."""
+    """Return the temporary files of the journal: of an active writer, or of a killed one."""
     return {path.name for path in folder.glob(f".{_JOURNAL}.*.tmp")}
 
 
@@ -231,7 +231,7 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
 
 
 def _jobs(texts: Texts, tokenizer: Tokenizer) -> Iterator[list[Piece]]:
-    """Yield the source in jobs, always the same."""
+    """Yield the jobs of a source, always in the same order."""
     job, characters = list[Piece](), 0
     for piece in _all_pieces(texts, tokenizer):
         job.append(piece)
@@ -271,7 +271,7 @@ def split_documents(texts: Texts) -> Iterator[tuple[Split, Document, int, int | 
         yield "train", first[0], 0, cut
         yield "heldout", first[0], cut, None
         return
-    # As `hold_out`: the last one where none before it is held out.
+    # As `hold_out`: the last one if no other is held out.
     waiting, any_held = None, False
     for index, document in enumerate(itertools.chain(first, found)):
         if waiting is not None:
@@ -321,7 +321,7 @@ _tokenizer: Tokenizer  # of a process that tokenizes
 
 def _open(tokenizer: Callable[[], Tokenizer]) -> None:
     global _tokenizer
-    # One thread of the tokenizer's own in each process: together they are as many as processes.
+    # One tokenizer thread per process: together as many as processes.
     os.environ["RAYON_NUM_THREADS"] = "1"
     _tokenizer = tokenizer()
 

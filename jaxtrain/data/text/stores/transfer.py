@@ -1,7 +1,7 @@
-"""Token stores in a bucket: download, small arrays whole and large ones by range, and upload.
+"""Token stores in a bucket: download, small arrays at once and large ones by range, and upload.
 
-Where documents begin is needed for every row, and is a hundredth of the tokens; of those a row is
-one read from the bucket. An upload is of a store that was written to a local disk first.
+The documents' offsets are needed for every row, and are a hundredth of the tokens' size; a row of
+tokens is one read from the bucket. A store is written to a local disk before its upload.
 """
 
 from collections.abc import Callable
@@ -29,29 +29,29 @@ from jaxtrain.data.text.stores.store import (
     files_of,
 )
 
-WHOLE_BYTES = 1 << 30  # of tokens; more of them stay in the bucket
-_RANGE_BYTES = 1 << 26  # asked for at a time
+WHOLE_BYTES = 1 << 30  # of tokens; larger files stay in the bucket
+_RANGE_BYTES = 1 << 26  # per request
 
 
 def fetch(store: BucketPath, report: Callable[[str], None]) -> tuple[Path, BucketPath | None]:
     """Return the cache folder with a copy of the store; downloaded at first call, in bounded
     memory.
 
-    A copy that was stopped goes on where it was; of several processes of a machine one makes it.
+    An interrupted copy is resumed; one process per machine copies.
 
     Args:
       store: the store in the bucket.
       report: called with each line to print.
 
     Returns:
-      The folder, and where the tokens are: None is there too.
+      The folder, and where the tokens are; None: in the folder.
 
     Raises:
       BucketError: the bucket does not answer.
-      FullDiskError: there is no room; the next call goes on.
+      FullDiskError: there is no room; the next call resumes.
     """
     content = (store / STORE_FILE).read_bytes()
-    # By what the store says of itself, its digests among that: another store is another folder.
+    # Keyed by the store's description, digests included: another store has another folder.
     folder = cache_folder("stores") / part_digest(str(store).encode() + content)[:32]
     tokens, others = zip(*(files_of(folder, split) for split in SPLITS), strict=True)
     if not is_store(folder):
@@ -72,7 +72,7 @@ def fetch(store: BucketPath, report: Callable[[str], None]) -> tuple[Path, Bucke
             folder.mkdir(parents=True, exist_ok=True)
             with alone(folder), writing(folder):
                 for name in wanted:
-                    # What the bucket lacks `open_store` names.
+                    # `open_store` reports files that the bucket lacks.
                     if name in sizes:
                         _fetch(store / name, sizes[name], folder / name)
                 write_atomically(folder / STORE_FILE, content)
@@ -106,18 +106,18 @@ def prepare_in_bucket(
     resumes.
 
     The store is kept in the cache folder until all of it was sent; the file that says that the
-    store is whole goes last.
+    store is complete is sent last.
 
     Args:
       data: as in `prepare`.
-      out: empty, or of an earlier start on this machine.
+      out: empty, or of an interrupted launch on this machine.
       workers: as in `prepare`.
       progress: as in `prepare`.
       report: called with each line to print.
 
     Raises:
       UserError: as in `prepare`; or there is something else in the folder.
-      BucketError: the bucket does not answer; the next start goes on.
+      BucketError: the bucket does not answer; the next launch resumes.
     """
     require("--out", out)
     folder = cache_folder("stores") / part_digest(f"made for {out}".encode())[:32]
@@ -132,7 +132,7 @@ def prepare_in_bucket(
         raise UserError(
             f"--out {out}: there is a store in it already; train on it, or name another folder"
         )
-    # Whether it may be written is known before hours of work, not after them.
+    # Write permission is checked before hours of work, not after.
     (out / _PROBE).write_bytes(b"")
     (out / _PROBE).unlink()
     store = prepare(data, folder, workers=workers, progress=progress)
