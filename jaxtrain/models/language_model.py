@@ -26,7 +26,7 @@ class LayerPart(Protocol):
         ...
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
         ...
 
     def other_flops_per_token(self, sequence_length: int) -> float:

@@ -20,14 +20,14 @@ LayerCache = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cached:
-    """One array that a layer keeps in generation.
+    """An array that a layer caches in generation.
 
     Attributes:
-      shape: of what is kept for one row; where every token has its own, for one token.
-      axes: what these dimensions mean.
-      every_token: whether every token so far has its own (keys, values), or all together one (a
+      shape: for one row; for one token if every token has its own.
+      axes: logical axes of these dimensions.
+      every_token: whether every token has its own (keys, values), or all share one (a
         state).
-      dtype: its dtype; None is the one that is computed in.
+      dtype: its dtype; None is the compute dtype.
       leading: number of leading layers that keep it, before the scanned ones.
     """
 
@@ -41,20 +41,20 @@ class Cached:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """What the layers remember of the tokens so far, for generation.
+    """KV cache and recurrent states of the layers.
 
     Attributes:
       layers: arrays with a leading layers dimension, one for each `Cached` of the model: of
         attention keys and values, both [L, B, S, K, H]; of a recurrent layer its state. Of
-        unstacked layers a list of what each of them keeps.
-      length: int32 scalar, how many tokens there were.
+        unstacked layers a list with an entry per layer.
+      length: int32 scalar, number of cached tokens.
     """
 
     layers: Any
     length: jax.Array
 
     def unstack(self) -> "Cache":
-        """The same with arrays of its own for each layer, which XLA updates in place."""
+        """The same with separate arrays per layer, which XLA updates in place."""
         return dataclasses.replace(self, layers=unstack(self.layers))
 
     def restack(self) -> "Cache":
@@ -66,14 +66,14 @@ class Cache:
 def empty_cache(
     cached: Sequence[Cached], *, layers: int, rows: int, room: int, dtype: jnp.dtype
 ) -> Cache:
-    """A cache of no tokens: zeros.
+    """Return an empty cache of zeros.
 
     Args:
-      cached: what each layer keeps.
-      layers: how many equal ones there are.
-      rows: texts that are written at once.
-      room: tokens that fit into a row.
-      dtype: what is computed in.
+      cached: the arrays of each layer.
+      layers: number of scanned layers.
+      rows: texts that are generated at once.
+      room: slots per row.
+      dtype: the compute dtype.
     """
     arrays = tuple(_zeros(one, layers, rows, room, dtype) for one in cached)
     return Cache(arrays, jnp.zeros((), jnp.int32))

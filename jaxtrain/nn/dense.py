@@ -27,7 +27,7 @@ ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
 }
 
-# A dimension that is no multiple of this stays whole on every device: 3 channels, 10 classes.
+# A dimension that is not a multiple of this is replicated: 3 channels, 10 classes.
 SHARED = 8
 
 
@@ -42,7 +42,7 @@ def fan_out(size: int) -> str:
 
 
 def validate_widths(model: object, widths: tuple[int, ...]) -> None:
-    """Raises UserError where there is no layer between widths, or one of nothing."""
+    """Raise UserError for fewer than two widths, or a width of 0."""
     written = f"{type(model).__name__}.widths={widths}"
     if len(widths) < 2:
         raise UserError(f"{written}; use at least two: (inputs, outputs)")
@@ -51,12 +51,12 @@ def validate_widths(model: object, widths: tuple[int, ...]) -> None:
 
 
 def multiply_adds(widths: tuple[int, ...]) -> int:
-    """Of the layers between these widths, for one vector."""
+    """Multiply-adds of the layers between these widths, for one vector."""
     return sum(i * o for i, o in itertools.pairwise(widths))
 
 
 class Dense(nnx.Module):
-    """x W + b: vectors [B, I] to [B, O], the outputs split over `tensor` where they are shared."""
+    """x W + b: vectors [B, I] to [B, O], the outputs split over `tensor` if they are sharded."""
 
     def __init__(
         self,
@@ -73,6 +73,6 @@ class Dense(nnx.Module):
 
     def __call__(self, x_BI: jax.Array, execution: Execution) -> jax.Array:
         """The outputs, in x's dtype."""
-        # Whole along I: gathered from the devices that made its parts in the layer before.
+        # Gathered along I from the devices that computed its shards in the previous layer.
         x_BI = shard(x_BI, ("batch", "fan_in"))
         return add_bias(execution.contract("BI,IO->BO", x_BI, self.weight), self.bias)

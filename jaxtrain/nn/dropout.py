@@ -1,8 +1,8 @@
 """Dropout whose random mask depends only on an element's global position, not on the mesh.
 
-Which numbers are dropped is a function of the run's seed, the step, the row in the global batch and
-the dropout's index in the model. So every mesh, every number of microbatches, every exchange and
-every resume drop the same ones.
+Which elements are dropped is a function of the run's seed, the step, the row in the global batch
+and the dropout's index in the model. So every mesh, every number of microbatches, every exchange
+and every resume drops the same ones.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtrain.config.errors import UserError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """What a step draws from.
+    """Source of a step's dropout masks.
 
     Attributes:
       key: of the run's seed and the step.
@@ -39,16 +39,16 @@ def dropout(
     site: int,
     layer: jax.Array | int | None = None,
 ) -> jax.Array:
-    """x with each number 0 with probability `rate`, the others over 1 - rate.
+    """Set each element of x to 0 with probability `rate`, divide the others by 1 - rate.
 
     Srivastava et al. 2014, "Dropout", scaled in training as `torch.nn.Dropout` does.
 
     Args:
       x: [B, ...].
-      rate: of what is dropped, 0 to below 1.
-      draws: of this step; None is evaluation, which drops nothing.
-      site: which dropout of the model this is, counted as the model likes: each draws its own.
-      layer: the number of the layer that it is in, where layers are alike.
+      rate: the dropped fraction, 0 to below 1.
+      draws: of this step; None is evaluation, without dropout.
+      site: index of the dropout layer in the model: each has its own mask.
+      layer: index of the layer that it is in, for stacked layers.
     """
     if draws is None or rate == 0:
         return x
@@ -70,8 +70,8 @@ class Dropout:
     """The dropout layers of a part of a model.
 
     Attributes:
-      rate: as of `dropout`.
-      first: the number of the first of them.
+      rate: as in `dropout`.
+      first: index of the first of them.
     """
 
     rate: float = 0.0
@@ -90,6 +90,6 @@ class Dropout:
 
 
 def validate_rate(model: object, name: str, rate: float) -> None:
-    """Raises UserError for a rate that is no probability below 1."""
+    """Raise UserError for a rate that is not a probability below 1."""
     if not 0 <= rate < 1:
         raise UserError(f"{type(model).__name__}.{name}={rate}; use 0 to below 1, such as 0.5")

@@ -42,12 +42,12 @@ class Scan:
 
 
 def validate(settings: Scan, *, num_layers: int, written: str) -> Iterator[str]:
-    """A sentence where the loop's iterations do not come out even.
+    """Yield an error message if the loop's iterations do not divide the layers.
 
     Args:
       settings: of the loop.
-      num_layers: layers that it goes over.
-      written: which those are, for the message.
+      num_layers: layers in the loop.
+      written: a name of those layers, for the message.
     """
     block = settings.layers_per_iteration
     if block and num_layers % block:
@@ -59,17 +59,17 @@ def validate(settings: Scan, *, num_layers: int, written: str) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
-    """How a model's mathematics is run.
+    """Execution of a model.
 
     Attributes:
-      kernel: of attention; a name, since each says where it cannot run.
+      kernel: name of the attention kernel.
       context_parallel: `Attention.context_parallel`.
-      remat: what the backward pass keeps of each layer.
+      remat: what each layer saves for the backward pass.
       layers_per_iteration: `Scan.layers_per_iteration`.
-      einsum: what the layers' products with weights are multiplied with.
-      grouped: the same of products with experts' weights; None: `Grouped()`.
-      draws: what dropout draws from; None is evaluation, which drops nothing.
-      layer: the number of the layer that is run, int32 scalar; None outside of layers.
+      einsum: computes the layers' matmuls with weights.
+      grouped: the same for matmuls with experts' weights; None: `Grouped()`.
+      draws: source of dropout masks; None is evaluation, without dropout.
+      layer: index of the layer that is run, int32 scalar; None outside of layers.
     """
 
     kernel: str = "xla"
@@ -97,7 +97,7 @@ class Execution:
     def contract(
         self, equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None = None
     ) -> jax.Array:
-        """A layer's product with a weight, in this run's precision; as `contract.contract`."""
+        """A layer's matmul with a weight, in this run's precision; like `contract.contract`."""
         value = weight.get_value()
         if isinstance(value, StructuredWeight):
             return value.contract(
@@ -106,12 +106,12 @@ class Execution:
         return contract(equation, x, weight, out, by=self.einsum)
 
     def project(self, x_BTD: jax.Array, *products: tuple[str, nnx.Param]) -> list[jax.Array]:
-        """Products of the stream, or of its norm, with weights, its positions gathered in all of
+        """Matmuls of the stream, or of its norm, with weights, its positions gathered in all of
         them.
 
         Args:
-          x_BTD: laid out as the stream is, or whole along length.
-          products: of each its equation and its weight, as in `contract`.
+          x_BTD: sharded like the stream, or gathered along length.
+          products: the equation and weight of each, as in `contract`.
         """
         if not any(isinstance(weight.get_value(), StructuredWeight) for _, weight in products):
             found = project(x_BTD, products, by=self.einsum)
@@ -121,10 +121,10 @@ class Execution:
         return [self.contract(equation, x_BTD, weight) for equation, weight in products]
 
     def remat_layer(self, layer_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """One layer outside of the loop; the backward pass keeps of it what it keeps in the loop.
+        """Run one layer outside of the loop, with the same remat policy.
 
         Args:
-          layer_fn: takes the activations first.
+          layer_fn: its first argument is the activations.
         """
 
         def of_named(x: jax.Array, *rest: Any) -> Any:
@@ -135,18 +135,18 @@ class Execution:
     def over_layers(
         self, layer_fn: Callable[..., Any], x: jax.Array, layers: Any, per_layer: Any = None
     ) -> tuple[jax.Array, Any]:
-        """Runs `x, out = layer_fn(layer, x, extra)` through all stacked layers.
+        """Run `x, out = layer_fn(layer, x, extra)` over all stacked layers.
 
         Args:
           layer_fn: one layer: its module, the activations and its part of `per_layer`, to the new
-            activations and whatever is stacked into the second result.
-          x: the activations that go in.
-          layers: a module from `stack`, or a list of one module a layer.
+            activations and an output that is stacked into the second result.
+          x: the input activations.
+          layers: a module from `stack`, or a list of one module per layer.
           per_layer: a pytree with a leading layers dimension (a key-value cache), or None; with a
             list of layers, a list too.
 
         Returns:
-          The activations that come out, and the stacked outputs; with a list of layers a list.
+          The output activations, and the stacked outputs; with a list of layers a list.
         """
         if isinstance(layers, list):
             return self._over_unstacked(layer_fn, x, layers, per_layer)
@@ -161,7 +161,7 @@ class Execution:
         def of_named(layer: Any, x: jax.Array, extra: Any) -> Any:
             return layer_fn(layer, name_activation(x, RESIDUAL), extra)
 
-        # Without a loop around it only prevent_cse keeps XLA from undoing the recomputation.
+        # Outside of a loop only prevent_cse keeps XLA from undoing the recomputation.
         run = remat(of_named, self.remat, prevent_cse=block == count)
 
         def run_block(x: jax.Array, xs: tuple[Any, Any]) -> tuple[jax.Array, Any]:
@@ -191,7 +191,7 @@ class Execution:
     def _over_unstacked(
         self, layer_fn: Callable[..., Any], x: jax.Array, layers: list[Any], per_layer: list[Any]
     ) -> tuple[jax.Array, list[Any]]:
-        """`over_layers` of a list: no array of all layers is read or made."""
+        """`over_layers` of a list: no stacked array is read or created."""
 
         def of_named(layer: Any, x: jax.Array, extra: Any) -> Any:
             return layer_fn(layer, name_activation(x, RESIDUAL), extra)
@@ -210,5 +210,5 @@ def branch_scope(times: int, of: int) -> str:
 
 
 def _rows_inside(x_BT: jax.Array | None) -> jax.Array | None:
-    """Per-token numbers where the rows of queries and keys are."""
+    """Shard per-token values like queries and keys."""
     return None if x_BT is None else shard(x_BT, ("inner_batch", "length"))

@@ -1,4 +1,4 @@
-"""Facts of attention, experts and layers, which kernels, caches, checks and plans ask for."""
+"""Facts of attention, experts and layers for kernels, caches, checks and plans."""
 
 import dataclasses
 
@@ -8,19 +8,19 @@ from jaxtrain.nn.cache import Cached
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """What kernels, caches and plans ask of a model's attention.
+    """Facts of a model's attention for kernels, caches and plans.
 
     Attributes:
       num_heads: query heads.
       num_kv_heads: key-value heads.
       key_dim: width of one head of the queries and keys.
       value_dim: width of one head of the values.
-      window: tokens that a query sees back, itself included; None is all of them.
+      window: tokens that a query sees, up to and including its own; None is all of them.
       causal: whether a query sees no later token.
-      window_share: the part of the layers that have the window; the others see all tokens.
-      biased: whether something is added to the scores, as relative positions are.
-      softcap: the bound that scores are flattened towards; None is none.
-      sinks: whether a part of each softmax goes nowhere.
+      window_share: the fraction of the layers that have the window; the others see all tokens.
+      biased: whether scores have a bias, such as relative positions.
+      softcap: the bound of soft-capped scores; None is none.
+      sinks: whether there are attention sinks.
       pattern: which keys a query sees by position; None is all.
     """
 
@@ -42,8 +42,8 @@ class AttentionFacts:
         return self.window is not None and self.window_share < 1
 
     def visible_share(self, length: int) -> float:
-        """The part of the pairs of a query and a key in a sequence that the mask leaves, the mean
-        over layers; documents and patterns aside. What MFU counts: a window W under T leaves W (1 -
+        """Fraction of the query-key pairs of a sequence that the mask leaves visible, the mean
+        over layers; documents and patterns aside. Used by MFU: a window W under T leaves W (1 -
         W / 2T) keys of T, a causal mask T / 2 (arXiv 2204.02311, appendix B)."""
         if not self.causal:
             return 1.0
@@ -53,7 +53,7 @@ class AttentionFacts:
 
     @property
     def keys_and_values(self) -> tuple[Cached, Cached]:
-        """What a layer keeps in generation where it keeps its keys and values themselves."""
+        """Cached arrays of a layer that caches its keys and values."""
         keys, values = (
             Cached(shape=(self.num_kv_heads, dim), axes=("kv_heads", "head_dim"), every_token=True)
             for dim in (self.key_dim, self.value_dim)
@@ -63,13 +63,13 @@ class AttentionFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsFacts:
-    """What checks and plans ask of a model's experts.
+    """Facts of a model's experts for checks and plans.
 
     Attributes:
       count: experts of a layer.
-      per_token: how many of them a token goes through.
+      per_token: experts per token.
       capacity_factor: as in `nn.moe.experts.Experts`; None is dropless.
-      bias_speed: by how much biases of the router are moved after each step; None: it has none.
+      bias_speed: step size of the router biases; None: it has none.
     """
 
     count: int
@@ -80,12 +80,12 @@ class ExpertsFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFacts:
-    """What checks, plans and generation ask of a layer.
+    """Facts of a layer for checks, plans and generation.
 
     Attributes:
       attention: its attention; None: it has none.
       experts: its experts; None: it has none.
-      cached: the arrays that it keeps of the tokens so far; empty: it cannot generate.
+      cached: its cached arrays; empty: it cannot generate.
     """
 
     attention: AttentionFacts | None = None

@@ -37,7 +37,7 @@ def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:
 def map_of_vectors(key: jax.Array, features: int, embed_dim: int) -> nnx.Param:
     """Return a linear map that replaces the embedding table for vector inputs; `embed` takes both.
 
-    Of numbers with a variance of 1 it makes such, as a table with normal(1) is.
+    It preserves unit variance, like a table with normal(1).
     """
     spread = normal(1 / math.sqrt(features))
     return param(key, (features, embed_dim), ("narrow", "vocab_embed"), spread, role="embedding")
@@ -51,8 +51,8 @@ def embed(
 ) -> jax.Array:
     """Rows of a [V, D] table for tokens [B, T]: a stream [B, T, D].
 
-    Vectors [B, T, F] go through a table [F, D] as a linear map: the row of a token is what its
-    one-hot vector would give.
+    Vectors [B, T, F] use a table [F, D] as a linear map: a token's row is the image of its
+    one-hot vector.
 
     Args:
       inputs: tokens or vectors.
@@ -68,10 +68,10 @@ def embed(
 
 
 def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) -> jax.Array:
-    """The sum of rows of [V, D] tables for tokens [B, T], laid out as `out` says.
+    """The sum of rows of [V, D] tables for tokens [B, T], sharded by `out`.
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
-    holds, and one sum over the vocabulary's mesh axes puts them together; along axes that split
+    has, and one all-reduce over the vocabulary's mesh axes combines them; along axes that split
     the stream's positions in addition to the tokens' (arXiv 2205.05198) each device gets the sums
     of its own positions alone. A table is gathered along embed before the lookup.
     """
@@ -85,7 +85,7 @@ def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) 
     splits = []
     for (_, table), table_VD in zip(lookups, tables, strict=True):
         part = layout.weight(logical_axes(table))[0]
-        if "vocab" in layout.whole:  # padded to be split where it is computed with
+        if "vocab" in layout.whole:  # padded to be split in the computation
             part = jax.typeof(table_VD).sharding.spec[0]
         splits.append(_Split(of_tokens, part, table_VD.shape[0] // layout.size(part), more))
     if not all(split.fits for split in splits):
@@ -111,12 +111,12 @@ class _Split:
 
     @property
     def fits(self) -> bool:
-        """Whether devices along those axes hold other rows each, or all of them all."""
+        """Whether the table's rows are split over those axes, or replicated."""
         return not self.vocabulary or set(self.scattered) <= set(parts_of(self.vocabulary))
 
     @property
     def stream(self) -> P:
-        """Of what is looked up, [B, T, D]."""
+        """Spec of the result, [B, T, D]."""
         rows, places = self.tokens
         return P(rows, (*parts_of(places), *self.scattered) or None, None)
 
@@ -127,7 +127,7 @@ class _Split:
         return self.tokens if self.vocabulary else P(*self.stream[:2])
 
     def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Which of the device's rows each token has, and whether it is the device's at all."""
+        """Index of each token among the device's rows, and whether the device has it."""
         axes = parts_of(self.vocabulary)
         position_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
         here_BT = (position_BT >= 0) & (position_BT < self.rows)
@@ -144,7 +144,7 @@ class _Split:
         return _sum_over([without(self.vocabulary, self.scattered)], found_BTD)
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
-        """On each device: the gradient of its rows, out of its tokens and the others'."""
+        """On each device: the gradient of its rows, from its tokens and the others'."""
         position_BT, here_BT1 = self.places(tokens_BT)
         rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
         rows_VD = rows_VD.at[position_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
@@ -172,8 +172,8 @@ def _forward(
 def _backward(
     splits: tuple[_Split, ...], tokens: list[jax.Array], gradient_BTD: jax.Array
 ) -> tuple[Any, list[jax.Array]]:
-    # By hand: the transpose of the sum would be another one, and the compiler's own scatter-add
-    # gathers every device's activations where those are fewer bytes than the table.
+    # Custom derivative: the transpose of the sum would be another one, and the compiler's own
+    # scatter-add gathers every device's activations if those are fewer bytes than the table.
     whole, found = P(*splits[0].tokens, None), []
     gradient_BTD = jax.sharding.reshard(gradient_BTD, whole)  # once for all of them
     for split, tokens_BT in zip(splits, tokens, strict=True):
@@ -186,7 +186,7 @@ _embed.defvjp(_forward, _backward)
 
 
 def _sum_over(spec: Iterable[MeshAxes], x: jax.Array) -> jax.Array:
-    """The sum over all devices among which dimensions laid out so are split."""
+    """Sum over all devices that split dimensions with this sharding."""
     axes = tuple(name for part in spec for name in parts_of(part))
     return jax.lax.psum(x, axes) if axes else x
 
@@ -201,7 +201,7 @@ def layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param, *, epsilon: floa
 def rms_norm(x: jax.Array, scale: nnx.Param, *, epsilon: float, offset: float = 0.0) -> jax.Array:
     """Root-mean-square normalization (arXiv 1910.07467) over the last dimension, in float32.
 
-    What is normed is multiplied by offset + scale.
+    The normalized x is multiplied by offset + scale.
     """
     factor = gather(scale) + offset if offset else gather(scale)
     return _normalize(False, epsilon, x, factor, None)
@@ -212,7 +212,7 @@ def _normalize(
     centered: bool, epsilon: float, x: jax.Array, factor: jax.Array, bias: jax.Array | None
 ) -> jax.Array:
     """x over its root mean square, or its standard deviation where it is centered, times factor,
-    plus bias. Its derivative is by hand: JAX's own keeps x four times, in float32."""
+    plus bias. With a custom derivative: JAX's own saves x four times, in float32."""
     return _norm_forward(centered, epsilon, x, factor, bias)[0]
 
 
@@ -258,7 +258,7 @@ def rotate(
       x_BTNH: queries or keys.
       positions_BT: int32 positions of the tokens in their documents.
       frequencies: float32 [H/2], radians per position.
-      scale: what the turned x is multiplied by.
+      scale: factor of the rotated x.
     """
     positions_BT = shard(positions_BT, ("inner_batch", "length"))
     angle_BTH = positions_BT[:, :, None].astype(jnp.float32) * frequencies
@@ -271,14 +271,14 @@ def rotate(
 
 
 class Norm(Protocol):
-    """A norm over the last dimension of what it is given."""
+    """Protocol of norms over the last dimension."""
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly made parameters."""
+        """Initialize the parameters."""
         ...
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normed x, in its dtype."""
+        """The normalized x, in its dtype."""
         ...
 
 
@@ -287,9 +287,9 @@ class RMSNorm:
     """Root-mean-square normalization with a scale.
 
     Attributes:
-      dim: numbers that are normed.
-      epsilon: what their mean square is added to.
-      offset: what is added to the scale: with 1, a parameter of 0 leaves what is normed (Gemma).
+      dim: size of the normalized dimension.
+      epsilon: added to the mean square.
+      offset: added to the scale: with 1, a parameter of 0 is the identity scale (Gemma).
     """
 
     dim: int
@@ -297,12 +297,12 @@ class RMSNorm:
     offset: float = 0.0
 
     def weights(self, key: jax.Array) -> Weights:
-        """Scales of 1, the offset with them."""
+        """Scales of 1, including the offset."""
         one = constant(1.0 - self.offset)
         return {"scale": param(key, (self.dim,), ("vector",), one, role="norm")}
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normed x."""
+        """The normalized x."""
         return rms_norm(x, own["scale"], epsilon=self.epsilon, offset=self.offset)
 
 
@@ -321,7 +321,7 @@ class LayerNorm:
         }
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normed x."""
+        """The normalized x."""
         return layer_norm(x, own["scale"], own["bias"], epsilon=self.epsilon)
 
 
@@ -331,18 +331,18 @@ Pooling = Literal["mean", "first", "max"]
 def pool(
     h_BTD: jax.Array, segment_ids_BT: jax.Array, pooling: Pooling, *, normalized: bool
 ) -> jax.Array:
-    """The vector of each text, float32 [B, D]; padding has no part in it.
+    """Embedding of each text, float32 [B, D], without padding.
 
     Args:
-      h_BTD: finished hidden states, one text in a row.
+      h_BTD: final hidden states, one text per row.
       segment_ids_BT: 0 for padding, which follows the text.
-      pooling: the mean of the text's tokens, its first token, or each number's maximum.
-      normalized: whether it is divided by its length.
+      pooling: the mean of the text's tokens, its first token, or the elementwise maximum.
+      normalized: whether it is divided by its norm.
     """
     h_BTD, counts_BT1 = h_BTD.astype(jnp.float32), (segment_ids_BT != 0)[..., None]
     match pooling:
         case "mean":
-            # At least 1, as sentence-transformers has it: a text without tokens is zeros.
+            # At least 1, as in sentence-transformers: a text without tokens is zeros.
             tokens_B1 = jnp.maximum(counts_BT1.sum(1), 1)
             vector_BD = jnp.where(counts_BT1, h_BTD, 0.0).sum(1) / tokens_B1
         case "first":

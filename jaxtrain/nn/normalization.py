@@ -28,8 +28,9 @@ def batch_norm(
       x_BHWC: activations; their mean and variance over a sharded batch are those of all devices.
       scale_C: gamma of the paper.
       bias_C: beta of the paper, of gamma's dtype.
-      shift_C: a guess of the mean, float32, such as the running mean. Results do not depend on it
-        but for rounding: of the variance, about (mean - shift)^2 / variance * 2^-20 is lost.
+      shift_C: an estimate of the mean, float32, such as the running mean. Results do not depend on
+        it except for rounding: the variance's relative error is about (mean - shift)^2 / variance *
+          2^-20.
       epsilon: added to the variance.
 
     Returns:
@@ -70,7 +71,7 @@ def _forward(
 def _backward(
     epsilon: float, kept: Kept, gradients: tuple[jax.Array, jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """JAX's own sums twice more over the activations: what is zero, or `bias`'s times a factor."""
+    """JAX's own derivative computes two redundant sums over the activations."""
     x_BHWC, scale_C, mean_C, variance_C = kept
     of_y, of_mean_C, of_variance_C = gradients
     centered, of_y = x_BHWC.astype(jnp.float32) - mean_C, of_y.astype(jnp.float32)
@@ -104,12 +105,12 @@ class BatchNorm(nnx.Module):
         """Scales of `scale` and biases of 0.
 
         Args:
-          key: not drawn from.
+          key: unused.
           channels: C.
-          axis: what the channels mean.
+          axis: logical axis of the channels.
           momentum: weight of a new batch in the running statistics (PyTorch's momentum).
           epsilon: added to the variance.
-          scale: what the scales start with.
+          scale: initial value of the scales.
         """
         self.scale = param(key, (channels,), (axis,), constant(scale), role="norm")
         self.bias = param(key, (channels,), (axis,), constant(0.0), role="norm")
@@ -120,7 +121,7 @@ class BatchNorm(nnx.Module):
     def apply(
         self, x_BHWC: jax.Array, statistics: Mapping[str, nnx.Variable], *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
-        """The normed activations, and the running `mean` and `variance` after this batch."""
+        """The normalized activations, and the running `mean` and `variance` after this batch."""
         mean, variance = statistics["mean"], statistics["variance"]
         scale_C, bias_C = gather(self.scale), gather(self.bias)
         if not train:
@@ -142,7 +143,7 @@ class BatchNorm(nnx.Module):
 
 
 class Running:
-    """The running statistics of a model's batch norms while a batch goes through it.
+    """Running statistics of a model's batch norms during one forward pass.
 
     Norms are found by themselves: wrappers between a model and its norms pass this on.
     """
@@ -154,7 +155,7 @@ class Running:
         self.train = train
 
     def apply(self, x_BHWC: jax.Array, norm: BatchNorm) -> jax.Array:
-        """The activations normed, in training with the batch's own statistics."""
+        """Normalize activations, in training with the batch's own statistics."""
         path = self._paths[id(norm)]
         own = {name: self._values[*path, name] for name in ("mean", "variance")}
         x_BHWC, moved = norm.apply(x_BHWC, own, train=self.train)
@@ -169,8 +170,8 @@ class Running:
 class GroupNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, in float32 (arXiv 1803.08494).
 
-    Mean and variance are of all pixels of a group's channels, in one image: neither the batch nor
-    what ran before it says anything. One group is layer normalization (arXiv 1607.06450), a group a
+    Mean and variance are over all pixels of a group's channels, in one image: neither the batch nor
+    running statistics matter. One group is layer normalization (arXiv 1607.06450), a group per
     channel instance normalization (arXiv 1607.08022).
     """
 
@@ -180,9 +181,9 @@ class GroupNorm(nnx.Module):
         """Scales of 1 and biases of 0.
 
         Args:
-          key: not drawn from.
+          key: unused.
           channels: C.
-          axis: what the channels mean.
+          axis: logical axis of the channels.
           groups: G, which divide C.
           epsilon: added to the variance.
         """
@@ -191,7 +192,7 @@ class GroupNorm(nnx.Module):
         self.axis, self.groups, self.epsilon = axis, groups, epsilon
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """The normed activations, in x's dtype."""
+        """The normalized activations, in x's dtype."""
         x32 = x_BHWC.astype(jnp.float32)
         own_BC = x32.mean((1, 2))
         spread_BC = jnp.square(x32 - own_BC[:, None, None]).mean((1, 2))
@@ -201,7 +202,7 @@ class GroupNorm(nnx.Module):
         return y_BHWC.astype(x_BHWC.dtype)
 
     def _of_groups(self, own_BC: jax.Array, spread_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each channel's mean and variance to those of its group, given to each of its channels.
+        """Replace each channel's mean and variance by those of its group.
 
         A group may span several devices: two values per channel are gathered, no activation.
         """

@@ -13,17 +13,17 @@ from jaxtrain.parallel.sharding import is_variable, logical_axes
 
 Initializer = Callable[..., jax.Array]
 
-# What a parameter is for, where its axes do not say it: most have none of these roles.
-#   embedding  a row for each token; logits are made with it too where nothing is the output
+# Roles of parameters that their axes do not show; most have none.
+#   embedding  a row per token; also the output matrix if no parameter has the role output
 #   position   a row for each position of a sequence
-#   norm       the scale or the bias of a norm, which computes in float32
+#   norm       the scale or the bias of a norm, computed in float32
 #   router     scores experts, in float32
-#   balance    is added to the scores of experts; their load moves it, and no gradient
-#   output     makes logits
-#   quantized  the codes or the scales of a quantized weight, as they are
+#   balance    bias of the scores of experts; updated by their load, without a gradient
+#   output     the output matrix
+#   quantized  the codes or the scales of a quantized weight
 Role = Literal["embedding", "position", "norm", "router", "balance", "output", "quantized"]
 
-# Parameters by name; a part of a model may keep its own under one name.
+# Parameters by name; a part of a model may nest its own under one name.
 Weights = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def param(
     *,
     role: Role | None = None,
 ) -> nnx.Param:
-    """A float32 parameter that knows what each of its dimensions means, and its own role."""
+    """A float32 parameter with logical axes and a role."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} has {len(shape)} dims but {len(axes)} axis names: {axes}")
     if role is not None and role not in get_args(Role):
@@ -48,7 +48,7 @@ def param(
 
 
 def role_of(variable: nnx.Variable) -> Role | None:
-    """What a parameter is for, as its model declared it."""
+    """Return the role of a parameter, as its model declared it."""
     return variable.get_metadata().get("role")
 
 
@@ -58,36 +58,36 @@ def normal(stddev: float) -> Initializer:
 
 
 def constant(value: float) -> Initializer:
-    """The initializer that is `value` everywhere."""
+    """The constant initializer."""
     return jax.nn.initializers.constant(value)
 
 
 def merge_weights(*parts: Weights) -> Weights:
-    """The parameters of several parts side by side; no two may have one name."""
+    """Merge the parameters of several parts; names must be distinct."""
     names = [name for part in parts for name in part]
     assert len(set(names)) == len(names), f"two parameters of one name: {sorted(names)}"
     return {name: weight for part in parts for name, weight in part.items()}
 
 
 def add_prefix(prefix: str, weights: Weights) -> Weights:
-    """The same parameters, each name after `prefix` and an underscore."""
+    """The same parameters, with `prefix` and an underscore before each name."""
     return {f"{prefix}_{name}": weight for name, weight in weights.items()}
 
 
 def under(prefix: str, weights: Weights) -> Weights:
-    """The parameters that `add_prefix` gave this prefix, by their own names."""
+    """The parameters with this prefix, by their names without it."""
     start = f"{prefix}_"
     return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
 
 
 def unstack(stacked: Any) -> list[Any]:
-    """A module or other pytree of each layer, from one with a leading layers dimension."""
+    """Split a pytree with a leading layers dimension into one per layer."""
     count = jax.tree.leaves(stacked)[0].shape[0]
     return [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
 
 
 def stack(make: Callable[[jax.Array], Any], num_layers: int, key: jax.Array) -> Any:
-    """num_layers copies of make(key) in one module, stacked on a leading "layers" dimension."""
+    """Initialize num_layers copies of make(key), stacked on a leading "layers" dimension."""
     layers = jax.vmap(make)(jax.random.split(key, num_layers))
 
     def name_new_axis(variable: nnx.Variable) -> nnx.Variable:
@@ -99,7 +99,7 @@ def stack(make: Callable[[jax.Array], Any], num_layers: int, key: jax.Array) -> 
 # Weight initializers by name. A weight [..., I, O] has as fan-in I, as fan-out O, both times the
 # pixels of a convolution's kernel. With variance 1 / fan-in a layer keeps its inputs' variance
 # (LeCun et al. 1998, "Efficient BackProp"), with 2 / (fan-in + fan-out) about that and its
-# gradient's (Glorot and Bengio 2010), with 2 / fan-in that of the half that a ReLU leaves (He et
+# gradient's (Glorot and Bengio 2010), with 2 / fan-in that after a ReLU (He et
 # al. 2015, arXiv 1502.01852).
 InitializerName = Literal[
     "he_normal", "he_uniform", "glorot_normal", "glorot_uniform", "lecun_normal", "lecun_uniform"
@@ -118,7 +118,7 @@ HE, GLOROT = INITIALIZERS["he_normal"], INITIALIZERS["glorot_normal"]
 
 
 def initializer_of(name: InitializerName | None, activation: str) -> Initializer:
-    """How a layer is drawn; None: as its results go through this activation.
+    """Return a layer's initializer; None: the default for this activation.
 
     Args:
       name: what the settings say.
@@ -130,8 +130,8 @@ def initializer_of(name: InitializerName | None, activation: str) -> Initializer
 
 
 def residual_stddev(num_layers: int) -> float:
-    """The spread of weights that make what is added to the residual stream.
+    """Standard deviation of the projections into the residual stream.
 
-    Smaller the more layers there are, so that the stream's variance does not grow with them.
+    It decreases with the number of layers, so that the stream's variance does not grow.
     """
     return 0.02 / math.sqrt(2 * num_layers)

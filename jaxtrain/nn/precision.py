@@ -17,31 +17,31 @@ from jaxtrain.parallel.sharding import is_variable, logical_axes
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Dtypes of the parameters at rest and in matrix products.
+    """Mixed precision: dtypes of the parameters at rest and in matmuls.
 
     The loss, norms and softmax are always float32.
 
     Attributes:
       params: the dtype of the master parameters; that of the moments is Optimizer.moments. An
         update is added in float32; to 'bfloat16' it is rounded stochastically, as moments are.
-      compute: the dtype of matrix products and of the activations between them.
-      float32_products: what products of float32 numbers are computed in: 'device' is its default,
+      compute: the dtype of matmuls and of the activations between them.
+      float32_products: precision of float32 matmuls: 'device' is its default,
         TF32 on GPUs since Ampere and bfloat16 on TPUs; 'tf32' has at least 10 bits (three bfloat16
-        products on TPUs), 'float32' all 23. For Precision.compute='float32', and the routers and
+        matmuls on TPUs), 'float32' all 23. For Precision.compute='float32', and the routers and
         optimizers that always compute in float32. Plans price the default.
       gradients: the dtype in which gradients of microbatches are summed, on a device and between
-        devices (Megatron-LM's grad_reduce_in_fp32). Those of a step with one microbatch are in the
-        dtype that they are computed in.
-      loss_scale: None, or what the loss is multiplied by so that float16 gradients do not
-        underflow: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
+        devices (Megatron-LM's grad_reduce_in_fp32). Those of a step with one microbatch have the
+        compute dtype.
+      loss_scale: None, or the factor of the loss that keeps float16 gradients from
+        underflowing: a fixed number, or 'dynamic' (halved on overflow, doubled after 1,000 good
         steps).
-      matmul: 'float8' computes the products with the weights inside a transformer's layers, forward
+      matmul: 'float8' computes the matmuls with weights inside a transformer's layers, forward
         and backward, in float8 (e4m3, gradients e5m2), each tensor scaled by its own largest
-        element and the sums in float32. 'int8' computes the same products, but for the weights'
+        element and the sums in float32. 'int8' computes the same matmuls, except the weights'
         gradients, in int8 with int32 sums, each row scaled by its own largest element. The
-        embedding, the head, attention's scores and the norms stay as they are. For devices with
-        units for them; a CPU computes the same numbers, slowly, for tests. 'mxfp8' and 'nvfp4' (a
-        scale for 32 and for 16 numbers) are rejected until there is a device to try them on.
+        embedding, the head, attention's scores and the norms are unchanged. For devices with
+        units for them; a CPU computes the same values, slowly, for tests. 'mxfp8' and 'nvfp4' (a
+        scale per 32 and per 16 elements) are rejected until there is a device to test them on.
     """
 
     params: Literal["float32", "bfloat16"] = "float32"
@@ -73,7 +73,7 @@ class Precision:
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """Where float32 products are traced as `float32_products` says."""
+        """Trace float32 matmuls with the precision `float32_products`."""
         if self.float32_products == "device":
             yield
         else:
@@ -86,25 +86,25 @@ _PRODUCTS = {"tf32": "tensorfloat32", "float32": "float32"}
 
 
 def is_matrix(variable) -> bool:  # noqa: ANN001 - an NNX variable
-    """Whether a parameter is the weight of a product or a lookup, not a scale or a bias."""
+    """Whether a parameter is the weight of a matmul or a lookup, not a scale or a bias."""
     return is_of_matrix(logical_axes(variable))
 
 
 def is_of_matrix(axes: tuple[str, ...]) -> bool:
-    """Whether dimensions that mean this are those of a matrix.
+    """Whether these logical axes are those of a matrix.
 
     It then has at least two dimensions besides those that only stack weights; the heads' two
-    dimensions count once, since together they are one side of the product. The rates of a channel's
-    states are numbers of that channel.
+    dimensions count once, since together they are one side of the matmul. The rates of a channel's
+    states belong to that channel.
     """
     stacked = ("layers", "qkv", "experts", "head_dim", "state")
     return sum(axis not in stacked for axis in axes) >= 2
 
 
 def to_master(params, dtype: str):  # noqa: ANN001, ANN201 - any pytree of parameters, the same out
-    """The parameters in the master dtype; biases of routers stay float32.
+    """Cast the parameters to the master dtype; biases of routers stay float32.
 
-    Their updates are smaller than bfloat16 resolves.
+    Their updates are below bfloat16's resolution.
     """
 
     def one(variable):  # noqa: ANN001, ANN202
@@ -116,9 +116,9 @@ def to_master(params, dtype: str):  # noqa: ANN001, ANN201 - any pytree of param
 
 
 def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
-    """The parameters in the compute dtype, matrices only.
+    """Cast the parameters to the compute dtype, matrices only.
 
-    Norm scales and biases stay as they are and are cast where they are used: bfloat16 has 8 bits of
+    Norm scales and biases are unchanged and are cast where they are used: bfloat16 has 8 bits of
     precision, so a scale near 1 would lose every update below 0.4 %.
     """
 

@@ -16,14 +16,14 @@ class Predictor(Protocol):
     def __call__(
         self, inputs: jax.Array, statistics: Any, execution: Execution, /, *, train: bool
     ) -> tuple[Any, Any]:
-        """Logits or numbers [B, C], and the running statistics after this batch.
+        """Logits or regression outputs [B, C], and the running statistics after this batch.
 
-        Where the objective asks for more than one head's, a tuple of them.
+        A tuple of them if the objective uses several heads.
 
         Args:
           inputs: float images [B, H, W, C], or vectors [B, D].
-          statistics: the running statistics, as `nnx.split` gives them.
-          execution: how the mathematics is run, and what dropout draws from.
+          statistics: the running statistics, from `nnx.split`.
+          execution: kernels, precision and dropout.
           train: normalize with the batch's own statistics and update the running ones.
         """
         ...
@@ -31,7 +31,7 @@ class Predictor(Protocol):
 
 @runtime_checkable
 class StackedPredictor(Predictor, Protocol):
-    """One in the parts that a loop over equal layers and a pipeline put together; it has no running
+    """A predictor of stacked layers, for the layer loop and pipelines; it has no running
     statistics.
 
     Attributes:
@@ -41,20 +41,20 @@ class StackedPredictor(Predictor, Protocol):
     layers: Any
 
     def embed(self, inputs: jax.Array, execution: Execution, /) -> jax.Array:
-        """What goes into the first layer: [B, T, D]."""
+        """Input of the first layer: [B, T, D]."""
         ...
 
     def run_layer(self, layer: Any, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-        """One layer, of these parameters."""
+        """Run one layer with these parameters."""
         ...
 
     def finish(self, x_BTD: jax.Array, execution: Execution) -> Any:
-        """Of what comes out of the last layer logits or numbers [B, C], as of a call."""
+        """Logits or regression outputs [B, C] from the last layer's output."""
         ...
 
 
 def through_layers(model: StackedPredictor, inputs: jax.Array, execution: Execution) -> Any:
-    """Logits or numbers [B, C], of all layers one after the other."""
+    """Logits or regression outputs [B, C] of all layers."""
 
     def run_layer(layer: Any, x_BTD: jax.Array, _: None) -> tuple[jax.Array, None]:
         return model.run_layer(layer, x_BTD, execution), None

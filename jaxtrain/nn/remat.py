@@ -14,13 +14,13 @@ from jaxtrain.config.values import OneOf
 from jaxtrain.parallel.gathering import GATHERED, gathers_weights
 
 RESIDUAL = "residual"  # the name that blocks give the residual stream they receive
-KEPT = "kept"  # the name of a kernel's results, in place of what it makes on the way to them
-PRODUCT = "product"  # the name of a product with a weight, in place of the sums it is scaled from
+KEPT = "kept"  # the name of a kernel's results, saved instead of its intermediates
+PRODUCT = "product"  # the name of a matmul with a weight, saved instead of its unscaled sums
 
 _policies = jax.checkpoint_policies
 
-# Every activation that layers name, by the names that Remat.save and Remat.offload know it by:
-# what it is, where a layer has it.
+# Every activation that layers name, by its name in Remat.save and Remat.offload:
+# its meaning.
 NAMES = {
     RESIDUAL: "the residual stream that a layer receives",
     "query": "queries, before positions turn them",
@@ -33,21 +33,21 @@ NAMES = {
     "mixer_in": "what a recurrence or a state space reads",
     "mixer": "what it gives, before its gate",
 }
-# What kernels give that have a derivative of their own and no name for it: cuDNN's attention and
-# those of Pallas, by what JAX calls their operations.
+# Kernels with a custom derivative and unnamed results: cuDNN's attention and
+# those of Pallas, by the names of their primitives.
 _KERNELS = ("dot_product_attention_fwd_wrapper", "pallas_call")
-# Names of Pallas kernels that are no attention's: experts' grouped products.
+# Names of Pallas kernels other than attention: experts' grouped matmuls.
 OF_ROWS, OF_WEIGHTS = "grouped_rows", "grouped_weights"
 
 
 def name_activation(x: jax.Array, name: str) -> jax.Array:
-    """The activation x, which Remat.save and Remat.offload know by this name, one of `NAMES`."""
+    """Name the activation x for Remat.save and Remat.offload; one of `NAMES`."""
     assert name in NAMES, name
     return checkpoint_name(x, name)
 
 
-# What is as quick to do again as to read back: one pass over what it is given, fused into the pass
-# that asks for it.
+# Operations that are as fast to recompute as to load: one pass over their inputs, fused into the
+# pass that uses them.
 _CHEAP = frozenset(
     {
         "abs", "add", "add_any", "and", "bitcast_convert_type", "broadcast_in_dim", "clamp",
@@ -64,26 +64,26 @@ _CHEAP = frozenset(
 def all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
     """The policy of 'none'.
 
-    What a reshard gives is not kept either: it is the same weight before it got its name, or a
-    stream that was gathered. Nor is a reshape of it, or it would be kept after all.
+    The result of a reshard is not saved either: it is the same weight before it is named, or a
+    gathered stream. Nor is a reshape of it, which would be the same array.
     """
     return primitive.name not in ("reshard", "reshape") and parameters.get("name") != GATHERED
 
 
 def _dear(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """Gathered weights are not: they have a name and are reshards."""
+    """Gathered weights are not saved: they are named reshards."""
     return primitive.name not in _CHEAP or parameters.get("name") in (KEPT, PRODUCT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What the backward pass has of a layer's forward pass.
+    """Remat policy: what the backward pass reuses of a layer's forward pass.
 
     Attributes:
-      saves: what jax.checkpoint asks of each result: whether, or where, the backward pass has it.
-      repeats_products: whether the layer's products with weights run again, but for its last and
-        those that are kept by name.
-      names: activations that it has by their names, on the device or on its host.
+      saves: the policy function of jax.checkpoint: whether, or where, a result is saved.
+      repeats_products: whether the layer's matmuls with weights are recomputed, except its last and
+        those that are saved by name.
+      names: activations saved by name, on the device or on its host.
     """
 
     saves: Callable[..., Any]
@@ -92,11 +92,11 @@ class Policy:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing runs again where no weights are gathered."""
+        """Whether nothing is recomputed if no weights are gathered."""
         return self.saves is all_but_gathered_weights
 
     def having(self, save: tuple[str, ...], offload: tuple[str, ...]) -> "Policy":
-        """The same, and the activations so named kept on the device, or on its host."""
+        """The same policy that also saves activations by name, on the device or on its host."""
         if not save and not offload:
             return self
         by_name = _policies.save_and_offload_only_these_names(
@@ -129,9 +129,9 @@ def _is_attention(primitive: Any, parameters: dict[str, Any]) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def elementwise(function: Callable[..., jax.Array], *inputs: jax.Array) -> jax.Array:
-    """function(*inputs), one pass over them, whose backward pass keeps them alone.
+    """function(*inputs), elementwise, saving only the inputs for the backward pass.
 
-    It does the function again. JAX's own keeps every step on the way, in float32 where it is that.
+    The function is recomputed. JAX's own saves every intermediate, some in float32.
     """
     return function(*inputs)
 
@@ -149,11 +149,11 @@ elementwise.defvjp(_forward, _backward)
 
 @functools.cache
 def _naming() -> Any:
-    """The operation that gives a name, as policies are asked about it."""
+    """The primitive that names an activation, as policies receive it."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, RESIDUAL))(0.0).eqns[0].primitive
 
 
-# What each value of Remat.policy keeps; those that keep most first.
+# What each value of Remat.policy saves; those that save most first.
 POLICIES = {
     "none": Policy(all_but_gathered_weights),
     "elementwise": Policy(_dear),
@@ -170,18 +170,18 @@ POLICIES["offload"] = POLICIES["full"].having(save=(), offload=(RESIDUAL,))
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat:
-    """What the backward pass keeps of each layer's forward pass.
+    """Rematerialization: what is saved of each layer's forward pass.
 
     Attributes:
-      policy: 'none' keeps everything but weights gathered over fsdp; 'elementwise' keeps what is
-        expensive (results of matmuls, reductions, kernels) and does elementwise work again, which
-        is faster where memory is slow, as on CPUs; 'dots' keeps the results of
-        matrix products with weights and recomputes the rest; 'full' keeps each layer's input only
-        (arXiv 1604.06174); 'offload' keeps each layer's input too, but in host memory.
-      save: activations that the backward pass has whatever the policy, by the names that layers
-        give them: 'residual' 'query' 'key' 'value' 'attention' (of kernels that keep no scores,
-        with what their own backward pass needs) 'attention_out' 'mlp_gate' 'mlp_up' 'mixer_in'
-        'mixer' (of states and recurrences). With 'full' these alone are not computed again.
+      policy: 'none' saves everything except weights gathered over fsdp; 'elementwise' saves what is
+        expensive (results of matmuls, reductions, kernels) and recomputes elementwise work, which
+        is faster where memory is slow, as on CPUs; 'dots' saves the results of
+        matmuls with weights and recomputes the rest; 'full' saves each layer's input only
+        (arXiv 1604.06174); 'offload' saves each layer's input too, but in host memory.
+      save: activations that are saved whatever the policy, by the names that layers
+        give them: 'residual' 'query' 'key' 'value' 'attention' (of kernels that save no scores,
+        with the residuals of their own backward pass) 'attention_out' 'mlp_gate' 'mlp_up'
+        'mixer_in' 'mixer' (of states and recurrences). With 'full' these alone are not recomputed.
       offload: the same, but in pinned host memory; a name is in one of the two.
     """
 
@@ -201,12 +201,12 @@ class Remat:
 
     @property
     def offloads(self) -> bool:
-        """Whether anything waits for the backward pass in host memory."""
+        """Whether any activation is offloaded to host memory."""
         return self.policy == "offload" or bool(self.offload)
 
     @property
     def named(self) -> dict[str, tuple[str, ...]]:
-        """The activations that are kept by name, by the setting that says so."""
+        """Activations saved by name, by setting."""
         return {"Remat.save": self.save, "Remat.offload": self.offload}
 
 
@@ -216,7 +216,7 @@ def _policy_of(settings: Remat) -> Policy:
 
 
 def _refusals(settings: Remat) -> Iterator[str]:
-    """Why activations cannot be kept so by their names, a sentence each."""
+    """Yield each reason why activations cannot be saved by these names."""
     for setting, names in settings.named.items():
         for name in names:
             if name not in NAMES:
@@ -245,7 +245,7 @@ def validate(settings: Remat) -> Iterator[str]:
 
 
 def remat(layer: Callable[..., Any], policy: Policy, *, prevent_cse: bool) -> Callable[..., Any]:
-    """The function `layer`, recomputed in the backward pass as the policy says.
+    """Return `layer` with rematerialization by the policy.
 
     Args:
       layer: the function.

@@ -122,7 +122,7 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     the gradient whole and slice it: twice the traffic of a reduce-scatter (tests/test_tiles.py). So
     where a device has few columns of embed, fsdp splits a table's vocabulary, a matrix's mlp, or of
     heads their head_dim, if that divides into whole tiles of rows but for 1/32, or for less than
-    embed would be padded. What has none of them stays as it is. Replicas along data sum the shards,
+    embed would be padded. What has none of them is unchanged. Replicas along data sum the shards,
     whichever dimension they split.
 
     Part of each head is as many rows as there are heads, with embed as the columns: [2048, 32, 64]

@@ -465,7 +465,7 @@ class Functions:
         """Return `eval_loss` and the objective's other metrics over a batch, as Python numbers.
 
         Args:
-          state: stays as it is.
+          state: is unchanged.
           batch: whose rows divide over the devices that split a batch.
 
         Raises:

@@ -60,7 +60,7 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
     Shards are shared by 16 of 48 devices where embed_dim is 2048, and there are 3 copies of each:
     exactly what Mesh.data=3 and Mesh.fsdp=16 are. Where nothing divides, or where `data` means more
-    than copies (replicas of an exchange, slices), it stays as it is.
+    than copies (replicas of an exchange, slices), it is unchanged.
 
     Raises:
       UserError: the sizes do not fit this many devices.

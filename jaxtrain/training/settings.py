@@ -344,7 +344,7 @@ class Train:
       bad_records: how many examples may be unreadable; each is replaced by a zero-weight row. 0
         stops at the first.
       noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
-        how many rows per batch may have before more are wasted: a microbatch more is gone through.
+        how many rows a batch may have before more are wasted: a microbatch more is gone through.
       start_from: what a run takes its first parameters and running statistics from, and nothing
         else: another run's folder, its newest checkpoint, or a Hugging Face folder. None draws
         them from the seed.

@@ -113,7 +113,7 @@ class SignalNet(nnx.Module):
         for i, layer in enumerate(self.convolutions):
             with jax.named_scope(f"convolution_{i}"):
                 x_BWC = jax.nn.relu(layer.convolve(x_BWC))
-        # Whole along the channels, which are flattened with the positions.
+        # Gathered along the channels, which are flattened with the positions.
         x_BWC = shard(x_BWC, SIGNALS)
         with jax.named_scope("head"):
             return self.head(x_BWC.reshape(x_BWC.shape[0], -1), execution), statistics

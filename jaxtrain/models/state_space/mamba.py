@@ -101,7 +101,7 @@ class MambaLayer(StateSpaceLayer):
     scope: ClassVar[str] = "mamba"
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of one layer.
+        """Initialize the parameters of one layer.
 
         `in` makes channels and gates [2, D, F], `select` of channels what steps, inputs and outputs
         of the states are [F, R + 2 S], `step` steps of ranks [R, F]; `decay` is log(-A).
@@ -152,7 +152,7 @@ class MambaLayer(StateSpaceLayer):
         execution: Execution,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """What is added to the residual stream, and the states after the last token."""
+        """Return the update of the residual stream, and the states after the last token."""
         R, S = self.step_rank, self.state_dim
         before_BKF, state_BFS = (None, None) if cache is None else cache
         both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])

@@ -118,7 +118,7 @@ class Mamba2Layer(StateSpaceLayer):
         return self.num_heads * self.head_dim
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of one layer.
+        """Initialize the parameters of one layer.
 
         `in` makes gates and channels [2, D, F], `select` how inputs enter the states and how these
         are read [D, 2 S], `step` the heads' steps [D, N]; `decay` is log(-A).
@@ -176,7 +176,7 @@ class Mamba2Layer(StateSpaceLayer):
         execution: Execution,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """What is added to the residual stream, and the states after the last token."""
+        """Return the update of the residual stream, and the states after the last token."""
         S, P = self.state_dim, self.head_dim
         before_BKF, before_BKS, state_BNPS = (None, None, None) if cache is None else cache
         both = execution.contract("BTD,PDF->PBTF", h_BTD, own["in"])

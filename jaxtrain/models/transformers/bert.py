@@ -154,7 +154,7 @@ def _head(sizes: BERT, key: jax.Array) -> dict[str, nnx.Param]:
 
 
 class BERTModel(nnx.Module):
-    """Tokens to hidden states to logits; a `transformer.Transformer`."""
+    """Decoder-only model: tokens to hidden states and logits; a `Transformer`."""
 
     def __init__(self, sizes: BERT, key: jax.Array) -> None:
         key_tokens, key_places, key_types, key_layers, key_head = jax.random.split(key, 5)
@@ -186,7 +186,7 @@ class BERTModel(nnx.Module):
                 setattr(self, name, weight)
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """What goes into the first layer, [B, T, D]."""
+        """Input of the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
             positions = positions_BT + self.first_position, self.position_embedding
             x_BTD = embed(tokens_BT, self.token_embedding, RESIDUAL, positions)
@@ -199,7 +199,7 @@ class BERTModel(nnx.Module):
         return ()
 
     def run_layer(self, *arguments: Any) -> Any:
-        """One layer; arguments and results as in `Transformer.run_layer`."""
+        """Run one layer; arguments and results as in `Transformer.run_layer`."""
         return self.block(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
@@ -223,5 +223,5 @@ class BERTModel(nnx.Module):
         return self.bias
 
     def logit_softcap(self) -> None:
-        """Logits have no bound."""
+        """No soft-capping of logits."""
         return

@@ -44,9 +44,9 @@ class DeepSeek(LanguageModel):
       dense_layers: how many of them, the first, have one SwiGLU and no experts.
       embed_dim: width of the residual stream.
       num_heads: attention heads.
-      query_rank: width of the latent that queries are made of; None: they are made of the stream.
-      key_value_rank: width of the latent that keys and values are made of.
-      plain_dim: width of the part of a head's query and key that positions do not turn.
+      query_rank: width of the queries' latent; None: they are computed from the stream.
+      key_value_rank: width of the latent of keys and values.
+      plain_dim: width of the part of a head's query and key without rotary positions.
       rotary_dim: width of the part that they turn; that of the keys all heads share.
       value_dim: width of a head's values.
       mlp_dim: width inside the SwiGLU of a dense layer.

@@ -28,16 +28,16 @@ class Attention:
     """Which attention kernel runs, and how where a sequence is split over the mesh.
 
     Attributes:
-      kernel: 'auto' (the fastest one on the platform that can do what this run needs; a run and a
-        plan say which, and why); 'reference' (plain einsums in float32, every mask, every dtype);
-        'xla' (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked' (tiles that
-        fit a CPU's cache, every mask and dtype); 'sparse' (of a model's attention_pattern no more
-        than its products); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
+      kernel: 'auto' (the fastest one on the platform that supports what this run needs; a run and a
+        plan report which, and why); 'reference' (plain einsums in float32, every mask, every
+        dtype); 'xla' (jax.nn.dot_product_attention as XLA compiles it, every mask); 'blocked'
+        (tiles that fit a CPU's cache, every mask and dtype); 'sparse' (computes only the scores of
+        a model's attention_pattern); 'cudnn' (cuDNN's flash attention, NVIDIA GPUs, no
         segment ids); 'triton' (a Pallas kernel for NVIDIA GPUs that ships with JAX, with segment
         ids); 'tpu' (splash attention, a Pallas kernel that ships with JAX).
-        What a named kernel cannot do is rejected, never handed to another one.
+        If a named kernel does not support a run, that is an error: there is no fallback.
       context_parallel: what Mesh.context above 1 does: 'ring' sends keys and values around
-        (kernels 'reference' and 'xla', whose products the ring does block by block); 'ulysses'
+        (kernels 'reference' and 'xla', computed block by block); 'ulysses'
         exchanges heads for whole sequences, with any kernel.
     """
 
@@ -59,12 +59,12 @@ def attention(
     Before the bias, scores may be soft-capped, and the softmax may have a sink in addition to its
     keys: see `Mask`.
 
-    Where the layout splits sequences, `context_parallel` says how they are put together, and the
+    Where the layout splits sequences, `context_parallel` selects the method, and the
     tokens must be ordered as `jaxtrain.nn.attention.context.along_context` orders them for it. The
-    kernel has a name of its own: what 'auto' means, `training.program.resolve_kernel` settles.
+    kernel is a concrete one: `training.program.resolve_kernel` resolves 'auto'.
 
     Raises:
-      UserError: while tracing, if the kernel cannot do this; all reasons in one message.
+      UserError: while tracing, if the kernel does not support this; all reasons in one message.
     """
     request = Request(
         platform=platform_of(jax.sharding.get_abstract_mesh()),
@@ -106,7 +106,7 @@ def attention(
         assert mask.query_start is None, "a key-value cache is not split"
         if context_parallel == "ulysses":
             return context.ulysses(_run(kernel), q_BTNH, k_BSKH, v_BSKH, mask)
-        # Imported here: most runs keep sequences whole.
+        # Imported here: most runs do not split sequences.
         from jaxtrain.nn.attention.ring import ring_attention
 
         return ring_attention(
@@ -121,8 +121,8 @@ def attention(
 
 
 def _run(kernel: str) -> Run:
-    """A kernel whose results remat policies know by name; others than plain ones say themselves
-    what they keep, the results of queries with it."""
+    """Wrap a kernel so that remat policies know its results by name; kernels other than plain ones
+    name what they save themselves."""
     own = KERNELS[kernel]
     return (lambda *given: name_activation(own.run(*given), "attention")) if own.plain else own.run
 
@@ -136,10 +136,10 @@ def by_device(
     *,
     of_one_too: bool = False,
 ) -> jax.Array:
-    """Runs a kernel that knows no sharding on each device's rows and heads.
+    """Run a kernel without sharding support on each device's rows and heads.
 
-    No communication: a device holds the keys of all its rows, and the kv heads of its query heads.
-    `of_one_too`: by `shard_map` on a mesh of one device too, which Pallas's interpreter needs.
+    No communication: a device has the keys of all its rows, and the kv heads of its query heads.
+    `of_one_too`: use `shard_map` on a mesh of one device too, which Pallas's interpreter needs.
     """
     queries, keys, layout = activation_spec(QUERIES), activation_spec(KEYS), current_layout()
     alone = layout is None or (layout.mesh.size == 1 and not of_one_too)

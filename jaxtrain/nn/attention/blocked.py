@@ -1,9 +1,9 @@
 """Blocked attention for CPUs: tiles that stay in cache, forward and backward, in plain JAX.
 
 XLA's CPU compiler writes the scores of every pair of tokens to memory and reads them back several
-times; here one tile of scores lives at a time, as in flash attention (arXiv 2205.14135, with whole
-rows of keys, so that no running maximum is needed), and a block of queries meets only the keys that
-its causal or windowed mask may show.
+times; here one tile of scores is live at a time, as in flash attention (arXiv 2205.14135, with
+whole rows of keys, so that no running maximum is needed), and a block of queries reads only the
+keys that its causal or windowed mask may show.
 
 Letters: B batch, T query length, S key length, N query heads, K kv heads, G = N / K, H head_dim;
 b rows and k kv heads of one tile; c = b k, R = T G rows of the queries that share a kv head,
@@ -25,13 +25,13 @@ from jaxtyping import Array, Float
 from jaxtrain.nn.attention.mask import apply_softcap, slope
 from jaxtrain.nn.remat import KEPT
 
-# Queries of one block: long enough for matrix products at full speed, short enough for causal
-# masks to leave out nearly half of the products. Longer sequences get longer blocks, since every
-# block is compiled on its own.
+# Queries of one block: enough for matmuls at full speed, few enough for causal
+# masks to skip nearly half of the matmuls. Longer sequences get longer blocks, since every
+# block is compiled separately.
 BLOCK = 64
 MOST_BLOCKS = 16
-# Scores of one tile: 512 KiB, so that the second-level caches of two cores hold the few arrays of
-# that size which the backward pass has alive. Smaller tiles spend their time starting operations.
+# Scores of one tile: 512 KiB, so that the L2 caches of two cores fit the few arrays of
+# that size which are live in the backward pass. Smaller tiles are dominated by overhead.
 TILE = 2**17
 
 _HIDDEN = float(np.finfo(np.float32).min)
@@ -39,14 +39,14 @@ _HIDDEN = float(np.finfo(np.float32).min)
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What of a mask is known while tracing; the attributes are those of a Mask."""
+    """Static part of a mask; the attributes are those of a Mask."""
 
     causal: bool
     window: int | None
     softcap: float | None
 
     def blocks(self, T: int, S: int) -> Iterator[tuple[slice, slice]]:
-        """The blocks of queries, each with the keys that any of its queries may see."""
+        """Return the blocks of queries, each with the keys that any of its queries may see."""
         size = max(BLOCK, -(-T // MOST_BLOCKS))
         for start in range(0, T, size):
             end = min(start + size, T)
@@ -107,7 +107,7 @@ def blocked_attention(
         segments = (mask.segment_ids_BT, mask.segment_ids_BS)
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     sinks = None
-    if mask.sinks_N is not None:  # of each query: tiles are cut along all of its dimensions
+    if mask.sinks_N is not None:  # of each query: tiles split all of its dimensions
         sinks = jnp.broadcast_to(mask.sinks_N.reshape(K, N // K, 1), (B, T, K, N // K, 1))
     q = q.reshape(B, T, K, N // K, H)
     out = _attend(rule, q, k[:, :, :, None], v[:, :, :, None], segments, sinks)
@@ -147,7 +147,7 @@ def _forward(
                 top_cr1 = jnp.maximum(top_cr1, sink_cr1)
             weights_crs = jnp.exp(scores_crs - top_cr1)
             sums_cr1 = weights_crs.sum(-1, keepdims=True)
-            for sink_cr1 in sinks_cr1:  # a key that all see, without a value
+            for sink_cr1 in sinks_cr1:  # a key visible to all, without a value
                 sums_cr1 += jnp.exp(sink_cr1 - top_cr1)
             outs.append(_product(weights_crs, v_cSH[:, keys], 2, 1) / sums_cr1)
             log_sums.append(top_cr1 + jnp.log(sums_cr1))
@@ -157,7 +157,7 @@ def _forward(
 
     parts = (q_BTKGH, k_BSK1H, v_BSK1H, *(() if sinks_BTKG1 is None else (sinks_BTKG1,)))
     out_BTKGH, log_sums_BTKG1 = _over_tiles(tile, parts, segments)
-    # By their name these two are kept, and not what the tiles make on the way to them.
+    # These two are saved by name, instead of the tiles' intermediates.
     kept = checkpoint_name((out_BTKGH, log_sums_BTKG1), KEPT)
     return kept[0], (q_BTKGH, k_BSK1H, v_BSK1H, segments, sinks_BTKG1, *kept)
 
@@ -170,7 +170,7 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
         q_cRH, k_cSH, v_cSH, out_cRH, log_sums_cR1, d_out_cRH = map(_by_head, parts)
         mean_cR1 = (out_cRH * d_out_cRH).sum(-1, keepdims=True)
         # Keys last: sums over the queries then run along the rows of the scores in memory, and
-        # only the small operand is transposed; the other way is three times slower.
+        # only the small operand is transposed; the reverse is three times slower.
         dk_cHS = jnp.zeros((k_cSH.shape[0], H, S), jnp.float32)
         dv_cHS, dqs = dk_cHS, []
         for queries, keys in rule.blocks(T, S):
@@ -191,7 +191,7 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
 
     parts = (q_BTKGH, k_BSK1H, v_BSK1H, out_BTKGH, log_sums_BTKG1, d_out_BTKGH)
     d_sinks_BTKG1 = None
-    if sinks_BTKG1 is not None:  # of the result a sink only takes its part away
+    if sinks_BTKG1 is not None:  # a sink only reduces the result
         inner_BTKG1 = (out_BTKGH * d_out_BTKGH).sum(-1, keepdims=True)
         d_sinks_BTKG1 = -jnp.exp(sinks_BTKG1 - log_sums_BTKG1) * inner_BTKG1
     return *_over_tiles(tile, parts, segments), _no_gradient(segments), d_sinks_BTKG1
@@ -221,12 +221,12 @@ def _over_tiles(
     """`tile(parts, segments)` of a few rows, or a few heads of one, at a time.
 
     Args:
-      tile: takes and gives arrays [b, t, k, ...].
+      tile: maps arrays [b, t, k, ...] to arrays [b, t, k, ...].
       parts: arrays [B, T or S, K, ...], the queries and the keys first.
       segments: of the batch's rows.
 
     Returns:
-      What the tile gives of the whole parts.
+      The tile's results for the whole parts.
     """
     B, T, K, G = parts[0].shape[:4]
     scores = G * min(T, max(BLOCK, -(-T // MOST_BLOCKS))) * parts[1].shape[1]
@@ -243,7 +243,7 @@ def _over_tiles(
         return jnp.swapaxes(x, 1, 2).reshape(-1, *x.shape[1::2])
 
     def one(each: tuple[Any, Any]) -> tuple[jax.Array, ...]:
-        # Dimensions of length 1 would have XLA's CPU compiler copy what the loop goes over.
+        # Dimensions of length 1 would make XLA's CPU compiler copy the loop's inputs.
         flat, segments = each
         shapes = [(rows, -1, heads, *of.shape[3:]) for of in parts]
         outs = tile(tuple(map(jnp.reshape, flat, shapes)), segments)
@@ -276,7 +276,7 @@ def _scores(
     G: int,
 ) -> jax.Array:
     q_crH = q_cRH[:, queries.start * G : queries.stop * G]
-    # In one pass with the mask, or with the exponential after it.
+    # Fused with the mask, or with the exponential after it.
     scores_crs = _product(q_crH, k_cSH[:, keys], 2, 2) * q_cRH.shape[2] ** -0.5
     scores_crs = apply_softcap(scores_crs, rule.softcap)
     seen = rule.visible(G, queries, keys, segments, q_cRH.shape[0])
@@ -284,7 +284,7 @@ def _scores(
 
 
 def _product(left: jax.Array, right: jax.Array, of_left: int, of_right: int) -> jax.Array:
-    """Products of each head, contracted over these dimensions."""
+    """Matmul per head, contracted over these dimensions."""
     return lax.dot_general(left, right, (((of_left,), (of_right,)), ((0,), (0,))))
 
 

@@ -38,7 +38,7 @@ _SLOT_PAIRS = ((1, 0), (0, 0), (1, 1), (0, 1))
 
 
 def split() -> int:
-    """Over how many devices sequences are split."""
+    """Number of devices that sequences are split over."""
     layout = current_layout()
     if layout is None:
         return 1
@@ -46,7 +46,7 @@ def split() -> int:
 
 
 def split_before() -> int:
-    """Over how many devices they were before the code being traced, which sees its part alone."""
+    """Number of devices that sequences were split over outside of the code being traced."""
     layout = current_layout()
     return 1 if layout is None else layout.size(tuple(layout.one_batch & {AXIS}))
 
@@ -62,11 +62,11 @@ def shard_mask(mask: Mask) -> Mask:
 
 
 def specs(mask: Mask, *, exchanged: bool = False) -> Any:
-    """Specs in place of the arrays of a mask that is `laid_out`.
+    """Specs of the arrays of a mask that is `laid_out`.
 
     Args:
       mask: itself.
-      exchanged: whether each device has heads of its own along `context` too.
+      exchanged: whether heads are split along `context` too.
     """
 
     def spec(_: jax.Array, axes: tuple[str, ...]) -> P | None:
@@ -78,7 +78,7 @@ def specs(mask: Mask, *, exchanged: bool = False) -> Any:
 
 
 def _by_field(function: Callable[[jax.Array, tuple[str, ...]], Any], mask: Mask) -> Any:
-    """`function` of each array of a mask and its logical axes."""
+    """Apply `function` to each array of a mask and its logical axes."""
 
     def one(path: tuple[Any, ...], x: jax.Array) -> Any:
         return function(x, HEADS if path[-1].name == "sinks_N" else SEGMENTS)
@@ -87,15 +87,15 @@ def _by_field(function: Callable[[jax.Array, tuple[str, ...]], Any], mask: Mask)
 
 
 def along_context(x_BT: jax.Array, method: str) -> jax.Array:
-    """Per-token numbers of whole sequences, laid out over the mesh as activations are.
+    """Shard per-token values of whole sequences like activations.
 
-    A ring has zig-zag order: cut into 2c runs, rank i gets run i and run 2c-1-i, so that under a
-    causal mask every rank has as much to do. Positions and targets travel with their tokens, so
-    that nothing but attention sees the order. No communication: the batch is whole on every rank.
+    A ring has zig-zag order: cut into 2c chunks, rank i gets chunk i and chunk 2c-1-i, so that
+    under a causal mask every rank has equal work. Positions and targets move with their tokens, so
+    that only attention depends on the order. No communication: every rank has the whole batch.
 
     Args:
-      x_BT: numbers in the order of the text, or vectors [B, T, F]; a device's own part of them
-        stays as it is.
+      x_BT: values in the order of the text, or vectors [B, T, F]; a device's own part of them
+        is unchanged.
       method: an `Attention.context_parallel`.
     """
     c = split() // split_before()
@@ -110,11 +110,11 @@ def along_context(x_BT: jax.Array, method: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """One product of a run of queries with a run of keys, which every rank does at the same time.
+    """Matmul of a chunk of queries with a chunk of keys, on every rank at once.
 
     Attributes:
-      query_slots: by rank, which of its own runs: 0 the early one, 1 the late one.
-      key_slots: by rank, which run of the keys that it holds at this step.
+      query_slots: by rank, which of its own chunks: 0 the early one, 1 the late one.
+      key_slots: by rank, which chunk of the keys that it has at this step.
       whole: every query sees every key, on every rank: no positional mask is needed.
     """
 
@@ -124,20 +124,20 @@ class Product:
 
 
 def run_of(rank: Any, slot: Any, c: int) -> Any:
-    """The run of the sequence that a rank holds in a slot; numbers or arrays."""
+    """Return the chunk of the sequence that a rank has in a slot; numbers or arrays."""
     return rank + slot * (2 * c - 1 - 2 * rank)
 
 
 @functools.cache
 def work(c: int, r: int, *, causal: bool, window: int | None) -> tuple[tuple[Product, ...], ...]:
-    """What is computed at each of the c steps of the ring: blocks nobody sees are left out.
+    """Return the blocks of each of the c steps of the ring, without fully masked ones.
 
-    At step s rank i holds the keys of rank (i - s) mod c. Every rank does as many products as the
-    rank that needs most; a rank that needs fewer gets a block that its mask hides entirely.
+    At step s rank i has the keys of rank (i - s) mod c. Every rank computes as many blocks as the
+    rank that needs most; a rank that needs fewer gets a block that is fully masked.
 
     Args:
       c: ranks.
-      r: tokens of a run.
+      r: tokens of a chunk.
       causal: as in Mask.
       window: as in Mask.
     """
@@ -158,7 +158,7 @@ def work(c: int, r: int, *, causal: bool, window: int | None) -> tuple[tuple[Pro
         needed = [[p for p in _SLOT_PAIRS if is_visible(*runs(i, step, p))] for i in range(c)]
         count = max(len(pairs) for pairs in needed)
         union = [p for p in _SLOT_PAIRS if any(p in pairs for pairs in needed)]
-        # The same pairs on every rank where that costs nothing: no run must be chosen by rank.
+        # The same pairs on every rank where that costs nothing: then no chunk is selected by rank.
         table = [union] * c
         if len(union) > count:
             hidden = [[p for p in _SLOT_PAIRS if p not in pairs] for pairs in needed]
@@ -181,12 +181,12 @@ def ulysses(
 ) -> jax.Array:
     """Attention over sequences split over `context`, by exchanging heads (arXiv 2309.14509).
 
-    One all-to-all gives each device whole sequences of a c-th of its heads, `kernel` runs on them,
-    another one goes back. Where kv heads do not divide by c, each is repeated as often as it takes:
+    One all-to-all gives each device whole sequences of 1/c of its heads, `kernel` runs on them,
+    and another one returns them. If c does not divide the kv heads, each is repeated:
     c / gcd(K, c) times the bytes of keys and values.
 
     Args:
-      kernel: what attends on one device, called as kernel(q, k, v, mask).
+      kernel: attention on one device, called as kernel(q, k, v, mask).
       q_BTNH: queries of the whole batch, as the other two.
       k_BTKH: keys.
       v_BTKH: values.
@@ -200,7 +200,7 @@ def ulysses(
         ids = jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True), ids)
         mask = dataclasses.replace(mask, segment_ids_BT=ids[0], segment_ids_BS=ids[1])
         repeats = c // math.gcd(k.shape[2], c)
-        # For each device of the axis its heads of all three, so that one collective moves them.
+        # For each device of the axis its heads of q, k and v, so that one collective moves them.
         parts = [q, jnp.repeat(k, repeats, 2), jnp.repeat(v, repeats, 2)]
         parts = [x.reshape(*x.shape[:2], c, x.shape[2] // c, x.shape[3]) for x in parts]
         heads = [x.shape[3] for x in parts]
@@ -227,7 +227,7 @@ def validate(
     model: str = "Model",
     pattern: Pattern | None = None,
 ) -> Iterator[str]:
-    """A sentence for each reason why sequences cannot be split like this.
+    """Yield each reason why sequences cannot be split like this.
 
     Args:
       method: an `Attention.context_parallel`.
@@ -236,7 +236,7 @@ def validate(
       tensor: the size of the mesh axis that splits the heads first.
       num_heads: query heads; None leaves them unchecked.
       kernel: an `Attention.kernel`; None leaves it unchecked.
-      model: what the heads belong to, for the message.
+      model: the model's name, for the message.
       pattern: the model's; None: it has none.
     """
     if context == 1:

@@ -1,6 +1,6 @@
 """Flash attention kernels: cuDNN, Pallas on GPUs, splash attention on TPUs.
 
-Pallas is imported where a kernel of it runs: it takes as long as the rest of JAX.
+Pallas is imported when a kernel runs: it takes as long as the rest of JAX.
 
 Letters: B batch, T query length, S key length, N query heads, K kv heads, H head_dim.
 """
@@ -18,7 +18,7 @@ from jaxtrain.nn.remat import KEPT
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
-    """cuDNN's, on NVIDIA GPUs."""
+    """cuDNN's flash attention, on NVIDIA GPUs."""
     return jax.nn.dot_product_attention(
         q_BTNH,
         k_BSKH,
@@ -33,7 +33,7 @@ def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -
 def triton(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
 ) -> jax.Array:
-    """Pallas's, on NVIDIA GPUs; `interpret` runs its code without one, for tests."""
+    """Pallas's flash attention, on NVIDIA GPUs; `interpret` runs it without one, for tests."""
     from jax.experimental.pallas.ops.gpu import attention as pallas_gpu
 
     # The kernel has one key head for each query head, and one array of segment ids for both sides.
@@ -53,7 +53,7 @@ def triton(
 def tpu(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask, *, interpret: bool = False
 ) -> jax.Array:
-    """Splash attention, on TPUs; `interpret` runs its code without one, for tests."""
+    """Splash attention, on TPUs; `interpret` runs it without one, for tests."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     T, N, H = q_BTNH.shape[1:]
@@ -81,23 +81,23 @@ def tpu(
         attn_logits_soft_cap=mask.softcap,
         interpret=interpret,
     )
-    # The kernel leaves the scale to its caller.
+    # The kernel does not scale the scores.
     scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)
     by_head = [jnp.swapaxes(x, 1, 2) for x in (scaled_BTNH, k_BSKH, v_BSKH)]
     segments = None
     if mask.segment_ids_BT is not None:
         assert mask.segment_ids_BS is not None, "segment ids of the queries but not of the keys"
         segments = splash.SegmentIds(q=mask.segment_ids_BT, kv=mask.segment_ids_BS)
-    # Its type says that residuals may come out too.
+    # Its type includes residuals.
     batched: Any = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
     out_BNTH = batched(*by_head, segments, mask.sinks_N)
     return jnp.swapaxes(out_BNTH, 1, 2)
 
 
 class _Banded:
-    """Computes each block of a mask that depends on the distance of query and key alone once.
+    """Caches the blocks of a mask that depends only on the distance of query and key.
 
-    Splash attention asks for every block: (T / 512) (S / 512) of them, twice for a kernel.
+    Splash attention requests every block: (T / 512) (S / 512) of them, twice per kernel.
     """
 
     shape: tuple[int, int]
@@ -111,7 +111,7 @@ class _Banded:
         if key not in blocks:
             block = mask.__getitem__(slices)
             value = bool(block[0, 0])
-            # Most blocks are all seen or all hidden: one array of each.
+            # Most blocks are fully visible or fully masked: share one array each.
             if (block == value).all():
                 block = blocks.setdefault(("seen" if value else "hidden", *key[1:]), block)
             blocks[key] = block
@@ -133,5 +133,5 @@ def _band_masks() -> tuple[Any, Any]:
 
 
 def _block(length: int) -> int:
-    """How much of a sequence splash attention takes at a time."""
+    """Block size of splash attention along a sequence."""
     return next(size for size in (512, 256, TILE) if length % size == 0)

@@ -41,12 +41,12 @@ from jaxtrain.parallel.gathering import gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Local:
-    """Layers that see only what is near (arXiv 2004.05150), among others that see everything.
+    """Local layers with a sliding window (arXiv 2004.05150), among global ones.
 
     Attributes:
-      layers: which of a model's layers those are.
-      window: tokens that their queries see back, itself included.
-      rotary: how positions turn their queries and keys, with the scale of the others.
+      layers: which of a model's layers are local.
+      window: tokens that their queries see, up to and including their own.
+      rotary: their rotary embedding, with the scale of the others.
     """
 
     layers: tuple[bool, ...]
@@ -55,31 +55,31 @@ class Local:
 
     @property
     def share(self) -> float:
-        """The part of the layers that they are."""
+        """Fraction of the layers that are local."""
         return sum(self.layers) / len(self.layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Each key-value head serves num_heads / num_kv_heads query heads.
+    """Grouped-query attention: each kv head serves num_heads / num_kv_heads query heads.
 
     Attributes:
       embed_dim: width of the residual stream.
       num_heads, num_kv_heads: heads of queries, and of keys and values.
       head_dim: width of each.
-      rotary: how positions turn queries and keys.
-      residual_stddev: spread of the weight that makes the result.
-      window: tokens a query sees back, itself included; None is all of them.
+      rotary: the rotary embedding.
+      residual_stddev: standard deviation of the output projection at initialization.
+      window: tokens that a query sees, up to and including its own; None is all of them.
       biases: whether the projections to queries, keys and values have biases (Qwen 2).
-      norm: of each head of the queries and of the keys before they are turned, each with
-        parameters of its own (QK-norm, arXiv 2302.05442); None: there is none.
-      turned: dimensions of each head that positions turn, its first ones; None: all of them.
+      norm: of each head of the queries and of the keys before rotation, each with
+        its own parameters (QK-norm, arXiv 2302.05442); None: there is none.
+      turned: leading dimensions of each head that are rotated; None: all of them.
       query_scale: factor of the queries, in addition to the usual 1 / sqrt(head_dim).
-      local: which layers have another window and other rotations than these; None: all are alike.
-      pattern: which of the tokens before it a query sees, in place of a window; None: all.
-      softcap: the bound that scores are flattened towards; None: none.
-      sinks: whether each head has the score of a key without a value, learned (arXiv 2309.17453).
-      out_bias: whether the projection back has a bias.
+      local: the local layers, with their own window and rotations; None: all layers are alike.
+      pattern: which of the previous tokens a query sees, instead of a window; None: all.
+      softcap: the bound of soft-capped scores; None: none.
+      sinks: whether each head has a learned attention sink (arXiv 2309.17453).
+      out_bias: whether the output projection has a bias.
     """
 
     embed_dim: int
@@ -103,7 +103,7 @@ class GroupedQuery:
 
     @property
     def facts(self) -> AttentionFacts:
-        """Of all layers: the window is that of the local ones, if there are such."""
+        """Facts of all layers: the window is that of local ones, if any."""
         local = self.local
         return AttentionFacts(
             num_heads=self.num_heads,
@@ -123,7 +123,7 @@ class GroupedQuery:
         return self.facts.keys_and_values
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Projections to queries [D, N, H], keys and values [D, K, H], and back [N, H, D]."""
+        """Query [D, N, H], key and value [D, K, H] and output [N, H, D] projections."""
         D, N, K, H = self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim
         kv_axes = ("embed", "kv_heads", "head_dim")
         into_residual = normal(self.residual_stddev)
@@ -150,16 +150,16 @@ class GroupedQuery:
         return own
 
     def matmul_parameters(self) -> int:
-        """All but biases and norms."""
+        """Matmul parameters: all but biases and norms."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
         """12 N H times the mean number of keys that a query sees.
 
         Source: arXiv 2204.02311, appendix B, halved for causal attention. Grouped-query attention
-        does the products of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
-        all of them are T / 2. The mean over layers, where some of them have a window. A pattern
-        leaves the mean number of keys that it shows.
+        computes the scores of all query heads. A window W under T leaves W (1 - W / 2T) keys, where
+        all of them are T / 2; averaged over layers if only some have a window. A pattern
+        leaves its mean number of visible keys.
         """
         T = sequence_length
         if self.pattern is not None:
@@ -187,7 +187,8 @@ class GroupedQuery:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attention among the normed tokens; arguments and results as in `block.Attends`."""
+        """Self-attention over the normalized stream; arguments and results as in
+        `block.Attends`."""
         q_BTNH, k_BTKH, v_BTKH = execution.project(
             h_BTD,
             ("BTD,DNH->BTNH", own["query"]),
@@ -224,8 +225,8 @@ class GroupedQuery:
         if self.local is None:
             a_BTNH = attend(self.window)
         else:
-            # Two programs and no window that is a number of the program's: kernels that skip what
-            # is not seen know what that is when they are compiled.
+            # Two branches, not a dynamic window: kernels that skip masked
+            # blocks need a static one.
             layers, near = len(self.local.layers), sum(self.local.layers)
             a_BTNH = jax.lax.cond(
                 is_local,
@@ -236,7 +237,7 @@ class GroupedQuery:
         return add_bias(y_BTD, own["out_bias"]) if self.out_bias else y_BTD, cache
 
     def _of_layer(self, execution: Execution) -> tuple[jax.Array | bool, jax.Array]:
-        """Whether a layer is local, and its frequencies."""
+        """Return whether a layer is local, and its frequencies."""
         width = self.turned or self.head_dim
         radians = self.rotary.frequencies(width)
         if self.local is None:
@@ -251,7 +252,8 @@ class GroupedQuery:
         if self.turned is None:
             return rotate(x_BTNH, positions_BT, radians, scale=scale)
         turned = rotate(x_BTNH[..., : self.turned], positions_BT, radians, scale=scale)
-        # What is not turned is not scaled either, as in the authors' code of Phi and GPT-NeoX.
+        # Dimensions that are not rotated are not scaled either, as in the authors' code of Phi and
+        # GPT-NeoX.
         return jnp.concatenate([turned, x_BTNH[..., self.turned :]], axis=-1)
 
 
@@ -287,12 +289,12 @@ def grouped_query(
     Args:
       sizes: the model's sizes.
       rotary: its rotary embeddings.
-      window: tokens that a query sees back, itself included; None is all of them.
-      global_every: every n-th layer sees all tokens, and only the others have the window; None: all
+      window: tokens that a query sees, up to and including its own; None is all of them.
+      global_every: every n-th layer is global, and only the others have the window; None: all
         layers are alike.
-      local_rotary: the rotary embeddings of those others; None: the same.
-      norm: of each head of queries and keys, of the width of a head; None: there is none.
-      fraction: the part of each head that is turned, its first dimensions.
+      local_rotary: the rotary embeddings of the local layers; None: the same.
+      norm: of each head of queries and keys; None: there is none.
+      fraction: the rotated fraction of each head, its first dimensions.
       **more: other attributes of `GroupedQuery`.
     """
     width, local = _head_dim(sizes), None
@@ -324,7 +326,7 @@ def _head_dim(sizes: Any) -> int:
     return sizes.embed_dim // sizes.num_heads if width is None else width
 
 
-# Settings that are at least 1, and those that are above 0, in models that have them.
+# Settings that must be at least 1, and those that must be positive, in models that have them.
 _COUNTS = (
     "vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim",
     "context_length", "rope_original_context_length",
@@ -336,7 +338,7 @@ def validate_grouped_query(sizes: Any) -> None:
     """Raises UserError if one of a decoder's settings is out of range or does not fit the others.
 
     Args:
-      sizes: a model's settings, named as in `models.transformers.llama.Llama`, and not all of them.
+      sizes: a model's settings, a subset of those of `models.transformers.llama.Llama`.
     """
     name, fields = type(sizes).__name__, vars(sizes)
     require_at_least(1, sizes, *(setting for setting in _COUNTS if setting in fields))
@@ -354,7 +356,7 @@ def _validate_heads(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
     """Yields a message if the heads, their width, the window or the pattern do not fit."""
     embed_dim, num_heads = fields["embed_dim"], fields["num_heads"]
     head_dim, num_kv_heads = fields.get("head_dim"), fields["num_kv_heads"]
-    # The halves of a head are rotated against each other, so its width is even.
+    # Rotary embedding pairs the halves of a head, so its width must be even.
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
         yield (
             f"{name}.head_dim={head_dim} is no even number above 0; the nearest is "

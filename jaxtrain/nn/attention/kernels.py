@@ -14,11 +14,11 @@ from jaxtrain.parallel.devices import OLD_GPU
 # The Pallas kernels of TPUs and of GPUs work on whole tiles of this many queries and keys.
 TILE = 128
 
-# (q_BTNH, k_BSKH, v_BSKH, mask) -> what the values come to, [B, T, N, H]; mask is a Mask.
+# (q_BTNH, k_BSKH, v_BSKH, mask) -> attention output [B, T, N, H]; mask is a Mask.
 Run = Callable[..., jax.Array]
 
-# What 'auto' takes of the kernels that can do what is asked, the fastest first: on CPUs as measured
-# (benchmarks/history/cpu.md), elsewhere as published, not by us. 'reference' can do everything.
+# Order in which 'auto' tries kernels, the fastest first: on CPUs as measured
+# (benchmarks/history/cpu.md), elsewhere as published, not by us. 'reference' supports everything.
 _ON_GPUS = ("cudnn", "triton", "xla", "reference")
 _FASTEST_FIRST = {
     "cpu": ("blocked", "xla", "reference"),
@@ -27,11 +27,11 @@ _FASTEST_FIRST = {
     "tpu": ("tpu", "xla", "reference"),
 }
 _OTHERWISE = ("xla", "reference")
-# No flash kernel of a GPU has sinks. From this length on, scores of all pairs cost more than blocks
+# No GPU flash kernel supports sinks. From this length on, scores of all pairs cost more than blocks
 # in plain JAX: 64 heads of 2,048 tokens are 3 GB per row in float32, with gradients.
 _LONG_WITH_SINKS = 2048
 _OF_SINKS = ("cudnn", "triton", "blocked", "xla", "reference")
-# The others do all pairs of tokens, of which a pattern hides most.
+# The others compute all pairs of tokens, of which a pattern masks most.
 _OF_PATTERNS = ("sparse", "xla", "reference")
 
 
@@ -44,15 +44,15 @@ class Request:
       dtype: of queries, keys and values.
       causal: as in Mask.
       window: as in Mask.
-      segment_ids: whether documents are kept separate.
+      segment_ids: whether documents are masked from each other.
       cached: whether keys and values come from a key-value cache.
       head_dim: width of one head.
       T: queries.
       S: keys.
       in_ring: whether a ring over Mesh.context merges the results of several blocks of keys.
-      biased: whether something is added to the scores: `Mask.bias_CNTS`.
-      capped: whether they are flattened towards a bound: `Mask.softcap`.
-      sinks: whether a part of the softmax goes nowhere: `Mask.sinks_N`.
+      biased: whether scores have a bias: `Mask.bias_CNTS`.
+      capped: whether they are soft-capped: `Mask.softcap`.
+      sinks: whether there are attention sinks: `Mask.sinks_N`.
       pattern: as in Mask.
     """
 
@@ -78,14 +78,14 @@ class Kernel:
 
     Attributes:
       run: the computation, on one device.
-      cannot: why it cannot do what is asked, a clause for each reason.
-      plain: whether it is made of products over all pairs of tokens: XLA then splits it over
-        devices, a ring over Mesh.context does it block by block, and the scores wait for the
-        backward pass. Any other runs on each device's rows and heads, and keeps no scores.
-      skips_hidden: whether it leaves out what a causal mask hides.
-      by_pattern: whether it does a pattern's products alone, which plans count as they are traced.
-      only_on: "gpu" or "tpu", where it runs nowhere else.
-      interpreted: `run` without that chip, slowly, for proofs; None where there is no such thing.
+      cannot: yields the reasons why it does not support a request.
+      plain: whether it consists of matmuls over all pairs of tokens: XLA then splits it over
+        devices, a ring over Mesh.context computes it block by block, and the scores are saved for
+        the backward pass. Any other runs on each device's rows and heads, and saves no scores.
+      skips_hidden: whether it skips blocks that a causal mask hides.
+      by_pattern: whether it computes a pattern's scores alone, which plans count as traced.
+      only_on: "gpu" or "tpu", if it runs nowhere else.
+      interpreted: `run` without that chip, slowly, for proofs; None if not available.
     """
 
     run: Run
@@ -99,7 +99,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The kernel that runs.
+    """Choice of a kernel.
 
     Attributes:
       kernel: its name; never 'auto'.
@@ -111,14 +111,14 @@ class Choice:
 
 
 def validate(kernel: str, request: Request) -> Iterator[str]:
-    """A sentence for each reason why `kernel` cannot do this; a ring is `context`'s to reject."""
+    """Yield each reason why `kernel` does not support a request; `context` checks rings."""
     for reason in KERNELS[kernel].cannot(request):
         able = choose(request).kernel
         yield f"Attention.kernel={kernel!r} {reason}; the nearest kernel that can is {able!r}"
 
 
 def choose(request: Request) -> Choice:
-    """The fastest kernel that can do this on its platform, and why it is that one."""
+    """Return the fastest kernel for a request on its platform, and the reason."""
     passed_over = []
     kernels = _FASTEST_FIRST.get(request.platform, _OTHERWISE)
     if kernels is _ON_GPUS and request.sinks and request.T >= _LONG_WITH_SINKS:
@@ -137,7 +137,7 @@ def choose(request: Request) -> Choice:
     raise AssertionError("'reference' can do everything")
 
 
-# -- the kernels, and what each cannot do ---------------------------------------------------------
+# -- kernels and their limits ----------------------------------------------------------------------
 
 
 def _anything(_: Request) -> list[str]:
@@ -188,7 +188,7 @@ def _not_sparse(request: Request) -> list[str]:
 
 
 def _not_by_xla(request: Request) -> list[str]:
-    # jax.nn.dot_product_attention asks for float16 products summed in float32.
+    # jax.nn.dot_product_attention needs float16 matmuls that accumulate in float32.
     if request.platform == "cpu" and request.dtype == "float16":
         return ["cannot multiply float16 on the CPU"]
     return []
@@ -248,7 +248,8 @@ def _not_whole_tiles(request: Request, tile: int) -> list[str]:
 
 
 def _in_module(module: str, name: str, **settings: Any) -> Run:
-    """A function of a module of this package, imported where it runs: a run has one kernel."""
+    """Return a function of a module of this package, imported when it runs: a run has one
+    kernel."""
 
     def run(*arrays: Any) -> jax.Array:
         found = importlib.import_module(f"jaxtrain.nn.attention.{module}")
@@ -257,7 +258,7 @@ def _in_module(module: str, name: str, **settings: Any) -> Run:
     return run
 
 
-# Every kernel by the name that Attention.kernel gives it.
+# Kernels by their names in Attention.kernel.
 KERNELS = {
     "reference": Kernel(run=plain.reference, cannot=_anything, plain=True),
     "xla": Kernel(run=plain.xla, cannot=_not_by_xla, plain=True),

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-Keys and values of all heads are made of one short vector a token, its latent, and generation keeps
-that alone. Positions turn a key of their own, which all heads share, and a part of each query.
+Keys and values of all heads are computed from one short vector per token, its latent, and
+generation caches that alone. Rotary positions apply to a separate key, which all heads share, and
+to a part of each query.
 
 Letters: B batch, T length, S key length, D embed, C latent, N heads, H head_dim.
 """
@@ -26,25 +27,25 @@ from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import activation_spec, shard
 
-# Of the norms of the latents, in the authors' code whatever the epsilon of the others is.
+# Epsilon of the latents' norms, fixed in the authors' code.
 _EPSILON = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention whose keys and values are made of a latent of each token.
+    """Attention whose keys and values are computed from a latent of each token.
 
     Attributes:
       embed_dim: width of the residual stream.
       num_heads: heads.
-      query_rank: width of the latent that queries are made of; None: they are made of the stream.
-      key_value_rank: width of the latent that keys and values are made of.
-      plain_dim: width of the part of a head's query and key that positions do not turn.
-      rotary_dim: width of the part that they turn; of the keys it is one for all heads.
+      query_rank: width of the queries' latent; None: they are computed from the stream.
+      key_value_rank: width of the latent of keys and values.
+      plain_dim: width of the part of a head's query and key without rotary positions.
+      rotary_dim: width of the rotated part; all heads share that of the keys.
       value_dim: width of a head's values.
-      rotary: how positions turn it; its own scale is not used.
+      rotary: its rotary embedding; the embedding's scale is not used.
       query_scale: factor of the queries, in addition to the usual 1 / sqrt(head_dim).
-      residual_stddev: spread of the weight that makes the result.
+      residual_stddev: standard deviation of the output projection at initialization.
     """
 
     embed_dim: int
@@ -67,18 +68,18 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """Of what a kernel is given: the wider of keys and values, filled up with zeros."""
+        """Head width for kernels: the wider of keys and values, padded with zeros."""
         return max(self.key_dim, self.value_dim)
 
     @property
     def facts(self) -> AttentionFacts:
-        """As a kernel sees it: keys and values of one width, filled up with zeros."""
+        """Facts for kernels: keys and values of one width, padded with zeros."""
         N, H = self.num_heads, self.width
         return AttentionFacts(num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H)
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """The latent of keys and values, and the key that all heads share."""
+        """Cached arrays: the latent of keys and values, and the shared rotary key."""
         latent, shared = (
             Cached(shape=(dim,), axes=("latent",), every_token=True)
             for dim in (self.key_value_rank, self.rotary_dim)
@@ -86,7 +87,7 @@ class Latent:
         return latent, shared
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Down to the latents [D, C], up to heads [C, N, H], and back [N, H, D]."""
+        """Down projections [D, C], up projections [C, N, H], and the output [N, H, D]."""
         D, N, C, H = self.embed_dim, self.num_heads, self.key_value_rank, self.key_dim
         heads, compressed = ("heads", "head_dim"), ("embed", "latent")
         made = H - self.rotary_dim + self.value_dim
@@ -108,7 +109,7 @@ class Latent:
         }
 
     def matmul_parameters(self) -> int:
-        """All but norms."""
+        """Matmul parameters: all but norms."""
         D, N, C, R = self.embed_dim, self.num_heads, self.key_value_rank, self.query_rank
         queries = D * N * self.key_dim if R is None else R * (D + N * self.key_dim)
         values = C * N * (self.plain_dim + self.value_dim) + N * self.value_dim * D
@@ -116,7 +117,7 @@ class Latent:
 
     def score_flops_per_token(self, sequence_length: int) -> float:
         """3 T N times the widths of a key and of a value: of causal attention, forward and backward
-        (arXiv 2204.02311, appendix B, halved). Zeros that a kernel is given are none of them."""
+        (arXiv 2204.02311, appendix B, halved), without a kernel's padding."""
         return 3 * sequence_length * self.num_heads * (self.key_dim + self.value_dim)
 
     def __call__(
@@ -131,10 +132,11 @@ class Latent:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attention among the normed tokens; arguments and results as in `block.Attends`.
+        """Self-attention over the normalized stream; arguments and results as in `block.Attends`.
 
         The cache holds latents [B, S, C] and turned keys [B, S, rotary_dim]; keys and values of the
-        heads are made of them anew, or queries taken to them, whichever has fewer products.
+        heads are recomputed from them, or queries are projected to the latent, whichever has fewer
+        FLOPs.
         """
         h_BTD = shard(h_BTD, HIDDEN)
         radians = self.rotary.frequencies(self.rotary_dim)
@@ -154,8 +156,8 @@ class Latent:
         return execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out), cache
 
     def _absorbs(self, T: int, S: int) -> bool:
-        """Whether T queries are taken to S latents with fewer multiply-adds per head than keys and
-        values are made of these: with few queries they are."""
+        """Whether projecting T queries to S latents has fewer multiply-adds per head than
+        computing keys and values: true for few queries."""
         made = self.key_value_rank * (self.plain_dim + self.value_dim)
         to_heads = S * made + 2 * T * S * self.width
         return T * made + 2 * T * S * (self.key_value_rank + self.rotary_dim) < to_heads
@@ -176,7 +178,7 @@ class Latent:
         of_latents_BTNC = jnp.einsum("BTNH,CNH->BTNC", q_BTNH[..., :plain], up_CNH[..., :plain])
         q_BTNC = jnp.concatenate([of_latents_BTNC, q_BTNH[..., plain:]], axis=-1)
         q_BTNC *= self.query_scale * math.sqrt(q_BTNC.shape[-1] / self.key_dim)
-        # The turned keys among the values too, whose sum is left: one array serves as both.
+        # The values contain the rotary keys too, whose sum is dropped: one array serves as both.
         both_BSC = jnp.concatenate([latent_BSC, shared_BSH], axis=-1)
         both_BSKC = _of_every_head(both_BSC, copies_of_kv_heads(1))
         a_BTNC = execution.attention(q_BTNC, both_BSKC, both_BSKC, mask)[..., :C]
@@ -191,13 +193,13 @@ class Latent:
         mask: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """Every head attends to keys and values of its own, made of the latents."""
+        """Every head attends to its own keys and values, computed from the latents."""
         plain = self.plain_dim
         made_BSNH = execution.contract("BTC,CNH->BTNH", latent_BSC, own["key_value_up"])
         made_k_BSNH = name_activation(made_BSNH[..., :plain], "key")
         v_BSNH = name_activation(made_BSNH[..., plain:], "value")
         k_BSNH = jnp.concatenate([made_k_BSNH, _of_every_head(shared_BSH, self.num_heads)], axis=-1)
-        # Kernels divide by the root of the width that they are given.
+        # Kernels divide by the root of their head width.
         scale = self.query_scale * math.sqrt(self.width / self.key_dim)
         q_BTNH = q_BTNH if scale == 1 else q_BTNH * scale
         q_BTNH, k_BSNH, v_BSNH = map(self._pad, (q_BTNH, k_BSNH, v_BSNH))
@@ -219,18 +221,19 @@ class Latent:
 
 
 def _in_halves(x_BTNH: jax.Array) -> jax.Array:
-    """Neighbours, which published weights turn against each other, as halves, which `rotate` does.
+    """Reorder interleaved rotary pairs, as in published weights, to halves, as `rotate` needs.
 
-    Of queries and keys alike, so that their products stay what they are.
+    Of queries and keys alike, so that scores do not change.
     """
     return jnp.concatenate([x_BTNH[..., 0::2], x_BTNH[..., 1::2]], axis=-1)
 
 
 def _of_every_head(x_BSH: jax.Array, num_heads: int) -> jax.Array:
-    """[B, S, N, H]: the same for each head, laid out as heads are."""
+    """Broadcast to [B, S, N, H], sharded like heads."""
     B, S, H = x_BSH.shape
     spec = activation_spec(QUERIES)
     if spec is None:
         return jnp.broadcast_to(x_BSH[:, :, None], (B, S, num_heads, H))
-    # Made where it is used: its gradient is summed over the heads before it crosses the mesh.
+    # Broadcast at its use: the gradient is summed over the heads before it is reduced over the
+    # mesh.
     return jax.lax.broadcast_in_dim(x_BSH, (B, S, num_heads, H), (0, 1, 3), out_sharding=spec)

@@ -15,7 +15,7 @@ from jaxtrain.nn.attention.patterns import Pattern, segment_positions
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees; all conditions hold together. And what becomes of its scores.
+    """Which keys a query sees; conditions are combined. And transformations of its scores.
 
     Attributes:
       causal: a query at position t sees keys at positions <= t.
@@ -23,11 +23,11 @@ class Mask:
       segment_ids_BT, segment_ids_BS: documents of queries and keys: a query sees its own document.
       query_start: the position of the first query among the keys, where these come from a key-value
         cache; None where there is no cache and queries and keys start together.
-      bias_CNTS: float32, what is added to the scores of each head, as relative positions are (arXiv
-        1910.10683); None: nothing. Of C equal copies each is for a C-th of the rows.
-      softcap: the bound of the scores (see `apply_softcap`), before keys are hidden; None: none.
-      sinks_N: float32, the score of a key in each head that every query sees and that has no value:
-        a part of the softmax that goes nowhere (arXiv 2309.17453, equation 2); None: none.
+      bias_CNTS: float32, bias of the scores of each head, such as relative positions (arXiv
+        1910.10683); None: none. Each of C equal copies is for 1/C of the rows.
+      softcap: the bound of the scores (see `apply_softcap`), applied before masking; None: none.
+      sinks_N: float32, each head's attention sink: the score of a key without a value
+        that every query sees (arXiv 2309.17453, equation 2); None: none.
       pattern: which keys a query sees by the positions of both in their document; None: all.
     """
 
@@ -58,7 +58,8 @@ class Mask:
         return seen
 
     def times(self, T: int, S: int, N: int) -> jax.Array | None:
-        """How often a query counts a key by the pattern, [1 or B, 1 or N, T, S]; None: once."""
+        """Multiplicity of each key in a query's softmax by the pattern, [1 or B, 1 or N, T, S];
+        None: 1."""
         if self.pattern is None:
             return None
         key_BS = segment_positions(self.segment_ids_BS, S)
@@ -78,7 +79,7 @@ def apply_softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def slope(capped: jax.Array, cap: float | None) -> jax.Array | float:
-    """The derivative of `apply_softcap`, of its result: 1 - (capped / cap)^2; 0 of hidden keys."""
+    """Derivative of `apply_softcap` from its result: 1 - (capped / cap)^2; 0 for masked keys."""
     if cap is None:
         return 1.0
     return 1 - jnp.square(jnp.clip(capped / cap, -1, 1))

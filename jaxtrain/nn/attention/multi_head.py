@@ -1,7 +1,7 @@
 """Multi-head attention: with one QKV weight (GPT-2), or with separate ones (cross-attention).
 
-Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2. Positions come with the embedding, or
-with what a mask adds to the scores.
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2. Positions are in the embedding, or
+in the mask's bias.
 Letters: B batch, T (query) length, S key length, D embed, N heads, H head_dim.
 """
 
@@ -24,15 +24,15 @@ from jaxtrain.parallel.gathering import gather
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiHead:
-    """Attention of a sequence to itself with biases and a fused QKV weight, as GPT-2 has it.
+    """Self-attention with biases and a fused QKV weight, as in GPT-2.
 
     Attributes:
       embed_dim: width of the residual stream.
       num_heads: heads.
       head_dim: width of each.
-      residual_stddev: spread of the weight that makes the result.
+      residual_stddev: standard deviation of the output projection at initialization.
       pattern: which keys a query sees; None: all before it.
-      causal: whether the model's mask is: for `facts` and FLOPs, as the objective masks.
+      causal: whether the objective's mask is causal: for `facts` and FLOPs.
     """
 
     embed_dim: int
@@ -46,7 +46,7 @@ class MultiHead:
 
     @property
     def facts(self) -> AttentionFacts:
-        """With as many heads of keys and values as of queries."""
+        """Facts: as many kv heads as query heads."""
         N, H = self.num_heads, self.head_dim
         return AttentionFacts(
             num_heads=N, num_kv_heads=N, key_dim=H, value_dim=H, causal=self.causal,
@@ -59,7 +59,7 @@ class MultiHead:
         return self.facts.keys_and_values
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Projections to queries, keys and values [3, D, N, H], and back [N, H, D]."""
+        """QKV projection [3, D, N, H], and output projection [N, H, D]."""
         D, N, H = self.embed_dim, self.num_heads, self.head_dim
         key_qkv, key_out = keys
         axes, into_residual = ("qkv", "embed", "heads", "head_dim"), normal(self.residual_stddev)
@@ -71,7 +71,7 @@ class MultiHead:
         }
 
     def matmul_parameters(self) -> int:
-        """All but the biases."""
+        """Matmul parameters: all but the biases."""
         return 4 * self.num_heads * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
@@ -96,11 +96,12 @@ class MultiHead:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attention among the normed tokens; arguments and results as in `block.Attends`."""
+        """Self-attention over the normalized stream; arguments and results as in
+        `block.Attends`."""
         del positions_BT
         (qkv,) = execution.project(h_BTD, ("BTD,PDNH->PBTNH", own["qkv"]))
         qkv = qkv + gather(own["qkv_bias"])[:, None, None].astype(h_BTD.dtype)
-        # Split rather than indexed: the gradients are then put together in one pass.
+        # Split rather than indexed: the gradients are then concatenated in one pass.
         parts = zip(jnp.split(qkv, 3), ("query", "key", "value"), strict=True)
         q_BTNH, k_BTNH, v_BTNH = (name_activation(part[0], name) for part, name in parts)
         if cache is not None:
@@ -116,14 +117,14 @@ class Projections:
     """The weights of multi-head attention.
 
     Attributes:
-      embed_dim: width of what goes in and comes out.
+      embed_dim: width of inputs and outputs.
       num_heads: heads.
       head_dim: width of each.
-      residual_stddev: spread of the weight that makes the result.
-      stddev: spread of the others.
-      query_stddev: spread of the queries' weight.
+      residual_stddev: standard deviation of the output projection at initialization.
+      stddev: standard deviation of the others.
+      query_stddev: standard deviation of the query projection.
       biases: whether each projection has a bias.
-      query_scale: what queries are multiplied by, before the scores are divided by sqrt(H).
+      query_scale: factor of the queries, before the scores are divided by sqrt(H).
     """
 
     embed_dim: int
@@ -150,7 +151,7 @@ class Projections:
         return (Cached(shape=shape, axes=axes, every_token=True),) * 2
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Projections to queries, keys and values [D, N, H], and back [N, H, D]."""
+        """Query, key and value projections [D, N, H], and output projection [N, H, D]."""
         D, N, H = self.embed_dim, self.num_heads, self.head_dim
         shape, axes = (D, N, H), ("embed", "heads", "head_dim")
         into_residual = normal(self.residual_stddev)
@@ -168,7 +169,7 @@ class Projections:
         return own
 
     def matmul_parameters(self) -> int:
-        """All but the biases."""
+        """Matmul parameters: all but the biases."""
         return 4 * self.num_heads * self.head_dim * self.embed_dim
 
     def score_flops_per_token(self, sequence_length: int) -> float:
@@ -192,14 +193,14 @@ class Projections:
     def back(
         self, own: Weights, a_BTNH: jax.Array, execution: Execution, out: tuple[str, ...]
     ) -> jax.Array:
-        """What the heads say together, [B, T, D], laid out as `out` says."""
+        """Output projection of the heads, [B, T, D], sharded by `out`."""
         a_BTD = execution.contract("BTNH,NHD->BTD", a_BTNH, own["out"], out)
         return add_bias(a_BTD, own["out_bias"]) if self.biases else a_BTD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelfAttention(Projections):
-    """Attention of a sequence to itself: a part of a block, `block.Attends`."""
+    """Self-attention: a part of a block, `block.Attends`."""
 
     def __call__(
         self,
@@ -213,7 +214,7 @@ class SelfAttention(Projections):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Attention among the tokens; arguments and results as in `block.Attends`."""
+        """Self-attention; arguments and results as in `block.Attends`."""
         del positions_BT
         q, k, v = self.of(("query", "key", "value"), own, h_BTD, execution)
         if cache is not None:
@@ -223,7 +224,7 @@ class SelfAttention(Projections):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossAttention(Projections):
-    """Attention of a sequence to another one, the memory."""
+    """Cross-attention of a sequence to another one, the memory."""
 
     def keys_and_values(
         self, own: Weights, memory_BSD: jax.Array, execution: Execution
@@ -242,11 +243,11 @@ class CrossAttention(Projections):
         *,
         out: tuple[str, ...],
     ) -> jax.Array:
-        """What is added to the residual stream [B, T, D].
+        """Return the update of the residual stream [B, T, D].
 
         Args:
           own: the parameters.
-          h_BTD: what asks, laid out as the stream.
+          h_BTD: the queries' inputs, sharded like the stream.
           keys_and_values: the memory's.
           mask: which of them a query sees.
           execution: the kernel, and the precision of the products.

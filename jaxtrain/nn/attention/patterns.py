@@ -1,8 +1,8 @@
 """Sparse attention patterns: Longformer, strided, fixed, dilated.
 
-A pattern is the definition: `times` is its dense mask, which kernels of all pairs compute with, and
-`nn.attention.sparse` does no more than its products. Places count from each document's first token,
-so packed documents are each as it is alone.
+A pattern is the definition: `times` is its dense mask, used by kernels of all pairs, and
+`nn.attention.sparse` computes its scores alone. Positions count from each document's first token,
+so packing does not change a document.
 Letters: T query positions, S key positions, N heads.
 """
 
@@ -21,27 +21,28 @@ from jaxtrain.config.reader import configurable
 
 
 class Pattern(abc.ABC):
-    """What a model's `attention_pattern` is.
+    """Interface of a model's `attention_pattern`.
 
     Attributes:
-      both_ways: whether it is defined for attention that is not causal too.
+      both_ways: whether it supports bidirectional attention too.
     """
 
     both_ways: ClassVar[bool] = False
 
     @abc.abstractmethod
     def times(self, query: jax.Array, key: jax.Array, heads: int) -> jax.Array:
-        """How often the softmax of a query counts a key: 0 is never; [..., 1 or N, T, S].
+        """Multiplicity of each key in a query's softmax, 0 if masked; [..., 1 or N, T, S].
 
         Args:
           query: positions [..., T] of the queries in their documents.
           key: positions [..., S] of the keys in theirs.
-          heads: how many there are.
+          heads: number of heads.
         """
 
     @abc.abstractmethod
     def mean_keys(self, length: int) -> float:
-        """How many keys a causal query sees, the mean over positions and heads of one document."""
+        """Mean number of keys that a causal query sees, over positions and heads of one
+        document."""
 
     @abc.abstractmethod
     def rescale(self, factor: float) -> "Pattern":
@@ -49,14 +50,14 @@ class Pattern(abc.ABC):
 
     @property
     def kinds_of_heads(self) -> int:
-        """Head j sees what head j modulo this sees; a multiple of as many is on each device."""
+        """Period of the pattern over heads; each device needs a multiple of it."""
         return 1
 
 
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongformerPattern(Pattern):
-    """A sliding window, and tokens that see all and that all see (arXiv 2004.05150, section 3.1).
+    """Sliding window with global tokens (arXiv 2004.05150, section 3.1).
 
     Attributes:
       window: a query attends to keys at a distance below this.
@@ -184,12 +185,12 @@ class DilatedPattern(Pattern):
     """LongNet: segments of every length, the longer the sparser (arXiv 2307.02486, section 3).
 
     Of a segment head j has the tokens at positions j, j + r, j + 2 r, ...: they see each other.
-    What several pairs of a length and a ratio give is added in the proportion of their softmaxes'
-    denominators (equation 10), so a key that a query has by two of them counts twice.
+    Results of several pairs of a length and a ratio are summed in proportion to their softmax
+    denominators (equation 10), so a key that is visible by two of them counts twice.
 
     Attributes:
       segment_lengths: tokens of a segment.
-      dilated_ratios: r of the segments of each length; one of them is 1, so that each token is in
+      dilated_ratios: r for the segments of each length; one of them is 1, so that each token is in
         one for every head.
     """
 
@@ -220,7 +221,7 @@ class DilatedPattern(Pattern):
         return tuple(zip(self.segment_lengths, self.dilated_ratios, strict=True))
 
     def times(self, query: jax.Array, key: jax.Array, heads: int) -> jax.Array:
-        """As in Pattern: by how many of the pairs."""
+        """As in Pattern: the number of pairs that include it."""
         head = jnp.arange(heads)[:, None, None]
         query, key = query[..., None, :, None], key[..., None, None, :]
         count = jnp.zeros((), jnp.int32)
@@ -230,7 +231,7 @@ class DilatedPattern(Pattern):
         return count
 
     def mean_keys(self, length: int) -> float:
-        """As in Pattern, each as often as it counts: less than the sum of lengths / ratios^2."""
+        """As in Pattern, with multiplicity: less than the sum of lengths / ratios^2."""
         position = np.arange(length)
         return sum(
             float((position % segment // ratio + 1).mean()) / ratio for segment, ratio in self.pairs
@@ -252,13 +253,13 @@ class DilatedPattern(Pattern):
 def validate(
     pattern: Pattern | None, *, num_heads: int, parts: int = 1, model: str = "Model"
 ) -> Iterator[str]:
-    """A sentence where the heads of a device are not whole kinds of the pattern.
+    """Yield an error message if a device's heads are not whole periods of the pattern.
 
     Args:
       pattern: the model's; None: it has none.
       num_heads: query heads of the model.
       parts: devices that they are split over: Mesh.tensor, and Mesh.context with Ulysses.
-      model: what the heads belong to, for the message.
+      model: the model's name, for the message.
     """
     if pattern is None or num_heads % (parts * pattern.kinds_of_heads) == 0:
         return
@@ -274,7 +275,7 @@ def validate(
 
 
 def segment_positions(segment_ids_BT: jax.Array | None, length: int) -> jax.Array:
-    """The position of each token in its document [1 or B, T]; a row is one where there are no
+    """Position of each token in its document [1 or B, T]; a row is one document if there are no
     ids."""
     position = jnp.arange(length, dtype=jnp.int32)[None]
     if segment_ids_BT is None:

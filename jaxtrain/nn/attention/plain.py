@@ -22,7 +22,7 @@ def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mas
 
 
 def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
-    """`jax.nn.dot_product_attention`, in the arrays' dtype; what it has not, by einsums in that."""
+    """`jax.nn.dot_product_attention`, in the arrays' dtype; einsums for unsupported masks."""
     if mask.softcap is not None or mask.sinks_N is not None or mask.pattern is not None:
         return _by_einsums(q_BTNH, k_BSKH, v_BSKH, mask)
     visible = mask.visible(q_BTNH.shape[1], k_BSKH.shape[1])
@@ -33,7 +33,7 @@ def xla(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> 
 
 
 def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
-    """Products in the arrays' dtype, scores and softmax in float32."""
+    """Matmuls in the arrays' dtype, scores and softmax in float32."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
@@ -55,7 +55,7 @@ def _by_einsums(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: M
 
 
 def _of_rows(bias_CNTS: jax.Array, q_BTNH: jax.Array) -> jax.Array:
-    """What is added to the scores of each row, [1 or B, N, T, S]."""
+    """Bias of the scores of each row, [1 or B, N, T, S]."""
     C, *rest = bias_CNTS.shape
     if C == 1:
         return bias_CNTS
@@ -68,7 +68,7 @@ def _of_rows(bias_CNTS: jax.Array, q_BTNH: jax.Array) -> jax.Array:
 
 
 def _softmax(logits_BKGTS: jax.Array, sinks_N: jax.Array | None) -> jax.Array:
-    """Over the keys, and a sink that is one more of them."""
+    """Softmax over the keys and an optional sink."""
     if sinks_N is None:
         return jax.nn.softmax(logits_BKGTS, axis=-1)
     sinks = sinks_N.reshape(*logits_BKGTS.shape[1:3], 1, 1)

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values travel around the mesh axis `context`.
+"""Ring attention: keys and values are sent around the mesh axis `context`.
 
 Liu et al. 2023 (arXiv 2310.01889), in the zig-zag order of `context`: the sequence is cut into 2c
-runs and rank i of c holds run i, its early one, and run 2c-1-i, its late one. Under a causal mask
-every rank then has the same work at every step.
+runs (contiguous parts) and rank i of c has run i, its early one, and run 2c-1-i, its late one.
+Under a causal mask every rank then has equal work at every step.
 
 Letters: B batch, t tokens of a rank, r = t / 2 tokens of a run, n chunks of a run, Q queries of a
 chunk, N query heads, K kv heads, G = N / K, H head_dim; everything on one device.
@@ -38,7 +38,7 @@ from jaxtrain.parallel.sharding import (
     shard,
 )
 
-# Queries whose scores exist at once: with it, memory grows with a run and not with its square.
+# Queries whose scores are live at once: memory then grows with a run and not with its square.
 QUERY_CHUNK = 1024
 
 
@@ -52,15 +52,15 @@ def ring_attention(
 ) -> jax.Array:
     """Attention over sequences split over `context` in zig-zag order.
 
-    A query that sees no key gets 0; a sink is a key that all see, without a value. Keys and values
-    go around once forward and once more backward, where their float32 gradients follow them;
-    nothing but the local shards, the output and its log-sum-exp is kept between the two.
+    A query that sees no key gets 0; a sink is a key visible to all, without a value. Keys and
+    values are sent around once forward and once backward, where their float32 gradients follow
+    them; only the local shards, the output and its log-sum-exp are saved between the two.
 
     Args:
       q_BTNH: queries of the whole batch, as the other two.
       k_BTKH: keys.
       v_BTKH: values.
-      mask: without a cache, and nothing is added to scores.
+      mask: without a cache and bias.
       exact: multiply in float32 instead of the arrays' own dtype (sums always are float32).
     """
     layout = current_layout()
@@ -77,12 +77,12 @@ def queries_at_once(run: int) -> int:
     return max(d for d in range(1, min(run, QUERY_CHUNK) + 1) if run % d == 0)
 
 
-# -- the derivative, around the communication ----------------------------------------------------
+# -- custom derivative around the communication ----------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    layout: Layout  # the backward pass may be traced where another one is current
+    layout: Layout  # the backward pass may be traced under another layout
     causal: bool
     window: int | None
     softcap: float | None
@@ -124,7 +124,7 @@ def _ring_backward(ring: _Ring, saved: Any, d_out: jax.Array) -> tuple[Any, ...]
         found = run(_ranks(ring), q, k, v, ids_T, ids_S, out, lse, d_out)
         if sinks is None:
             return *found, None, None, None
-        # As of any key, but its value is 0: of the result it only takes its part away.
+        # As for any key, but its value is 0: it only reduces the result.
         inner = (out.astype(jnp.float32) * d_out.astype(jnp.float32)).sum(-1)
         d_sinks = -(jnp.exp(sinks - lse) * inner).sum((0, 1))
         return *found, None, None, d_sinks
@@ -167,7 +167,7 @@ class _Shapes:
         return [x[0], x[1]]
 
     def unchunk(self, runs: list[jax.Array]) -> jax.Array:
-        """The way back."""
+        """The inverse."""
         x = jnp.moveaxis(jnp.stack(runs), range(6), (1, 2, 0, 4, 5, 3))
         return x.reshape(self.B, self.t, self.N, *x.shape[6:])
 
@@ -178,7 +178,7 @@ class _Shapes:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A slot of a product on this rank: static where all ranks agree, else chosen by its number."""
+    """A slot of a block on this rank: static if all ranks agree, else selected by rank."""
 
     slots: tuple[int, ...]
     rank: jax.Array
@@ -208,7 +208,7 @@ class _Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A run of keys and values, as a product meets it."""
+    """A run of keys and values in a block."""
 
     ring: _Ring
     k_BSKH: jax.Array
@@ -234,7 +234,7 @@ class _Block:
         return seen
 
     def scores(self, q: jax.Array, position_Q: jax.Array, ids_BQ: jax.Array | None) -> jax.Array:
-        """[B, K, G, Q, S] in float32; -inf where a key is not seen."""
+        """[B, K, G, Q, S] in float32; -inf for masked keys."""
         seen = self.visible(position_Q, ids_BQ)
         scores = self.dot("BKGQH,BSKH->BKGQS", q, self.k_BSKH) * q.shape[-1] ** -0.5
         scores = apply_softcap(scores, self.ring.softcap)
@@ -248,11 +248,11 @@ class _Block:
 
 
 def _attend(block: _Block, carry: None, chunk: Any) -> tuple[None, Any]:
-    """The online softmax of a chunk of queries (arXiv 2205.14135), with this block's keys added."""
+    """Update the online softmax of a chunk of queries (arXiv 2205.14135) with this block's keys."""
     (largest, total, weighted), q, position_Q, ids_BQ = chunk
     scores = block.scores(q, position_Q, ids_BQ)
     new = jnp.maximum(largest, scores.max(-1))
-    # A row that has seen nothing has -inf here, and -inf minus itself is no number.
+    # A fully masked row has -inf here, and -inf minus itself is NaN.
     safe = jnp.where(jnp.isneginf(new), 0.0, new)
     p, shrink = jnp.exp(scores - safe[..., None]), jnp.exp(largest - safe)
     weighted = weighted * shrink[..., None] + block.dot("BKGQS,BSKH->BKGQH", p, block.v_BSKH)
@@ -260,7 +260,7 @@ def _attend(block: _Block, carry: None, chunk: Any) -> tuple[None, Any]:
 
 
 def _differentiate(block: _Block, d_kv: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
-    """Gradients of a block's keys and values, and of a chunk of queries, with its part added."""
+    """Gradients of a block's keys and values, and of a chunk of queries, accumulated."""
     d_q, (q, d_out, lse, inner), position_Q, ids_BQ = chunk
     scores = block.scores(q, position_Q, ids_BQ)
     p = jnp.exp(scores - lse[..., None])
@@ -274,7 +274,7 @@ def _differentiate(block: _Block, d_kv: jax.Array, chunk: Any) -> tuple[jax.Arra
 
 
 def _over_chunks(function: Callable[..., Any], carry: Any, xs: Any) -> tuple[Any, Any]:
-    """lax.scan, without a loop where there is one chunk."""
+    """lax.scan, without a loop for one chunk."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(function, carry, xs)
     carry, out = function(carry, jax.tree.map(lambda x: x[0], xs))
@@ -297,7 +297,7 @@ class _Rank:
         return jax.lax.ppermute(x, AXIS, pairs)
 
     def documents(self, ids_Bt: jax.Array | None) -> list[Any]:
-        """Documents [n, B, Q] of each run of queries; None where there are none."""
+        """Segment ids [n, B, Q] of each run of queries; None if there are none."""
         if ids_Bt is None:
             return [None, None]
         shape = (self.shapes.B, -1, self.shapes.Q)
@@ -336,7 +336,7 @@ def _forward(
     """Output [B, t, N, H] and log-sum-exp [B, t, N], infinite where a query sees no key."""
     me = _Rank(ring, ranks, q, k)
     queries, documents = me.shapes.chunks(q), me.documents(ids_T)
-    # The largest score, the sum of exponentials and the values weighed with them, so far.
+    # The running maximum, sum of exponentials and weighted values.
     row = queries[0].shape[:-1]
     largest, total = jnp.full(row, -jnp.inf, jnp.float32), jnp.zeros(row, jnp.float32)
     if sinks is not None:
@@ -353,7 +353,7 @@ def _forward(
             _, new = _over_chunks(functools.partial(_attend, block), None, xs)
             sums = own.put(sums, new)
         if following is not None:
-            # One step ahead and no further, or all keys of the sequence could be here at once.
+            # At most one step ahead, or all keys of the sequence could be live at once.
             held, sums = jax.lax.optimization_barrier((following, sums))
 
     out, lse = [], []
@@ -398,7 +398,7 @@ def _backward(
             )
             d_q, d_held = own.put(d_q, d_chunks), other.put(d_held, d_run)
         d_kv = jnp.concatenate(d_held, axis=2)
-        # The rank's own part stays at home; the sums of the others' keys travel with these.
+        # The rank's own part stays; the sums of the others' keys are sent with these.
         if home is None:
             home = d_kv
         else:

@@ -15,7 +15,7 @@ RopeType = Literal["llama3", "yarn", "linear"]
 
 
 class Rotations(Protocol):
-    """How positions turn the halves of a head against each other.
+    """Protocol of rotary position embeddings.
 
     Attributes:
       scale: further factor of queries and keys.
@@ -31,12 +31,12 @@ class Rotations(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary positions (arXiv 2104.09864), with Llama 3.1's slowing of long wavelengths.
+    """Rotary positions (arXiv 2104.09864), with Llama 3.1's scaling of long wavelengths.
 
     Attributes:
       theta: base of the frequencies, by default the paper's.
-      scaling: by how much frequencies whose wavelength is longer than original_context_length are
-        slowed; 1 leaves all as they are, whatever the three below say.
+      scaling: factor by which frequencies with a wavelength over original_context_length are
+        slowed; with 1 the three settings below have no effect.
       low_frequency_factor, high_frequency_factor: wavelengths longer than original_context_length /
         low are slowed in full, shorter than / high not at all.
       original_context_length: the context that scaling extends, in tokens.
@@ -50,7 +50,7 @@ class Rotary:
 
     @property
     def scale(self) -> float:
-        """Turned, and nothing else."""
+        """No further factor."""
         return 1.0
 
     def frequencies(self, head_dim: int) -> jax.Array:
@@ -58,7 +58,7 @@ class Rotary:
         half = head_dim // 2
         plain = self.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        # How many turns fit into the original context decides how much of the scaling applies.
+        # The number of turns in the original context determines how much scaling applies.
         turns = self.original_context_length * plain / (2 * math.pi)
         kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
         return kept * plain + (1.0 - kept) * plain / self.scaling
@@ -66,7 +66,8 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all pairs are slowed alike.
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all frequencies are scaled
+    alike.
 
     Attributes:
       theta: base of the frequencies.
@@ -78,7 +79,7 @@ class Linear:
 
     @property
     def scale(self) -> float:
-        """Turned, and nothing else."""
+        """No further factor."""
         return 1.0
 
     def frequencies(self, head_dim: int) -> jax.Array:
@@ -89,10 +90,11 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3): slow pairs are slowed, quick ones not.
+    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3): low frequencies are scaled, high ones
+    not.
 
-    Between them the share of the slowing grows evenly from pair to pair; a factor on queries and
-    keys makes up for the longer context's flatter attention.
+    Between them the scaling is a linear ramp over pairs; a factor on queries and
+    keys compensates for the longer context's flatter attention.
 
     Attributes:
       theta: base of the frequencies.
@@ -101,7 +103,7 @@ class Yarn:
         (alpha, or beta_slow; 1 there).
       high_frequency_factor: those of more not at all (beta, or beta_fast; 32 there).
       original_context_length: the context that scaling extends, in tokens.
-      whole_pairs: whether the share grows from a whole pair to a whole one, as in the authors'
+      whole_pairs: whether the ramp's ends are rounded to whole pairs, as in the authors'
         code, or from an interpolated value (GPT-OSS).
     """
 
@@ -126,7 +128,7 @@ class Yarn:
         last = self._pair(self.low_frequency_factor, half)
         if self.whole_pairs:
             first, last = math.floor(first), math.ceil(last)
-        # Within the head, as in the authors' code.
+        # Clipped to the head, as in the authors' code.
         first, last = max(first, 0), min(last, head_dim - 1)
         slowed = jnp.clip((pairs - first) / max(last - first, 1e-3), 0.0, 1.0)
         return (1.0 - slowed) * plain + slowed * plain / self.scaling

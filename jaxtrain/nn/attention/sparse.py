@@ -1,12 +1,13 @@
 """Block-sparse attention that computes only the scores of a pattern.
 
-What a query sees comes in parts that no key is twice in: the keys near it, in its own block of the
-row and the adjacent blocks, and the few distant ones, gathered. Each part has the greatest score,
+The keys of a query come in disjoint parts: the near keys, in its own block of the
+row and the adjacent blocks, and the few distant ones, gathered. Each part has the largest score,
 the sum of exponentials and the weighted values of its queries; together they are one softmax (arXiv
-2205.14135, section 3.1). Documents may begin anywhere in a block: masks of pairs say who sees whom.
+2205.14135, section 3.1). Documents may begin anywhere in a block: masks of pairs select what is
+visible.
 
 Letters: B batch, T length, N query heads, K kv heads, G = N / K, H head_dim; C blocks of a row of b
-tokens, X products that are done at the same time, q queries and k keys of one of them.
+tokens, X batched matmuls, q queries and k keys of one of them.
 """
 
 import dataclasses
@@ -31,16 +32,16 @@ from jaxtrain.nn.attention.patterns import (
 )
 from jaxtrain.nn.remat import KEPT
 
-# The named scope of all products with keys and values.
+# The named scope of all matmuls with keys and values.
 SCOPE = "sparse_products"
 
 _HIDDEN = float(np.finfo(np.float32).min)
-_NOWHERE = -2  # the document of what is gathered from outside of a row
+_NOWHERE = -2  # the document id of positions outside of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What of a mask is known while tracing; the attributes are those of a Mask."""
+    """Static part of a mask; the attributes are those of a Mask."""
 
     pattern: Any
     causal: bool
@@ -50,7 +51,7 @@ class _Rule:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _TokenPositions:
-    """Where tokens are: in the row, and in which document where; all arrays of one shape."""
+    """Positions of tokens: in the row, document id, and in the document; arrays of one shape."""
 
     row: jax.Array
     document: jax.Array
@@ -59,7 +60,7 @@ class _TokenPositions:
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """Queries, keys and values of a row, or of a part of one, and where they are."""
+    """Queries, keys and values of a row, or of a part of one, and their positions."""
 
     q_BTKGH: jax.Array
     k_BTKH: jax.Array
@@ -73,7 +74,7 @@ class _Tokens:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """A softmax over some keys, before it is divided by its sum."""
+    """Unnormalized softmax over some keys."""
 
     top_BTKG: jax.Array
     sum_BTKG: jax.Array
@@ -99,7 +100,7 @@ def sparse_attention(
 ) -> jax.Array:
     """softmax(q k / sqrt(H)) v over the keys of `mask.pattern`, of whole sequences on one device.
 
-    Products in the arrays' dtype, scores and sums in float32.
+    Matmuls in the arrays' dtype, scores and sums in float32.
 
     Args:
       q_BTNH: queries.
@@ -119,12 +120,12 @@ def _attend(rule: _Rule, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> 
 def _forward(
     rule: _Rule, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any
 ) -> tuple[jax.Array, Any]:
-    # By its name this is kept, and not what is made on the way to it.
+    # This is saved by name, instead of its intermediates.
     return checkpoint_name(_attend_padded(rule, q, k, v, ids), KEPT), (q, k, v, ids)
 
 
 def _backward(rule: _Rule, kept: Any, d_out: jax.Array) -> tuple[Any, ...]:
-    """Makes the scores again, so that none wait for the backward pass."""
+    """Recompute the scores in the backward pass instead of saving them."""
     *qkv, ids = kept
     gradients = jax.vjp(lambda q, k, v: _attend_padded(rule, q, k, v, ids), *qkv)[1](d_out)
     return *gradients, None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
@@ -141,7 +142,7 @@ def _attend_padded(
     whole = -(-T // step) * step
 
     def long(x: jax.Array, value: int = 0) -> jax.Array:
-        """To whole blocks."""
+        """Pad to whole blocks."""
         return jnp.pad(x, [(0, 0), (0, whole - T), *[(0, 0)] * (x.ndim - 2)], constant_values=value)
 
     position_BT = long(segment_positions(ids_BT, T))
@@ -168,7 +169,8 @@ def _attend_padded(
 
 
 def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
-    """The window, the global keys of the document that a block begins in, their queries.
+    """Parts of Longformer: the window, the global keys of the document that a block begins in,
+    their queries.
 
     Other documents of a block begin in it or in an adjacent one: their global tokens are near.
     """
@@ -194,7 +196,7 @@ def _longformer(rule: _Rule, tokens: _Tokens) -> list[_Part]:
 def _of_global_queries(
     rule: _Rule, tokens: _Tokens, global_BCq: jax.Array, block: int, sees: _Sees
 ) -> _Part:
-    """Global queries and each block of keys after those near them, summed where the queries are."""
+    """Global queries with each block of later keys, summed at the queries."""
     q_BCqKGH = _rows(tokens.q_BTKGH, global_BCq)
     k, v = (_blocks(x, block)[:, 2:] for x in (tokens.k_BTKH, tokens.v_BTKH))
     at_queries = jax.tree.map(lambda x: _rows(x, global_BCq), tokens.at_BT)
@@ -213,7 +215,8 @@ def _of_global_queries(
 
 
 def _strided_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
-    """The blocks near, and the columns of a row that is written in lines of a stride."""
+    """Parts of strided attention: adjacent blocks, and the columns of the row as a matrix of stride
+    columns."""
     stride, sees = rule.pattern.stride, _parts_of(rule)
     parts = [_near(rule, tokens, stride, sees)]
     if tokens.length // stride < 3:
@@ -233,15 +236,15 @@ def _strided_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
 
 
 def _fixed_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
-    """The blocks near, and the summaries before them: at most one block of a document ends in each
-    block of the row, since they are as long."""
+    """Parts of fixed attention: adjacent blocks, and earlier summaries: at most one block of a
+    document ends in each block of the row, since both have the same length."""
     stride, sees, B = rule.pattern.stride, _parts_of(rule), len(tokens.q_BTKGH)
     parts = [_near(rule, tokens, stride, sees)]
     if tokens.length // stride < 3:
         return parts
     at_BT = tokens.at_BT
     ends_BT = jnp.where(at_BT.position % stride == stride - 1, at_BT.row, -1)
-    # That of the last block but one may start in the block before.
+    # That of the second to last block may start in the block before.
     end_BC = _blocks(ends_BT, stride)[:, :-1].max(-1)
     index_B1k = (end_BC[..., None] - jnp.arange(rule.pattern.summary_tokens)).reshape(B, 1, -1)
     k, v, at_keys = _gather(tokens, index_B1k)
@@ -252,7 +255,7 @@ def _fixed_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
 
 
 def _dilated_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
-    """A part for each pair of a length and a ratio; they may have keys in common, which count as
+    """Parts of LongNet, one per length and ratio; keys in several parts count as
     often."""
     B, T, K, G, H = tokens.q_BTKGH.shape
     k_BTNH, v_BTNH = (jnp.repeat(x, G, 2) for x in (tokens.k_BTKH, tokens.v_BTKH))
@@ -265,7 +268,7 @@ def _dilated_parts(rule: _Rule, tokens: _Tokens) -> list[_Part]:
 
 
 def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part:
-    """Of each token the N / r heads that have it, in columns: positions of one segment that a head
+    """Group the N / r heads of each token in columns: positions of one segment that a head
     has are r apart in the row too."""
     B, T = tokens.q_BTKGH.shape[:2]
     block = min(-(-length // ratio), T // ratio)
@@ -281,7 +284,7 @@ def _of_segments(rule: _Rule, tokens: _Tokens, length: int, ratio: int) -> _Part
         return jnp.where(own, x[:, :, :, None], nothing).reshape(B, T, -1, *x.shape[3:])
 
     def columns(x: jax.Array, beyond: int = 0) -> jax.Array:
-        """[B r, T / r, ...], in whole blocks."""
+        """Reshape to [B r, T / r, ...], in whole blocks."""
         x = jnp.swapaxes(_blocks(x, ratio), 1, 2)
         x = x.reshape(-1, *x.shape[2:])
         widths = [(0, 0), (0, -x.shape[1] % block), *[(0, 0)] * (x.ndim - 2)]
@@ -319,7 +322,7 @@ def _step(pattern: Pattern, length: int) -> int:
 
 
 def products(pattern: Pattern, length: int) -> int:
-    """Pairs of a query and a key that one head of a causal row multiplies: those of whole blocks.
+    """Number of query-key pairs that one head of a causal row computes, in whole blocks.
 
     Of C blocks of b tokens 2 b keys for each token, b where there is one block. For the tokens that
     have two blocks before theirs besides g global ones (Longformer), C - 2 of their column
@@ -374,7 +377,7 @@ def _part(
 
 
 def _from(start: int, part: _Part) -> _Part:
-    """The part of the whole row, of which those before `start` have no key."""
+    """The part of the whole row, in which queries before `start` have no key."""
 
     def pad_front(x: jax.Array, value: float) -> jax.Array:
         widths = [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)]

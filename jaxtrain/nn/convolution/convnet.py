@@ -44,7 +44,7 @@ class Norm:
     Attributes:
       kind: over the batch (`BatchNorm`), or over groups of channels of each image (`GroupNorm`):
         `groups` groups, one channel each, or all channels.
-      groups: where the kind is 'group'.
+      groups: if the kind is 'group'.
       momentum, epsilon: as in `BatchNorm`.
     """
 
@@ -71,14 +71,14 @@ class NormSettings(Protocol):
 
 
 def norm_of(model: NormSettings, epsilon: float = 1e-5) -> Norm | None:
-    """The norm that a model's settings ask for; None: none."""
+    """The norm of a model's settings; None: none."""
     if model.norm is None:
         return None
     return Norm(model.norm, model.norm_groups or GROUPS, epsilon=epsilon)
 
 
 def validate_norm(model: NormSettings, convolutions: Iterable["Convolution"]) -> None:
-    """Raises UserError for groups that nothing reads, or that do not divide some channels."""
+    """Raise UserError for unused groups, or groups that do not divide some channels."""
     written = f"{type(model).__name__}.norm_groups={model.norm_groups}"
     if model.norm != "group":
         if model.norm_groups is not None:
@@ -110,7 +110,7 @@ class Convolution:
     padding: int = 1
 
     def side(self, side: int) -> int:
-        """Pixels of a side that come out."""
+        """Output size of a side, in pixels."""
         return pool_output_size(side, self.size, self.stride, self.padding)
 
     def multiply_adds(self, height: int, width: int) -> int:
@@ -120,7 +120,7 @@ class Convolution:
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """The largest or the mean of some pixels; the settings are those of `max_pool`."""
+    """Max or mean pooling; the settings are those of `max_pool`."""
 
     size: int = 2
     stride: int = 2
@@ -129,7 +129,7 @@ class Pooling:
     ceil: bool = False
 
     def side(self, side: int) -> int:
-        """Pixels of a side that come out."""
+        """Output size of a side, in pixels."""
         return pool_output_size(side, self.size, self.stride, self.padding, ceil=self.ceil)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ def convolutions_of(plan: Plan) -> list[Convolution]:
 
 
 def least_side(plan: Plan, side: int) -> int:
-    """The least side, this or a longer one, of which something is left at the plan's end."""
+    """Smallest image size, at least this, that the plan does not reduce to nothing."""
 
     def fits(side: int) -> bool:
         for part in plan:
@@ -161,7 +161,7 @@ def least_side(plan: Plan, side: int) -> int:
 
 
 def validate_side(model: object, plan: Plan, side: int) -> None:
-    """Raises UserError for images of which nothing is left before the plan's end."""
+    """Raise UserError for images that the plan reduces to nothing."""
     least = least_side(plan, side)
     if least != side:
         name = type(model).__name__
@@ -169,7 +169,7 @@ def validate_side(model: object, plan: Plan, side: int) -> None:
 
 
 def plan_multiply_adds(plan: Plan, height: int, width: int) -> int:
-    """Of the convolutions, for one image of these sides."""
+    """Multiply-adds of the convolutions, for one image of these sides."""
     total = 0
     for part in plan:
         height, width = part.side(height), part.side(width)
@@ -181,8 +181,8 @@ def plan_multiply_adds(plan: Plan, height: int, width: int) -> int:
 class ConvolutionNorm(nnx.Module):
     """A convolution with bias, and a norm where one is requested.
 
-    The channels that come out are split over `tensor` where they are a multiple of 8; those that
-    go in are gathered. `of` is what it reads: IMAGES or SIGNALS.
+    Output channels are split over `tensor` if they are a multiple of 8; input
+    channels are gathered. `of` is the kind of input: IMAGES or SIGNALS.
     """
 
     def __init__(
@@ -201,13 +201,13 @@ class ConvolutionNorm(nnx.Module):
         self.stride, self.padding, self.of = plan.stride, plan.padding, of
 
     def convolve(self, x: jax.Array) -> jax.Array:
-        """Activations that no norm has seen."""
+        """Activations before the norm."""
         kernel = gather(self.weight)
         x = shard(x, self.of).astype(kernel.dtype)
         return add_bias(convolution(x, kernel, self.stride, self.padding), self.bias)
 
     def __call__(self, x_BHWC: jax.Array, running: Running) -> jax.Array:
-        """Activations, normed where there is a norm."""
+        """Activations, normalized if there is a norm."""
         x_BHWC = self.convolve(x_BHWC)
         if isinstance(self.norm, BatchNorm):
             return running.apply(x_BHWC, self.norm)
@@ -215,7 +215,7 @@ class ConvolutionNorm(nnx.Module):
 
 
 class ConvNet(nnx.Module):
-    """Images to logits: the plan, means over parts of what is left, fully connected layers."""
+    """Images to logits: the plan, adaptive mean pooling, fully connected layers."""
 
     def __init__(
         self,
@@ -229,17 +229,17 @@ class ConvNet(nnx.Module):
         norm: Norm | None = None,
         init: Initializer = HE,
     ) -> None:
-        """Draws all layers.
+        """Initialize all layers.
 
         Args:
           plan: convolutions, each followed by the activation, and poolings.
           key: for the parameters.
-          side: pixels of a side that go into the fully connected layers.
-          widths: of those layers, the last the classes; what goes in follows from `side`.
+          side: size of the pooled image that the fully connected layers read.
+          widths: of those layers, the last the classes; the input width follows from `side`.
           activation: after every layer but the last.
-          rates: dropout of what goes into each of those layers.
+          rates: dropout rates of those layers' inputs.
           norm: of every convolution.
-          init: how convolutions and hidden layers are drawn.
+          init: initializer of convolutions and hidden layers.
         """
         convolutions = convolutions_of(plan)
         flat = side * side * convolutions[-1].channels
@@ -249,8 +249,8 @@ class ConvNet(nnx.Module):
             [ConvolutionNorm(c, next(keys), norm, init) for c in convolutions]
         )
         self.dense = nnx.List([Dense(next(keys), *pair, init) for pair in pairs[:-1]])
-        # A small last layer, as a ResNet's (arXiv 1706.02677, section 5.1): poolings of the largest
-        # make activations larger than their initialization means.
+        # A small last layer, as in a ResNet (arXiv 1706.02677, section 5.1): max poolings
+        # make activations larger than their initialization assumes.
         self.head = Dense(next(keys), *pairs[-1], normal(0.01), role="output")
         self.plan, self.side, self.rates = tuple(plan), side, tuple(rates)
         self.activation = activation
@@ -267,7 +267,7 @@ class ConvNet(nnx.Module):
                     x = part(x)
                 else:
                     x = self.activation(next(convolutions)(x, running))
-        # Whole along the channels, which are flattened with the pixels.
+        # Gathered along the channels, which are flattened with the pixels.
         x = shard(pool_to(x, self.side), IMAGES)
         x_BD = x.reshape(x.shape[0], -1)
         for i, layer in enumerate((*self.dense, self.head)):

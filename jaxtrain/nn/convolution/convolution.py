@@ -1,6 +1,6 @@
-"""Convolutions and pooling over images, their gradients in the forms that compilers do well.
+"""Convolutions and pooling over images, with gradients in forms that compilers handle well.
 
-A signal is convolved as an image is, along its one dimension.
+A signal is convolved like an image, along its one dimension.
 Letters: B batch, H height, W width, C channels in, D channels out, S size of the kernel.
 """
 
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import current_layout
 
-# By the dimensions of what is convolved: signals, images.
+# By the number of dimensions: signals, images.
 _ORDER = {3: ("NWC", "WIO", "NWC"), 4: ("NHWC", "HWIO", "NHWC")}
 # Of the patches of one tile: what fits in a core's L2 cache together with the gradient.
 _TILE_BYTES = 5 * 2**19
@@ -27,13 +27,13 @@ Kept = tuple[jax.Array, jax.Array]
 def convolution(
     x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding: int | None = None
 ) -> jax.Array:
-    """x convolved with a kernel [S, S, C, D]; D is split over the mesh as the kernel's is.
+    """Convolve x with a kernel [S, S, C, D]; D is sharded like the kernel's.
 
     Args:
-      x_BHWC: images, whole along C; or signals [B, W, C].
-      kernel: the kernel; of signals [S, C, D].
-      stride: pixels from one result to the next.
-      padding: pixels of zeros on every side, as PyTorch has them (JAX's "SAME" pads a strided
+      x_BHWC: images, not split along C; or signals [B, W, C].
+      kernel: the kernel; for signals [S, C, D].
+      stride: the stride, in pixels.
+      padding: pixels of zeros on every side, as in PyTorch (JAX's "SAME" pads a strided
         convolution on one side only); None is S // 2.
     """
     if padding is None:
@@ -61,17 +61,17 @@ def _convolve(
 
 
 def _is_one_cpu() -> bool:
-    """Whether the program is for one CPU device: the forms below are XLA's better ones there."""
+    """Whether the program is for one CPU device, where the forms below are faster in XLA."""
     layout = current_layout()
     alone = layout is None or layout.mesh.size == 1
     return alone and platform_of(jax.sharding.get_abstract_mesh()) == "cpu"
 
 
 def _is_small(x_BHWC: jax.Array, kernel: jax.Array) -> bool:
-    """Whether images are hardly larger than the kernel, where XLA's convolution for CPUs is slow.
+    """Whether images are hardly larger than the kernel, where XLA's CPU convolution is slow.
 
     Of 32 images of 2 x 2 x 512 and a kernel of 3 x 3 x 512 x 512 it takes 1,070 ms forward and
-    backward, as patches 19 ms; at 4 x 4 88 and 71 ms, at 8 x 8 it is as quick or quicker
+    backward, as patches 19 ms; at 4 x 4 88 and 71 ms, at 8 x 8 it is as fast or faster
     (benchmarks/history/cpu.md).
     """
     if x_BHWC.ndim != 4 or x_BHWC.dtype != jnp.float32 or kernel.shape[0] == 1:
@@ -99,9 +99,9 @@ def _multiply_patches(x_BHWC: jax.Array, kernel: jax.Array, stride: int, padding
 
 
 def _images_of_a_tile(x_BHWC: jax.Array, kernel: jax.Array) -> int:
-    """How many images a tile of `_kernel_gradient` has; 0 where JAX's own gradient is better.
+    """Images per tile of `_kernel_gradient`; 0 where JAX's own gradient is faster.
 
-    XLA's for CPUs is a convolution over the batch, for which it turns both activations so that
+    XLA's for CPUs is a convolution over the batch, for which it transposes both activations so that
     images come last: a quarter of a small ResNet's step.
     """
     if not _is_one_cpu():
@@ -129,7 +129,7 @@ def _backward(kept: Kept, gradient_BHWD: jax.Array) -> Kept:
 
 
 def _kernel_gradient(x_BHWC: jax.Array, gradient_BHWD: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Patches of a tile times its gradient, one product a tile: nothing is turned."""
+    """Patches of a tile times its gradient, one matmul per tile, without transposes."""
     S, _, C, D = kernel.shape
     B, H, W, _ = x_BHWC.shape
     tiles = B // _images_of_a_tile(x_BHWC, kernel)
@@ -157,11 +157,11 @@ _with_tiles.defvjp(lambda x, kernel: (_convolve(x, kernel), (x, kernel)), _backw
 
 
 class Window(NamedTuple):
-    """Which pixels become one.
+    """Pooling window.
 
     Attributes:
-      size: pixels of a side.
-      stride: pixels from one result to the next.
+      size: size of the window.
+      stride: the stride, in pixels.
       rows, columns: padding before and after the image.
     """
 
@@ -174,21 +174,21 @@ class Window(NamedTuple):
 def pool_output_size(
     side: int, size: int, stride: int, padding: int = 0, *, ceil: bool = False
 ) -> int:
-    """Pixels of a side after pooling; `ceil` lets the last window reach over the edge."""
+    """Output size of a side; `ceil` lets the last window reach over the edge."""
     free = side + 2 * padding - size
     if not ceil:
         return free // stride + 1
     pooled = -(-free // stride) + 1
-    # As PyTorch's ceil_mode: a window that begins behind the image is left out.
+    # As in PyTorch's ceil_mode: a window that begins after the image is dropped.
     return pooled - ((pooled - 1) * stride >= side + padding)
 
 
 def max_pool(
     x_BHWC: jax.Array, size: int = 3, stride: int = 2, padding: int = 1, *, ceil: bool = False
 ) -> jax.Array:
-    """The largest of size x size pixels; what is padded is never the largest.
+    """Max pooling over size x size pixels; padding is never the maximum.
 
-    Its gradient goes to the first pixel that is the largest, as PyTorch's does.
+    Its gradient goes to the first maximum, as in PyTorch.
 
     Args:
       x_BHWC: images.
@@ -200,7 +200,9 @@ def max_pool(
         return padding, max((pooled - 1) * stride + size - side - padding, padding * (not ceil))
 
     window = Window(size, stride, padding_of(x_BHWC.shape[1]), padding_of(x_BHWC.shape[2]))
-    if platform_of(jax.sharding.get_abstract_mesh()) == "tpu":  # has an instruction for both ways
+    if (
+        platform_of(jax.sharding.get_abstract_mesh()) == "tpu"
+    ):  # has an instruction for both directions
         return _pool(x_BHWC, window)
     return _pool_by_index(x_BHWC, window)
 
@@ -222,7 +224,7 @@ def _pool_by_index(x_BHWC: jax.Array, window: Window) -> jax.Array:
 def _pool_forward(
     x_BHWC: jax.Array, window: Window
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The result, and for each of its pixels which of the window it was; an x without channels."""
+    """The result, and the index in the window of each maximum; an x without channels."""
     size, stride, rows, columns = window
     padded = jnp.pad(x_BHWC, ((0, 0), rows, columns, (0, 0)), constant_values=-jnp.inf)
     last_h, last_w = (padded.shape[i] - size + 1 for i in (1, 2))
@@ -260,7 +262,7 @@ _pool_by_index.defvjp(_pool_forward, _pool_backward)
 
 
 def average_pool(x_BHWC: jax.Array, size: int, stride: int) -> jax.Array:
-    """The mean of size x size pixels, in float32."""
+    """Mean pooling over size x size pixels, in float32."""
     rows, columns = (pool_output_size(side, size, stride) for side in x_BHWC.shape[1:3])
     total = jnp.zeros((), jnp.float32)
     for i, j in itertools.product(range(size), range(size)):
@@ -270,10 +272,10 @@ def average_pool(x_BHWC: jax.Array, size: int, stride: int) -> jax.Array:
 
 
 def pool_to(x_BHWC: jax.Array, side: int) -> jax.Array:
-    """Means over parts of the image, so that side x side are left; in float32.
+    """Adaptive mean pooling to side x side, in float32.
 
-    Part i of n pixels goes from floor(i n / side) to ceil((i + 1) n / side), as PyTorch's
-    AdaptiveAvgPool2d has it: smaller images have pixels in several parts.
+    Part i of n pixels spans floor(i n / side) to ceil((i + 1) n / side), as in PyTorch's
+    AdaptiveAvgPool2d: smaller images have pixels in several parts.
     """
     if x_BHWC.shape[1:3] == (side, side):
         return x_BHWC

@@ -1,8 +1,8 @@
 """Collective matmul: matmuls overlapped with the ring all-gather or reduce-scatter over `tensor`.
 
 With sequence parallelism (arXiv 2205.05198) the positions of the residual stream are gathered over
-`tensor` before a block's first products, and the sum of its last one is scattered. Here no device
-waits for all of them: it multiplies the part that it holds while the next one is sent, and adds its
+`tensor` before a block's first matmuls, and the sum of its last one is scattered. Here no device
+waits for all of them: it multiplies the part that it has while the next one is sent, and adds its
 share to the sum of a part that is then sent on (collective matmul: Wang et al. 2023, "Overlap
 Communication with Dependent Computation via Decomposition", doi 10.1145/3567955.3567959). The bytes
 are the same, t - 1 permutes for each gather or scatter.
@@ -32,10 +32,10 @@ def gather_matmul(
     """Matmuls of one activation, whose positions are split over `tensor`, with several weights.
 
     Args:
-      equations: of each product, over (x, weight); the first letters of x are the same in all.
+      equations: of each matmul, over (x, weight); the first letters of x are the same in all.
       x: the activation, T among its letters, `tensor` the last axis along it.
-      weights: of x's dtype, split over `tensor` along what the products make.
-      specs: of the products, `tensor` along what the weights have there and not along T.
+      weights: of x's dtype, split over `tensor` along the output dimensions.
+      specs: of the results, `tensor` along the weights' output dimensions and not along T.
     """
     letters = sides(equations[0])[0]
     here = spec_of(x), [spec_of(weight) for weight in weights]
@@ -80,9 +80,9 @@ def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> j
 
     Args:
       equation: over (x, weight).
-      x: the activation, split over `tensor` along what is summed over and not along T.
-      weight: of x's dtype, split as x is.
-      spec: of the product, `tensor` the last axis along T.
+      x: the activation, split over `tensor` along the contracted dimension and not along T.
+      weight: of x's dtype, split like x.
+      spec: of the result, `tensor` the last axis along T.
     """
     here, letters = (spec_of(x), spec_of(weight)), sides(equation)[2]
 
@@ -162,7 +162,7 @@ def _of_weight(equation: str, x: jax.Array, gradient: jax.Array, weight: jax.Arr
 
 
 def _of_x(equation: str) -> str:
-    """The equation of x's gradient, over (the product's gradient, weight)."""
+    """The equation of x's gradient, over (the output's gradient, weight)."""
     left, right, result = sides(equation)
     return f"{result},{right}->{left}"
 
@@ -185,14 +185,14 @@ def _slice_of(whole: jax.Array, letters: str, number: jax.Array) -> jax.Array:
 
 
 class _Whole:
-    """An array that its parts along T are written into."""
+    """Buffer for the parts along T."""
 
     def __init__(self, letters: str) -> None:
         self._dim = letters.index("T")
         self._array: jax.Array | None = None
 
     def put(self, part: jax.Array, number: jax.Array) -> None:
-        """Writes the part of this number."""
+        """Write a part."""
         length, array = part.shape[self._dim], self._array
         if array is None:
             shape = list(part.shape)
@@ -203,6 +203,6 @@ class _Whole:
 
     @property
     def array(self) -> jax.Array:
-        """All parts."""
+        """The whole array."""
         assert self._array is not None, "no part was put"
         return self._array

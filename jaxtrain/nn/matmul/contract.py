@@ -27,7 +27,7 @@ from jaxtrain.parallel.sharding import (
 
 
 class StructuredWeight(abc.ABC):
-    """The value of a parameter that is not one array: quantized, with an adapter, watched."""
+    """Value of a parameter that is not one array: quantized, with an adapter, or captured."""
 
     @abc.abstractmethod
     def contract(
@@ -41,13 +41,13 @@ class StructuredWeight(abc.ABC):
         draws: Draws | None,
         layer: jax.Array | int | None,
     ) -> jax.Array:
-        """The product of x with the weight.
+        """Matmul of x with the weight.
 
         Args:
-          equation, x, out, by: as of `contract`.
-          weight: the parameter that has this value.
-          draws: what dropout draws from; None drops nothing.
-          layer: the number of the layer.
+          equation, x, out, by: as in `contract`.
+          weight: the parameter with this value.
+          draws: source of dropout masks; None: no dropout.
+          layer: index of the layer.
         """
 
 
@@ -67,13 +67,13 @@ def contract(
       weight: the parameter.
       out: the logical axes of the result. Needed where the contraction runs over a sharded
         dimension, since there the result can be laid out in more than one way.
-      by: what multiplies: in x's dtype, or with operands of 8 bits.
+      by: the einsum: in x's dtype, or with 8-bit operands.
     """
     layout, value = current_layout(), weight.get_value()
     if out is not None and by is einsum and _in_parts(equation, weight, out, layout):
         x, value, spec = operands(equation, x, weight, out)
         assert spec is not None, "a layout gives one"
-        # Imported here, as below: most layouts gather a weight before they multiply with it.
+        # Imported here, as below: most layouts gather a weight before the matmul.
         from jaxtrain.nn.matmul import collective_matmul
 
         return collective_matmul.matmul_scatter(equation, x, value, spec)
@@ -86,16 +86,16 @@ def contract(
 def project(
     x: jax.Array, products: Sequence[tuple[str, nnx.Param]], *, by: Einsum = einsum
 ) -> list[jax.Array] | None:
-    """Products of one activation in parts, while the others are on their way.
+    """Collective matmul of one activation with several weights.
 
     Args:
       x: the activation.
-      products: of each its equation and its weight, as in `contract`.
+      products: the equation and weight of each, as in `contract`.
       by: as in `contract`.
 
     Returns:
-      None where the sequence is not split over `tensor`, or is not to be sent around, or where a
-      device would make the whole of a product.
+      None if the sequence is not split over `tensor`, collective matmuls are off, or a
+      device would compute the whole result.
     """
     layout, equations = current_layout(), [equation for equation, _ in products]
     spec, left = spec_of(x), sides(equations[0])[0]
@@ -117,7 +117,8 @@ def project(
 def _in_parts(
     equation: str, weight: nnx.Param, out: tuple[str, ...], layout: Layout | None
 ) -> bool:
-    """Whether a product is summed over `tensor` and scattered along the sequence, part by part."""
+    """Whether a matmul is reduce-scattered along the sequence over `tensor` as a collective
+    matmul."""
     if layout is None or not layout.collective_matmul or "residual_length" not in out:
         return False
     scattered = "tensor" in parts_of(layout.activation(("residual_length",))[0])
@@ -126,7 +127,7 @@ def _in_parts(
 
 
 def _split_letters(equation: str, weight: nnx.Param, layout: Layout) -> set[str]:
-    """The letters of a weight's dimensions that are split over `tensor` in its product."""
+    """The letters of a weight's dimensions that are split over `tensor` in the matmul."""
     letters = sides(equation)[1]
     # Kv heads that do not divide are repeated until they do.
     split = dataclasses.replace(layout, whole=layout.whole - {"kv_heads"})
@@ -137,7 +138,7 @@ def _split_letters(equation: str, weight: nnx.Param, layout: Layout) -> set[str]
 
 
 def _as_matrix(equation: str, axes: tuple[str, ...], layout: Layout | None) -> Groups | None:
-    """The groups of a weight's dimensions for `products.product`; None: as it is."""
+    """The groups of a weight's dimensions for `einsum.product`; None: unchanged."""
     if layout is None:
         return as_matrix(equation)
     if layout.tensor_layout != "1d" or layout.whole & set(axes):
@@ -153,10 +154,10 @@ def operands(
     out: tuple[str, ...] | None = None,
     groups: Groups | None = None,
 ) -> tuple[jax.Array, jax.Array, P | None]:
-    """An activation and a weight laid out for their product, and the spec of the product.
+    """Return an activation and a weight resharded for their matmul, and the spec of the result.
 
-    Arguments are those of `contract` and `gather`. The weight is gathered and of x's dtype; the
-    spec is None where it follows from those of the two.
+    Arguments are those of `contract` and `gather`. The weight is gathered and in x's dtype; the
+    spec is None if it follows from those of the two.
     """
     value, layout = gather(weight, groups).astype(x.dtype), current_layout()
     spec = None if out is None else activation_spec(out)
@@ -169,9 +170,9 @@ def operands(
 
 
 def copies_of_kv_heads(num_kv_heads: int) -> int:
-    """How often each kv head is computed: more than once where they do not divide over `tensor`.
+    """Copies of each kv head: more than one if they do not divide over `tensor`.
 
-    K heads over t devices become lcm(K, t): each device has as many, and the ones that its query
+    K heads over t devices become lcm(K, t): each device has equally many, those that its query
     heads attend to. Their weights are replicated over `tensor`.
     """
     layout = current_layout()
@@ -186,7 +187,7 @@ def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> j
     if "kv_heads" not in axes or "kv_heads" not in layout.whole:
         return weight
     dim = axes.index("kv_heads")
-    # The weight, not the keys that it makes: each device computes its own head alone.
+    # Repeat the weight, not the keys: each device computes its own head alone.
     repeated = jnp.repeat(weight, copies_of_kv_heads(weight.shape[dim]), axis=dim)
     split = dataclasses.replace(layout, whole=frozenset())
     return jax.sharding.reshard(repeated, split.weight(axes))
@@ -213,11 +214,12 @@ def _meet(
     out: tuple[str, ...] | None,
     layout: Layout,
 ) -> tuple[jax.Array, P]:
-    """The activation as its product with a weight wants it, and the spec of the product.
+    """Return the activation resharded for its matmul with a weight, and the spec of the result.
 
-    Along the contracted dimension x is split as the weight is: gathered where the weight is whole,
-    so that no sum is left, or kept where it is split, so that partial sums are reduce-scattered
-    into the result. Along its other dimensions x is gathered over the axes that split the weight.
+    Along the contracted dimension x is sharded like the weight: gathered where the weight is
+    replicated, so that no partial sums arise, or kept where it is split, so that partial sums are
+    reduce-scattered into the result. Along its other dimensions x is gathered over the axes that
+    split the weight.
     """
     operands, result = equation.split("->")
     left, right = operands.split(",")

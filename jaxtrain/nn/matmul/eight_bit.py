@@ -1,17 +1,17 @@
 """Float8 and int8 matmuls, and the models, platforms and chips that support them.
 
-Float8: activations and weights are e4m3, gradients e5m2 (arXiv 2209.05433): 3 and 2 bits behind the
-leading one. A tensor is divided by its largest magnitude over the format's before it is rounded
-("current scaling"), and the product multiplied back.
+Float8: activations and weights are e4m3, gradients e5m2 (arXiv 2209.05433): 3 and 2 bits after the
+leading one. A tensor is divided by its largest magnitude over the format's before rounding
+("current scaling"), and the result is multiplied back.
 
-Int8: the forward product and the activation's gradient have int8 operands and int32 sums. The
+Int8: the forward matmul and the activation's gradient have int8 operands and int32 sums. The
 weight's gradient stays in the dtype of the activations: its sum runs over all tokens, and rounding
-harms it more the longer it is (SwitchBack, arXiv 2304.13013). Scaling is per row. A row is what one
-index of the dimensions that are not summed over selects: a token of an activation or of a gradient,
+harms it more the longer it is (SwitchBack, arXiv 2304.13013). Scaling is per row. A row is selected
+by one index of the dimensions that are not contracted: a token of an activation or of a gradient,
 a channel of a weight. It is divided by its largest magnitude over 127 and rounded to the nearest,
-even where two are.
+ties to even.
 
-Nothing is remembered from step to step.
+There is no state between steps.
 """
 
 import math
@@ -27,12 +27,12 @@ from jaxtrain.nn.matmul.einsum import contraction, sides, spec_of
 from jaxtrain.nn.remat import PRODUCT
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, without
 
-# Those that products with experts' weights have a form for; the others are rejected.
+# Formats that grouped matmuls of experts support; the others are rejected.
 _OF_EXPERTS = ("compute", "float8")
 
-# Words in the `jax.Device.device_kind` of what multiplies a format faster than bfloat16: NVIDIA's
-# data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, but for Blackwell Ultra,
-# which has next to no int8); for TPUs the sources in `planning.hardware`.
+# Words in the `jax.Device.device_kind` of chips that multiply a format faster than bfloat16:
+# NVIDIA's data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, but for
+# Blackwell Ultra, which has almost no int8); for TPUs the sources in `parallel.chips`.
 _FASTER = {
     "float8": {
         "H20", "H100", "H200", "GH200", "B100", "B200", "B300", "GB200", "GB300", "L4", "L40",
@@ -58,16 +58,16 @@ def validate(
     experts: bool,
     recurrent: bool,
 ) -> Iterator[str]:
-    """A sentence for each reason why products cannot be computed as `matmul` says.
+    """Yield each reason why matmuls cannot be computed in the format `matmul`.
 
     Args:
       matmul: Precision.matmul.
-      platform: 'cpu', 'gpu' or 'tpu', None where it is not known; a CPU computes the same numbers,
+      platform: 'cpu', 'gpu' or 'tpu', None if unknown; a CPU computes the same values,
         for tests and `verify`.
-      device_kind: what JAX calls the device; None where it does not matter.
+      device_kind: JAX's name of the device; None if it does not matter.
       model: the model's name, for the message.
       experts: whether it has experts.
-      recurrent: whether its layers carry a state from position to position.
+      recurrent: whether its layers carry a state along the sequence.
     """
     if matmul == "compute":
         return
@@ -89,12 +89,12 @@ def validate(
 
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-# A smaller largest element counts as this, so that 1 / scale is a number.
+# Lower bound of the largest element, so that 1 / scale is finite.
 _SMALLEST = 2.0**-100
 
 
 def over_batch() -> tuple[str, ...]:
-    """The mesh axes along which the code being traced sees a part alone of what has one scale."""
+    """The manual mesh axes that split a tensor with one scale."""
     layout = current_layout()
     return () if layout is None else tuple(sorted(layout.one_batch))
 
@@ -104,10 +104,10 @@ def quantize_float8(
 ) -> tuple[jax.Array, jax.Array]:
     """x / scale in a float8 dtype, and the scale: its largest magnitude over the format's.
 
-    The maximum runs over the whole array, however it is split. What is not finite becomes NaN.
+    The maximum is over the whole array, however it is split. Nonfinite elements become NaN.
 
     Args:
-      x: the array, or the part of it that is here.
+      x: the array, or the local part of it.
       dtype: of the result.
       over: from `over_batch`.
     """
@@ -115,36 +115,36 @@ def quantize_float8(
     if over:
         found = jax.lax.pmax(found, over)
     scale = jnp.maximum(found, _SMALLEST) / largest
-    # The quotient may round to just above the largest, which e4m3 has no infinity for.
+    # The quotient may round to just above the maximum, and e4m3 has no infinity.
     scaled = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest)
     return scaled.astype(dtype), scale
 
 
 def bits_of(x8: jax.Array) -> jax.Array:
-    """What is kept of an e4m3 activation: its bits.
+    """Return the bits of an e4m3 activation, to be saved.
 
-    `jax.checkpoint` rounds what is kept with reduce_precision, which has an infinity where e4m3 has
-    the numbers from 256 to 448.
+    `jax.checkpoint` rounds saved values with reduce_precision, which has an infinity where e4m3 has
+    the values from 256 to 448.
     """
     return jax.lax.bitcast_convert_type(x8, jnp.uint8)
 
 
 def of_bits(bits: jax.Array) -> jax.Array:
-    """The e4m3 activation whose bits these are."""
+    """Return the e4m3 activation of these bits."""
     return jax.lax.bitcast_convert_type(bits, E4M3)
 
 
 def float8_einsum(
     equation: str, x: jax.Array, weight: jax.Array, out_sharding: P | None
 ) -> jax.Array:
-    """The einsum and both its gradients of operands in float8; an `Einsum`."""
+    """Einsum with float8 operands, also in both gradients; an `Einsum`."""
     left, right, result = sides(equation)
     dtype, of_x, of_weight = x.dtype, spec_of(x), spec_of(weight)
     over = over_batch()
 
     def product(equation: str, a: tuple, b: tuple, spec: P | None) -> jax.Array:
         (a, a_scale), (b, b_scale) = a, b
-        # Sums in float32 within the product; between devices in the dtype of the activations.
+        # Accumulates in float32; sums between devices are in the dtype of the activations.
         y = contraction(equation, a, b, dtype, spec)
         return (y.astype(jnp.float32) * (a_scale * b_scale)).astype(dtype)
 
@@ -155,7 +155,7 @@ def float8_einsum(
     def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple]:
         x8, scale = quantize_float8(x, E4M3, over)
         y = product(equation, (x8, scale), quantize_float8(weight, E4M3), out_sharding)
-        # The weight itself is kept, and rounded again: it is gathered again where others are.
+        # The weight itself is saved, and rounded again: it is gathered again like others.
         return y, (bits_of(x8), scale, weight)
 
     def backward(kept: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,20 +170,20 @@ def float8_einsum(
     return run(x, weight)
 
 
-LARGEST = 127  # -128 has no opposite
-# The number of terms whose sum always fits into int32.
+LARGEST = 127  # -128 has no positive counterpart
+# Number of terms whose sum always fits into int32.
 _MOST_TERMS = (2**31 - 1) // LARGEST**2
 
 
 def quantize_int8(x: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
     """x / scale in int8, and the scales: the largest magnitude of each row over 127.
 
-    The maximum runs over the whole row, however it is split. The scale of a row with anything that
-    is not finite is not finite.
+    The maximum is over the whole row, however it is split. The scale of a row with nonfinite
+    elements is not finite.
 
     Args:
       x: the array.
-      summed: the dimensions that a row has. The float32 scales have the others.
+      summed: the contracted dimensions. The float32 scales have the others.
     """
     largest = jnp.max(jnp.abs(x), axis=tuple(summed), keepdims=True).astype(jnp.float32)
     scale = jnp.maximum(largest, _SMALLEST) / LARGEST
@@ -194,7 +194,7 @@ def quantize_int8(x: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.A
 def int8_einsum(
     equation: str, x: jax.Array, weight: jax.Array, out_sharding: P | None
 ) -> jax.Array:
-    """The einsum, and the gradient of x, of operands in int8; an `Einsum`.
+    """Einsum with int8 operands, also in the gradient of x; an `Einsum`.
 
     Raises:
       UserError: int32 cannot hold the sums.
@@ -207,15 +207,15 @@ def int8_einsum(
         return forward(x, weight)[0]
 
     def forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple]:
-        # Named, for the int32 sums before it are larger. Both operands are rounded again in the
-        # backward pass, where their rows are others.
+        # Named, since the int32 sums before it are larger. Both operands are rounded again in the
+        # backward pass, where their rows differ.
         y = _product(equation, *_meet(equation, x, weight, out_sharding), out_sharding)
         return checkpoint_name(y, PRODUCT), (x, weight)
 
     def backward(kept: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, weight = kept
         by_x = f"{result},{right}->{left}"
-        # Both products want the gradient laid out like this, so it is gathered once.
+        # Both matmuls need the gradient sharded like this, so it is gathered once.
         gradient, weight, axes = _meet(by_x, gradient, weight, of_x)
         of_activation = _product(by_x, gradient, weight, axes, of_x)
         by_weight = f"{left},{result}->{right}"
@@ -228,9 +228,10 @@ def int8_einsum(
 def _meet(
     equation: str, a: jax.Array, b: jax.Array, spec: P | None
 ) -> tuple[jax.Array, jax.Array, tuple[str, ...]]:
-    """Operands laid out for a product of this spec, and the mesh axes that its sums are split over.
+    """Reshard operands for a matmul with this output spec; return also the mesh axes of partial
+    sums.
 
-    Along what is summed over both are split alike, or gathered; along the rest as the result is.
+    Contracted dimensions are split alike, or gathered; the others are sharded like the result.
     """
     if spec is None:
         return a, b, ()
@@ -275,7 +276,7 @@ def _product(
         return multiply(*operands)
 
     def partial_sums(*shards: jax.Array) -> jax.Array:
-        # Cast before they are added up: int32 would be twice bfloat16's bytes between devices.
+        # Cast before the reduction: int32 would be twice bfloat16's bytes between devices.
         return _sum_into(spec, axes, multiply(*shards))
 
     return on_each_device(partial_sums, tuple(spec_of(x) for x in operands), spec)(*operands)
@@ -290,9 +291,9 @@ def _along(letters: str, scale: jax.Array, result: str) -> jax.Array:
 
 
 def _sum_into(spec: P, axes: Sequence[str], x: jax.Array) -> jax.Array:
-    """A device's shard of the sum over mesh axes, scattered along what the spec splits over them.
+    """Reduce-scatter over mesh axes along the dimensions that the spec splits over them.
 
-    These axes are the last that split a dimension, or a shard would be another part of it.
+    These axes must be the innermost of a dimension.
     """
     whole = list(axes)
     for dim, part in enumerate(spec):

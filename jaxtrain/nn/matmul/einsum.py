@@ -1,6 +1,6 @@
 """Einsum without implicit dtype promotion, in operand layouts that compilers handle well.
 
-Letters: R rows (the positions of the whole batch), K what is summed over, M what comes of it.
+Letters: R rows (the positions of the whole batch), K contracted, M output.
 """
 
 import math
@@ -17,18 +17,18 @@ from jaxtrain.parallel.sharding import current_layout, parts_of, reshape, withou
 from jaxtrain.parallel.tables import MeshAxes
 
 # einsum(equation, x, weight, spec) of an activation and a weight of one dtype, in some precision.
-# Every letter of one operand is in the other or in the result; the spec is the result's, None where
+# Every letter of one operand is in the other or in the result; the spec is the result's, None if
 # it follows from those of the operands.
 Einsum = Callable[[str, jax.Array, jax.Array, P | None], jax.Array]
 
 
 def einsum(equation: str, x: jax.Array, weight: jax.Array, spec: P | None = None) -> jax.Array:
-    """The `Einsum` in the dtype of its operands."""
+    """`Einsum` in the dtype of its operands."""
     return jnp.einsum(equation, x, weight, out_sharding=spec)
 
 
 def einsum_of(matmul: str) -> Einsum:
-    """What a value of Precision.matmul multiplies with, imported with its first use."""
+    """Return the einsum of a value of Precision.matmul, imported at its first use."""
     if matmul == "float8":
         from jaxtrain.nn.matmul.eight_bit import float8_einsum
 
@@ -61,7 +61,7 @@ def contraction(
       a: the first operand.
       b: the second operand.
       dtype: of the result.
-      spec: of the result, where it does not follow from those of the operands.
+      spec: of the result, if it does not follow from those of the operands.
     """
     left, right, result = sides(equation)
     summed = [letter for letter in left if letter in right]
@@ -78,20 +78,20 @@ def contraction(
 
 
 def as_matrix(equation: str, *specs: P) -> Groups | None:
-    """The dimensions of a weight with heads that make it a matrix [K, M], for `gather`.
+    """Return the groups of dimensions that make a weight with heads a matrix [K, M], for `gather`.
 
-    Heads and head_dim as dimensions of their own come out in an order of the compiler's choice, on
+    Heads and head_dim as separate dimensions get a layout of the compiler's choice, on
     CPUs and GPUs with the rows last: then activations are copied transposed before and after, and
-    what is kept of all layers once more. A TPU's compiler chooses well, and copies a little more
-    where it has no choice: but where head_dim is split (see `dividing.in_tiles`), heads that fill
-    no tile would keep it from scattering the gradient, and steps of matrices are shorter too.
+    saved activations once more. A TPU's compiler chooses well, and copies a little more
+    without a choice: but where head_dim is split (see `dividing.in_tiles`), heads that fill
+    no tile would keep it from scattering the gradient, and steps with matrices are faster too.
 
     Args:
       equation: of the product, over (activation, weight).
       specs: the weight's, its gradient's too; none without a mesh.
 
     Returns:
-      None where it is better, or cannot be but, multiplied as it is.
+      None if the weight is better, or has to be, multiplied unchanged.
     """
     left, right, result = sides(equation)
     if len(right) == 2:
@@ -101,7 +101,7 @@ def as_matrix(equation: str, *specs: P) -> Groups | None:
     made = [right.index(letter) for letter in result if letter in right]
     if _platform() == "tpu" and not split & {group[-1] for group in (summed, made) if group[1:]}:
         return None
-    # What is split over devices comes first in what it is joined with.
+    # A split dimension is the first of its group.
     for group in (summed, made):
         group.sort(key=lambda i: i not in split)
     if split & {*summed[1:], *made[1:]}:
@@ -119,20 +119,20 @@ def product(
     *,
     by: Einsum = einsum,
 ) -> jax.Array:
-    """einsum(equation, x, weight), of matrices where it can be.
+    """einsum(equation, x, weight), as a matrix multiplication if possible.
 
     Batch and length become one dimension where they are x's first two: with two dimensions to sum
     over, XLA's CPU backend copies activations transposed for the gradient of the weight, and
-    forward and backward of an mlp take twice the time.
+    forward and backward of an MLP take twice the time.
 
     Args:
-      equation: over (x, weight), the letters that are summed over last in x.
+      equation: over (x, weight), the contracted letters last in x.
       x: the activation.
-      weight: the weight, as `groups` has it.
-      groups: what `as_matrix` gave.
+      weight: the weight, grouped by `groups`.
+      groups: from `as_matrix`.
       shape: the weight's before it became a matrix.
-      spec: of the result, where it does not follow from those of x and the weight.
-      by: what multiplies.
+      spec: of the result, if it does not follow from those of x and the weight.
+      by: the einsum.
     """
     left, right, result = sides(equation)
     kept = "".join(letter for letter in left if letter not in right)
@@ -163,7 +163,7 @@ def product(
         None if spec is None else P(*(wanted[letter] for letter in of_result)),
         by,
     )
-    # Back to the dimensions of the equation: heads' split is that of what they were joined to.
+    # Back to the dimensions of the equation: heads keep the split of their group.
     of_rows = [(wanted if given else parts).get(letter) for letter in rows]
     dims, parts = "", []
     for letter, part in zip(of_result, jax.typeof(y).sharding.spec, strict=True):
@@ -176,7 +176,7 @@ def product(
 
 
 def _joins_rows(left: str, result: str, parts: list[dict], batch: int) -> bool:
-    """Whether batch and length can be one dimension, and the compiler wants them so."""
+    """Whether merging batch and length is possible, and faster."""
     rows = left[:2]
     if rows not in ("BT", "TB") or rows not in result:
         return False
@@ -184,14 +184,14 @@ def _joins_rows(left: str, result: str, parts: list[dict], batch: int) -> bool:
     if layout is None or layout.mesh.size == 1:
         return True
     if layout.sequence_parallel:
-        # The gradient is scattered along the length. A TPU's compiler scatters nothing with a
-        # dimension of one row before it: it sums the whole, at twice the bytes.
+        # The gradient is scattered along the length. A TPU's compiler does not scatter with a
+        # dimension of size 1 before it: it all-reduces, at twice the bytes.
         return rows == "BT" and batch == layout.size(parts[0]["B"])
     return _platform() != "tpu" and all(of.get(rows[1]) is None for of in parts)
 
 
 def _join(parts: dict, rows: str) -> MeshAxes:
-    """The part of a spec of two dimensions that became one."""
+    """The spec of two merged dimensions."""
     first, second = (parts_of(parts.get(letter)) for letter in rows)
     return without((*first, *second), ())
 
@@ -214,7 +214,7 @@ def _platform() -> str:
 
 @jax.custom_vjp
 def _of_narrow(x_RK: jax.Array, weight_KM: jax.Array) -> jax.Array:
-    """x @ weight for K > M, where a CPU is slow at the weight's gradient as a [K, M] product."""
+    """x @ weight for K > M, where a CPU computes the weight's [K, M] gradient slowly."""
     return x_RK @ weight_KM
 
 
@@ -225,7 +225,7 @@ def _forward(x_RK: jax.Array, weight_KM: jax.Array) -> tuple[jax.Array, tuple]:
 def _backward(kept: tuple, gradient_RM: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_RK, weight_KM = kept
     of_weight_MK = lax.dot_general(gradient_RM, x_RK, (((0,), (0,)), ((), ())))
-    # The barrier keeps XLA from taking the transpose into the product.
+    # The barrier keeps XLA from fusing the transpose into the matmul.
     return gradient_RM @ weight_KM.T, lax.optimization_barrier(of_weight_MK).T
 
 

@@ -1,7 +1,7 @@
 """Grouped matmul of tokens with their experts' weights, also in float8.
 
-Letters: N rows sorted by expert, E experts, S slots of each, K what is summed over, M
-what comes of it.
+Letters: N rows sorted by expert, E experts, S slots of each, K contracted, M
+output.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from jaxtrain.nn.matmul.eight_bit import E4M3, E5M2, bits_of, of_bits, over_batc
 from jaxtrain.parallel.devices import OLD_GPU
 
 Kernel = Literal["xla", "triton", "tiles"]
-# Their modules, but for XLA's own.
+# Modules of the kernels, except XLA's own.
 _MODULES = {"triton": grouped_kernel, "tiles": grouped_tiles}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """What products with experts' weights are multiplied by.
+    """Grouped matmul with experts' weights.
 
     Attributes:
-      float8: operands are float8 in the product and both its gradients (see `float8`): all experts'
-        rows have one scale, and all experts' weights.
+      float8: operands are float8 in the matmul and both its gradients (see `float8`): all experts'
+        rows share one scale, and so do all experts' weights.
       kernel: 'triton' is `grouped_kernel`, on NVIDIA GPUs from Ampere on; 'tiles' is
         `grouped_tiles`, on one CPU device; 'xla' is XLA's own, which on TPUs multiplies each row
         once and elsewhere by every expert.
@@ -85,7 +85,7 @@ class Grouped:
         summed: int,
         dtype: jnp.dtype,
     ) -> jax.Array:
-        """Rows times their experts' weights, summed over this dimension of the weights."""
+        """Rows times their experts' weights, contracted over this dimension of the weights."""
         if sizes is None:
             batched = (((2,), (summed,)), ((0,), (0,)))
             return jax.lax.dot_general(x, weight, batched, preferred_element_type=dtype)
@@ -116,12 +116,12 @@ def kernel_on(platform: str, devices: int) -> Kernel:
 
 
 def notes(platform: str, *, experts: int, model: str) -> Iterator[str]:
-    """A sentence where experts that take all tokens that come cost more than they would elsewhere.
+    """Yield a warning if dropless experts are slower on this platform than elsewhere.
 
     Args:
       platform: as in `kernel_on`.
       experts: of a layer.
-      model: whose they are.
+      model: the model's name.
     """
     if platform == OLD_GPU:
         yield (

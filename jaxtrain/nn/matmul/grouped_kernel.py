@@ -1,12 +1,12 @@
 """Grouped matmul kernel for NVIDIA GPUs (Pallas, Triton).
 
-XLA has none for them: it gives each expert a copy of all rows, zero where they are not its own, and
-multiplies E times as much (openxla/xla#40189). Here a grid point computes one tile of one
+XLA has none for them: it gives each expert a copy of all rows, zeroed except its own, and
+does E times the work (openxla/xla#40189). Here a grid point computes one tile of one
 expert. Rows are visited as in MegaBlocks (arXiv 2211.15841): a tile of rows that several experts
-share once for each of them, who writes its own.
+share is visited once per expert, which writes its own rows.
 
-Letters: N rows sorted by expert, E experts, K what is summed over, M what comes of
-it, V visits.
+Letters: N rows sorted by expert, E experts, K contracted, M what comes of
+; V visits.
 """
 
 import functools
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.remat import OF_ROWS, OF_WEIGHTS
 
-# Of a tile: rows or columns, and what one turn of the loop sums over.
+# Tile sizes: rows or columns, and the contraction per loop iteration.
 SIDE, DEPTH = 128, 64
 WARPS, STAGES = 8, 3
-# Smaller sides fill no tensor core.
+# Smaller sides do not fill a tensor core.
 _LEAST = 16
 
 
@@ -38,10 +38,10 @@ def of_rows(
 
     Args:
       x_NK: the rows.
-      weight: [E, K, M], or [E, M, K] where it is `turned`.
+      weight: [E, K, M], or [E, M, K] if `turned`.
       sizes_E: int32, rows of each expert, together N or fewer.
       dtype: of the result; sums are float32.
-      turned: whether it is the last dimension of the weights that is summed over.
+      turned: whether the last dimension of the weights is contracted.
       interpret: runs the kernel without a GPU, for tests.
     """
     E, (N, K), M = len(sizes_E), x_NK.shape, weight.shape[1 if turned else 2]
@@ -63,7 +63,7 @@ def of_rows(
                 return total + _product(x, triton.load(weight_ref.at[expert, column, summed]).T)
             return total + _product(x, triton.load(weight_ref.at[expert, summed, column]))
 
-        # Rows that are nobody's stay zero.
+        # Rows without an expert stay zero.
         turns = jnp.where(expert < E, jnp.int32(x_ref.shape[1] // depth), jnp.int32(0))
         total = jax.lax.fori_loop(0, turns, add, jnp.zeros((rows, columns), jnp.float32))
         number = tile * rows + jnp.arange(rows)
@@ -107,7 +107,7 @@ def of_weights(
             own = ((number >= begin) & (number < end))[:, None]
 
             def load(ref: Any, side: Any, width: int) -> jax.Array:
-                # Others' rows are not read: zero times their infinity were no zero.
+                # Other experts' rows are not read: zero times infinity would be NaN.
                 mask = jnp.broadcast_to(own, (depth, width))
                 return triton.load(ref.at[pl.ds(turn * depth, depth), side], mask=mask, other=0)
 
@@ -124,10 +124,10 @@ def of_weights(
 
 
 def visits(sizes_E: jax.Array, N: int, rows: int) -> jax.Array:
-    """[V, 4]: the tile that is visited, its first row that counts, the row after the last, whose.
+    """[V, 4]: each visit's tile, its first row, the row after its last, and the expert.
 
-    Experts, and after them the rows that are nobody's (E), have their tiles in turn. V is the most
-    that there can be; what is left over visits the last tile, where no row counts.
+    Experts, and after them the rows without an expert (E), have their tiles in order. V is the
+    maximum number of visits; spare ones visit the last tile with no rows.
 
     Args:
       sizes_E: int32, rows of each expert.
@@ -153,13 +153,13 @@ def visits(sizes_E: jax.Array, N: int, rows: int) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    if a.dtype.itemsize == 1:  # float8 of both kinds: bfloat16 has all their numbers
+    if a.dtype.itemsize == 1:  # both float8 formats: bfloat16 represents all their values
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     return jnp.dot(a, b, preferred_element_type=jnp.float32)
 
 
 def _side(length: int, most: int) -> int:
-    """The side of a tile: a power of two that divides the length, or what it is filled up to."""
+    """Side of a tile: a power of two that divides the length or its padded size."""
     divisor = length & -length
     if divisor >= min(most, 2 * _LEAST):
         return min(most, divisor)
@@ -167,7 +167,7 @@ def _side(length: int, most: int) -> int:
 
 
 def _pad(x: jax.Array, *sides: int) -> jax.Array:
-    """Zeros added until tiles of these sides divide the last dimensions."""
+    """Pad the last dimensions to multiples of the tile sides."""
     sides = (*(1,) * (x.ndim - len(sides)), *sides)
     missing = [-length % side for length, side in zip(x.shape, sides, strict=True)]
     return jnp.pad(x, [(0, more) for more in missing]) if any(missing) else x
@@ -190,14 +190,14 @@ def _call(
         name=name,
         interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
-        # The rows' own products: those of a tile that another expert writes count for nothing.
+        # Only the expert's own rows: the others of a tile are written by other experts.
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=0),
     )
 
 
 @functools.cache
 def _pallas() -> tuple[Any, Any]:
-    # It takes as long to import as the rest of JAX.
+    # Importing it takes as long as the rest of JAX.
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 

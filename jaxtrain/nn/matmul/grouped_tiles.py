@@ -1,9 +1,9 @@
-"""Grouped matmul on a CPU: a loop over tiles of rows, each times its own expert's weights.
+"""Grouped matmul on a CPU: a loop over tiles of rows, each times its expert's weights.
 
 XLA's `ragged_dot` multiplies all rows by every expert there: E times the work. Rows are visited as
 in `grouped_kernel`: a tile that several experts share once for each of them.
 
-Letters: N rows sorted by expert, E experts, K what is summed over, M what comes of
+Letters: N rows sorted by expert, E experts, K contracted, M what comes of
 it, R rows of a tile.
 """
 
@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxtrain.nn.matmul.grouped_kernel import visits
 
-# Of a tile: fewer leave the threads of a matmul without work, more are multiplied twice where
+# Rows of a tile: fewer do not occupy a matmul's threads, more are multiplied twice where
 # experts meet (benchmarks/history/cpu.md).
 ROWS = 128
 
@@ -53,7 +53,7 @@ def of_weights(x_NK: jax.Array, y_NM: jax.Array, sizes_E: jax.Array, dtype: jnp.
     def add(
         total_EKM: jax.Array, first: jax.Array, own_R1: jax.Array, expert: jax.Array
     ) -> jax.Array:
-        # Of others' rows both are left out: zero times their infinity were no zero.
+        # Mask both operands of other experts' rows: zero times infinity would be NaN.
         x_RK, y_RM = (
             jnp.where(own_R1, lax.dynamic_slice_in_dim(a, first, rows), 0) for a in (x_NK, y_NM)
         )

@@ -1,7 +1,7 @@
 """Matmuls that expose their input activations, for calibration (AWQ).
 
-So layers in a scan hand theirs out stacked, and no model knows that it is watched. Letters: B
-batch, T length, I what the product sums over.
+Layers in a scan return theirs stacked, and models need no change. Letters: B
+batch, T length, I contracted.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jaxtrain.nn.matmul.einsum import Einsum
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Watched(StructuredWeight):
-    """The value of a parameter whose product is watched.
+    """Value of a parameter whose inputs are captured.
 
     Attributes:
       weight: the weight.
       probe: zeros [B * ceil(T / every), I], float32.
-      every: of how many tokens of a row one is handed out.
+      every: one of this many tokens of a row is returned.
     """
 
     weight: jax.Array

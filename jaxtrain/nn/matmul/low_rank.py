@@ -1,8 +1,9 @@
 """Matmul with a LoRA adapter (arXiv 2106.09685).
 
-y = x W + scale (x A) B: the weight's own gradient is never made, and the adapter's two products
-cost rank (in + out) a row. R is the rank. With a magnitude m (DoRA, arXiv 2402.09353) each number
-of y is multiplied by m / ||W + scale A B||, where the norm is taken for a constant (section 4.3).
+y = x W + scale (x A) B: the weight's own gradient is never computed, and the adapter's two matmuls
+cost rank (in + out) per row. R is the rank. With a magnitude m (DoRA, arXiv 2402.09353) each
+element of y is multiplied by m / ||W + scale A B||, where the norm is treated as a constant
+(section 4.3).
 """
 
 import dataclasses
@@ -22,19 +23,19 @@ from jaxtrain.parallel.gathering import GradientSlice, gather
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LowRank(StructuredWeight):
-    """The value of a parameter that has an adapter.
+    """Value of a parameter with an adapter.
 
     Attributes:
       base: the weight.
-      down: A, the weight's dimensions that are summed over, then R.
-      up: B, the weight's other dimensions, R where the first summed one stood.
-      magnitude: m, the weight's other dimensions; None: the norm stays what it is.
-      down_axes: what A's dimensions mean.
-      up_axes: what B's do.
-      magnitude_axes: what m's do.
-      scale: of what the adapter adds.
-      dropout: of what A reads.
-      site: the number of its draws.
+      down: A, the weight's contracted dimensions, then R.
+      up: B, the weight's other dimensions, with R at the first contracted one.
+      magnitude: m, the weight's other dimensions; None: no magnitude.
+      down_axes: logical axes of A.
+      up_axes: logical axes of B.
+      magnitude_axes: logical axes of m.
+      scale: factor of the adapter's output.
+      dropout: of A's input.
+      site: index of its dropout layer.
     """
 
     base: jax.Array | Quantized
@@ -59,7 +60,7 @@ class LowRank(StructuredWeight):
         draws: Draws | None,
         layer: jax.Array | int | None,
     ) -> jax.Array:
-        """As in StructuredWeight; the adapter's products are in x's dtype."""
+        """As in StructuredWeight; the adapter's matmuls are in x's dtype."""
         left, right, _ = sides(equation)
         summed = "".join(letter for letter in right if letter in left)
         kept = "".join(letter for letter in left if letter not in right)
@@ -86,21 +87,21 @@ class LowRank(StructuredWeight):
 def _merge(
     right: str, summed: str, base: jax.Array, down: jax.Array, up: jax.Array, scale: float
 ) -> jax.Array:
-    """W + scale A B, float32, of which no gradient is taken."""
+    """W + scale A B, float32, without a gradient."""
     base, down, up = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in (base, down, up))
     equation = f"{summed}R,{up_letters(right, summed)}->{right}"
     return base + scale * jnp.einsum(equation, down, up)
 
 
 def _factor(made: str, right: str, summed: str, size: jax.Array, whole: jax.Array) -> jax.Array:
-    """m over the norm, for each number of a product's result, with dimensions of 1 for the others.
+    """m over the norm, for each output feature, with dimensions of 1 for the others.
 
     Args:
       made: the letters of the result.
       right: those of W.
-      summed: of these the ones that are summed over.
+      summed: the contracted ones of these.
       size: m.
-      whole: what W acts as, but for its magnitude.
+      whole: the effective weight without magnitude.
     """
     squares = jnp.square(whole).sum(tuple(right.index(letter) for letter in summed))
     norm = jnp.sqrt(jnp.where(squares == 0, 1.0, squares))
@@ -111,7 +112,7 @@ def _factor(made: str, right: str, summed: str, size: jax.Array, whole: jax.Arra
 
 
 def up_letters(right: str, summed: str) -> str:
-    """The letters of B, where W has the letters `right` and `summed` of them are summed over."""
+    """The letters of B, where W has the letters `right` and contracts `summed`."""
     return "".join(
         "R" if letter == summed[0] else letter
         for letter in right

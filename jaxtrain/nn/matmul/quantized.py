@@ -1,15 +1,15 @@
 """Frozen quantized weights (4 or 8 bits), dequantized in the matmul.
 
-The first two as bitsandbytes lays them out, the third with the numbers of AutoAWQ's layout:
+The first two are stored as by bitsandbytes, the third with the values of AutoAWQ's format:
 
 - 'nf4' (QLoRA, arXiv 2305.14314): the nearest of 16 quantiles of a normal distribution, over blocks
-  of 64 numbers that are summed over one after the other, each block with the float32 of its largest
+  of 64 consecutive elements of the contraction, each block with the float32 of its largest
   magnitude. Two codes in a byte, the first in its upper half.
-- 'int8' (LLM.int8(), arXiv 2208.07339): each number of the result has one float32, the largest
-  magnitude over all that is summed over for it; codes are rounded multiples of a 127th of it.
-- 'int4' (AWQ, arXiv 2306.00978): code c of a group of numbers that are summed over one after the
-  other represents (c - zero) scale. Zero is one of the 16 codes and scale a float16: 16 even steps
-  from the least of the group and 0 to the largest of them. Packed as 'nf4'.
+- 'int8' (LLM.int8(), arXiv 2208.07339): each output feature has one float32 scale, the largest
+  magnitude over its contraction; codes are rounded multiples of a 127th of it.
+- 'int4' (AWQ, arXiv 2306.00978): code c of a group of consecutive elements of the contraction
+  represents (c - zero) scale. Zero is one of the 16 codes and scale a float16: 16 even steps
+  from the minimum of the group and 0 to their maximum. Packed like 'nf4'.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 
 Kind = Literal["nf4", "int8", "int4"]
-BLOCK = 64  # numbers of nf4 that share a scale
-_LEAST_SCALE = 2.0**-14  # float16's least with all its bits
+BLOCK = 64  # elements of nf4 that share a scale
+_LEAST_SCALE = 2.0**-14  # smallest normal float16
 # Appendix E of arXiv 2305.14314.
 NF4 = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -46,13 +46,13 @@ class Quantized(StructuredWeight):
 
     Attributes:
       codes: int8 in the weight's shape; or uint8, half as many along `dim`.
-      scales: float32: 'nf4' one for 64 along `dim`; 'int8' without what is summed over; 'int4'
-        float16, one for each group along `dim`.
+      scales: float32: 'nf4' one per 64 along `dim`; 'int8' without contracted dimensions; 'int4'
+        float16, one per group along `dim`.
       zeros: 'int4' uint8, as many: the codes of 0; else None.
-      codes_axes, scales_axes: what their dimensions mean.
-      kind: which of them.
+      codes_axes, scales_axes: their logical axes.
+      kind: the format.
       dim: the dimension of the blocks, counted from the end (-1, -2, ...).
-      summed: the dimensions that are summed over, likewise.
+      summed: the contracted dimensions, counted likewise.
     """
 
     codes: jax.Array
@@ -77,8 +77,8 @@ class Quantized(StructuredWeight):
     ) -> jax.Array:
         """As in StructuredWeight.
 
-        Codes are gathered over fsdp, not floats. The backward pass makes the floats again: kept,
-        they would be what the codes are there to avoid.
+        Codes are gathered over fsdp, not floats. The backward pass dequantizes again: saved floats
+        would defeat the purpose of the codes.
         """
         del draws, layer
 
@@ -106,12 +106,12 @@ def quantize(
     """A weight, or all layers of it, quantized.
 
     Args:
-      weight: of any floating dtype; 'nf4' and 'int4' want a multiple of `group` in the last of
+      weight: of any floating dtype; 'nf4' and 'int4' need a multiple of `group` in the last of
         `summed`.
-      axes: what its dimensions mean.
-      summed: the dimensions that a product sums over, in their order.
-      kind: how.
-      group: numbers that share a scale: of 'int4'; of 'nf4' it is 64.
+      axes: its logical axes.
+      summed: the contracted dimensions, in their order.
+      kind: the format.
+      group: elements that share a scale, for 'int4'; 64 for 'nf4'.
     """
     x, dim = weight.astype(jnp.float32), summed[-1]
     from_end = tuple(i - x.ndim for i in summed)
@@ -175,13 +175,13 @@ def dequantize(value: Quantized) -> jax.Array:
 
 
 def unpack(value: Quantized) -> jax.Array:
-    """The codes of 4 bits, uint8 in the weight's shape."""
+    """Unpack 4-bit codes to uint8 in the weight's shape."""
     codes, dim = value.codes, value.codes.ndim + value.dim
     return _join(jnp.stack([codes >> 4, codes & 15], dim + 1), dim, _parts(codes))
 
 
 def arrays(value: Quantized) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
-    """Arrays of a quantized weight by name, and what their dimensions mean."""
+    """Arrays of a quantized weight by name, and their logical axes."""
     found = {
         "codes": (value.codes, value.codes_axes),
         "scales": (value.scales, value.scales_axes),
@@ -209,14 +209,14 @@ def _dequantize(codes: jax.Array) -> jax.Array:
 
 
 def _parts(x: jax.Array) -> list[Any]:
-    """What each dimension is split over."""
+    """Mesh axes of each dimension."""
     if jax.sharding.get_abstract_mesh().empty:
         return [None] * x.ndim
     return list(jax.typeof(x).sharding.spec)
 
 
 def _split(x: jax.Array, dim: int, size: int, parts: list[Any]) -> jax.Array:
-    """[.., n, ..] -> [.., n / size, size, ..]; what `dim` is split over splits the first."""
+    """[.., n, ..] -> [.., n / size, size, ..]; the first keeps the sharding of `dim`."""
     shape = (*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
     return reshape(x, shape, [*parts[: dim + 1], None, *parts[dim + 1 :]])
 

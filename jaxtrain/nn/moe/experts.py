@@ -37,8 +37,8 @@ from jaxtrain.parallel.sharding import (
 )
 
 TOKENS = ("batch", "length", "embed")
-# What an expert has at least of a part of the exchange: of fewer rows a product takes hardly longer
-# than reading its weights and adding to their gradients, which each part does.
+# Minimum rows per expert and part of the exchange: with fewer rows a matmul takes hardly longer
+# than reading its weights and updating their gradients, which each part does.
 ROWS_OF_A_PART = 4096
 # Each expert's parameters, sharded with it; a network is those of all experts by name.
 AXES = {
@@ -54,21 +54,22 @@ Networks = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """E gated networks, of which each token goes through the k that its router scores highest.
+    """Mixture of E gated experts; each token is routed to the k with the highest scores.
 
-    A part of a block. Router logits, and what the router makes of them, are float32 whatever the
+    A part of a block. Router logits and gates are float32 whatever the
     compute dtype.
 
     Attributes:
       embed_dim: width of the residual stream.
       mlp_dim: width inside each expert.
       num_experts, experts_per_token: E and k.
-      capacity_factor: what an expert takes of a row, see `slots_per_expert`; None is all that come.
-      residual_stddev: spread of the weights that make the result.
-      balance_weight, router_z_weight: what these losses are multiplied by.
-      num_layers: layers that the router's losses and metrics are means over.
-      router: which they are, and what their outputs are weighted by.
-      gated: what becomes of gate and up.
+      capacity_factor: tokens of a row that an expert takes, see `slots_per_expert`; None is
+        dropless.
+      residual_stddev: standard deviation of the output projections at initialization.
+      balance_weight, router_z_weight: weights of these losses.
+      num_layers: layers over which the router's losses and metrics are averaged.
+      router: selects the experts and their gates.
+      gated: combines gate and up.
       biases: whether the logits and the three projections of each expert have biases.
     """
 
@@ -90,7 +91,7 @@ class Experts:
 
     @property
     def facts(self) -> ExpertsFacts:
-        """Of each layer; its router's biases are moved where a model says so."""
+        """Facts of each layer; router biases are updated if the model sets it."""
         return ExpertsFacts(
             count=self.num_experts,
             per_token=self.experts_per_token,
@@ -98,11 +99,11 @@ class Experts:
         )
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Under one name: router [D, E], gates and ups [E, D, F], downs [E, F, D]; biases."""
+        """Parameters: router [D, E], gate and up [E, D, F], down [E, F, D]; biases."""
         D, F, E = self.embed_dim, self.mlp_dim, self.num_experts
         key_router, key_gate, key_up, key_down = jax.random.split(keys[0], 4)
         own = {
-            # To the router experts are classes: every device scores all of them.
+            # The router treats experts as classes: every device scores all of them.
             "router": param(key_router, (D, E), ("embed", "classes"), normal(0.02), role="router"),
             "gate": param(key_gate, (E, D, F), AXES["gate"], normal(0.02)),
             "up": param(key_up, (E, D, F), AXES["up"], normal(0.02)),
@@ -120,7 +121,7 @@ class Experts:
         return {"experts": own}
 
     def matmul_parameters(self) -> int:
-        """The router's, and those of the k experts that a token goes through."""
+        """Matmul parameters of the router and of the k experts of a token."""
         active = 3 * self.embed_dim * self.mlp_dim * self.experts_per_token
         return active + self.embed_dim * self.num_experts
 
@@ -135,10 +136,10 @@ class Experts:
     ) -> tuple[jax.Array, Auxiliary]:
         """The weighted sum of each token's experts [B, T, D], and the router's losses and metrics.
 
-        Arguments as in `block.Feeds`. Padding goes through experts, but no statistic counts it.
+        Arguments as in `block.Feeds`. Padding is routed too, but not counted in statistics.
 
         Raises:
-          UserError: while tracing, where rows are split and experts have a capacity.
+          UserError: while tracing, if rows are split and experts have a capacity.
         """
         own, h_BTD = own["experts"], shard(h_BTD, TOKENS)
         logits_BTE = contract("BTD,DE->BTE", h_BTD.astype(jnp.float32), own["router"])
@@ -168,7 +169,7 @@ class Experts:
         statistics, load_E = router_statistics(logits_BTE, routed, kept_BTk, mask.segment_ids_BT)
         auxiliary = self._auxiliary(statistics)
         if self.router.biased:
-            # Of all layers, so that what every layer's are summed to is the load of each.
+            # With a layers dimension, so that their sum over layers is each layer's load.
             is_this_L1 = jnp.arange(self.num_layers)[:, None] == execution.layer
             auxiliary[EXPERT_LOAD] = jnp.where(is_this_L1, load_E, 0.0)
         return y_BTD, auxiliary
@@ -194,15 +195,15 @@ def router_statistics(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Sums over the tokens that are not padding, each a float32 scalar, and each expert's load [E].
 
-    A row's balance and its greatest load count once for each of its tokens, so that every sum
-    over the number of tokens is a mean, and none depends on how rows are put together:
+    A row's balance and its maximum load count once per token, so that every sum
+    over the number of tokens is a mean, independent of how rows are batched:
 
     - balance: E sum_e f_e P_e of the token's row (arXiv 2101.03961, equation 4, taken row by row as
       in arXiv 2412.19437, equation 17). f_e is the fraction of the row's tokens that chose expert
       e, so the f_e sum to k and an even load gives k, as in Mixtral; P_e is its mean probability,
       of sigmoids their share.
     - z: the squared logsumexp of the router's logits (ST-MoE, arXiv 2202.08906, equation 5).
-    - dropped: the part of the token's k assignments that found no slot.
+    - dropped: the fraction of the token's k assignments without a slot.
     - max_load: the load of the row's busiest expert over that of an even spread.
     """
     experts_BTk = routed.experts_BTk
@@ -210,7 +211,7 @@ def router_statistics(
     counts_BT = jnp.ones_like(logits_BTE[..., 0])
     if segment_ids_BT is not None:
         counts_BT *= segment_ids_BT != 0
-    own_B = counts_BT.sum(1)  # of this device, where it sees a part of each row alone
+    own_B = counts_BT.sum(1)  # of this device, if it has only a part of each row
     tokens_B = sum_of_sequence(own_B)
     chosen_BTE = (experts_BTk[..., None] == jnp.arange(E)).sum(2) * counts_BT[..., None]
     probability_BTE = routed.probability_BTE * counts_BT[..., None]
@@ -235,23 +236,23 @@ def slots_per_expert(
     """C = ceil(capacity_factor T k / E), the tokens of one row that an expert takes.
 
     Capacity belongs to a row (a group of GShard, arXiv 2006.16668), not to a device: which tokens
-    are dropped does not depend on the mesh. More than T cannot come, since a token's k experts
-    are distinct.
+    are dropped does not depend on the mesh. At most T tokens choose an expert, since a token's k
+    experts are distinct.
     """
     slots = math.ceil(capacity_factor * length * experts_per_token / num_experts)
     return min(slots, length)
 
 
 def parts_of_exchange(ranks: int, rows: int, *, one_scale: bool) -> int:
-    """In how many parts tokens go to their experts and come back.
+    """Number of parts of the all-to-all.
 
-    The computation of one part overlaps with the exchange of the other. Not more than two:
-    a part more is one more product of every matrix (benchmarks/history/overlap.md).
+    The computation of one part overlaps with the exchange of the other. At most two:
+    each further part is one more matmul per weight (benchmarks/history/overlap.md).
 
     Args:
       ranks: devices along `expert`.
-      rows: that an expert has from all of them, on average.
-      one_scale: whether all rows have a scale in common, as in float8: they stay together.
+      rows: mean rows of an expert, from all of them.
+      one_scale: whether all rows share a scale, as in float8: they are not split.
     """
     return 2 if ranks > 1 and rows >= 2 * ROWS_OF_A_PART and not one_scale else 1
 
@@ -278,7 +279,7 @@ class MixtureSizes(Protocol):
 
 
 def mixture(sizes: MixtureSizes, **more: Any) -> Experts:
-    """Return the experts of a model that has them in every layer; `more`: attributes of them."""
+    """Return the experts of a model that has them in every layer; `more`: further attributes."""
     return Experts(
         embed_dim=sizes.embed_dim,
         mlp_dim=sizes.mlp_dim,
@@ -307,11 +308,11 @@ def validate_mixture(sizes: MixtureSizes) -> None:
 
 
 def validate_settings(model: Any, *weights: str) -> Iterator[str]:
-    """A sentence for a capacity, and for each of these weights, that cannot be.
+    """Yield an error message for an invalid capacity and each invalid weight.
 
     Args:
       model: the settings, whose `capacity_factor` it is.
-      weights: names of those that may be 0, and not less.
+      weights: names of the nonnegative ones.
     """
     name, factor = type(model).__name__, model.capacity_factor
     if factor is not None and not factor > 0:
@@ -325,7 +326,7 @@ def validate_settings(model: Any, *weights: str) -> Iterator[str]:
 
 
 def _slots(experts_BTk: jax.Array, num_experts: int) -> jax.Array:
-    """How many earlier assignments of its row go to the same expert, for each assignment."""
+    """Rank of each assignment among those of its row and expert."""
     B, T, k = experts_BTk.shape
     one_hot = (experts_BTk[..., None] == jnp.arange(num_experts)).astype(jnp.int32)
     one_hot = one_hot.reshape(B, T * k, num_experts)
@@ -343,24 +344,24 @@ def _over_the_mesh(
     networks: Networks,
     out: tuple[str, ...],
 ) -> jax.Array:
-    """Every device runs its tokens through the all-to-all and its experts through their rows."""
+    """Run the all-to-all and each device's experts."""
     layout = current_layout()
     if layout is None:
         return run(1, x_BTD, *routes, networks)
     tokens, result = layout.activation(TOKENS), layout.activation(out)
     ranks, tensor = layout.mesh.shape["expert"], layout.mesh.shape["tensor"]
 
-    if "down_bias" in networks:  # each device of `tensor` adds a part of it to its part of a sum
+    if "down_bias" in networks:  # each device of `tensor` adds a part of it to its partial sum
         networks = {**networks, "down_bias": networks["down_bias"] / tensor}
 
     def each(*local: Any) -> jax.Array:
         inside = current_layout()
         assert inside is not None, "on_each_device has made one current"
-        # Rows and experts that are elsewhere, with which these have a scale in common.
+        # Mesh axes of rows and experts that share a scale with these.
         others = inside.one_batch | (inside.manual - layout.manual)
         with dataclasses.replace(inside, one_batch=others).current():
             y_BTD = run(ranks, *local)
-        # Each device of `tensor` did a part of F, so what it has is a part of the sum.
+        # Each device of `tensor` computed a part of F, so it has a partial sum.
         if "tensor" in parts_of(result[1]):
             return scatter_places(y_BTD, ("tensor",))
         return jax.lax.psum(y_BTD, "tensor") if tensor > 1 else y_BTD
@@ -372,7 +373,7 @@ def _over_the_mesh(
 
 
 def _all_to_all(x: jax.Array, *, axis: int, concat: int) -> jax.Array:
-    """Part r of dimension `axis` goes to rank r; what comes is strung together along `concat`."""
+    """Part r of dimension `axis` goes to rank r; received parts are concatenated along `concat`."""
     return jax.lax.all_to_all(x, "expert", split_axis=axis, concat_axis=concat, tiled=True)
 
 
@@ -387,7 +388,7 @@ def _with_capacity(
     slots_BTk: jax.Array,
     networks: Networks,
 ) -> jax.Array:
-    """Experts that take C tokens per row; what finds no slot contributes nothing.
+    """Experts that take C tokens per row; assignments without a slot are dropped.
 
     All parts of an all-to-all are one array of E B C D values per device (B its own rows), there
     and back; a part has some of the slots of every row and expert.
@@ -396,7 +397,7 @@ def _with_capacity(
     E = ranks * networks["gate"].shape[0]
     k = experts_BTk.shape[-1]
     row = jnp.arange(B)[:, None, None]
-    # The assignment in each slot; B T k where there is none, which reads as zeros.
+    # The assignment in each slot; B T k for empty ones, which read zeros.
     assignment_BEC = jnp.full((B, E, C), B * T * k, jnp.int32)
     assignment_BEC = assignment_BEC.at[row, experts_BTk, slots_BTk].set(
         jnp.arange(B * T * k, dtype=jnp.int32).reshape(B, T, k), mode="drop"
@@ -433,10 +434,10 @@ def _dropless(
     gates_BTk: jax.Array,
     networks: Networks,
 ) -> jax.Array:
-    """Experts that take every token that comes: sorted by expert, one grouped product each.
+    """Dropless experts: rows sorted by expert, one grouped matmul per projection.
 
     On one rank these are exactly N = B T k rows. Between ranks any one rank may be chosen for all
-    of them, and shapes are fixed, so all parts of an all-to-all are one array of R N D values a
+    of them, and shapes are static, so all parts of an all-to-all are one array of R N D values per
     device: R / capacity_factor times what a capacity would send. A part has some of the tokens.
     """
     B, T, D = x_BTD.shape
@@ -478,15 +479,15 @@ def _run_grouped_over_ranks(
     count_R = sizes_RE.sum(1)
     start_R = jnp.cumsum(count_R) - count_R
     position_N = jnp.arange(N)
-    # Part r of what is sent: the rows for rank r's experts, filled up with zeros.
+    # Part r of the send buffer: the rows for rank r's experts, padded with zeros.
     source_RN = jnp.where(position_N < count_R[:, None], start_R[:, None] + position_N, N)
     rank_N = expert_N // networks["gate"].shape[0]
     sent_N = rank_N * N + position_N - start_R[rank_N]
     x_RND = _rows(x_ND, source_RN, sent_N[:, None])
-    # Part r is from now on what came from rank r, for the experts of this device.
+    # From now on part r is from rank r, for the experts of this device.
     x_RND = _all_to_all(x_RND, axis=0, concat=0)
     sizes_RE = _all_to_all(sizes_RE, axis=0, concat=0)
-    # The local expert of each row; one past the last for filling, which sorts to the end.
+    # The local expert of each row; one past the last for padding, which sorts to the end.
     ends_RE = jnp.cumsum(sizes_RE, axis=1)
     local_RN = (position_N[None, :, None] >= ends_RE[:, None, :]).sum(-1)
     order = jnp.argsort(local_RN.reshape(-1), stable=True)
@@ -503,7 +504,7 @@ def _run_grouped(
 ) -> jax.Array:
     """The networks' outputs for rows sorted by expert, sizes_E of them each."""
 
-    # The expert of each row; E for a row that is nobody's.
+    # The expert of each row; E for a row without one.
     expert_N = (jnp.arange(x_ND.shape[0])[:, None] >= jnp.cumsum(sizes_E)).sum(1)
 
     def project(x_ND: jax.Array, name: str) -> jax.Array:
@@ -515,7 +516,7 @@ def _run_grouped(
 
 @jax.custom_vjp
 def _own(bias_EF: jax.Array, expert_N: jax.Array) -> jax.Array:
-    """[N, F]: of each row its expert's bias, zeros where there is no such expert."""
+    """[N, F]: the bias of each row's expert, zeros without one."""
     return bias_EF.at[expert_N].get(mode="fill", fill_value=0)
 
 
@@ -524,7 +525,7 @@ def _own_forward(bias_EF: jax.Array, expert_N: jax.Array) -> tuple[jax.Array, An
 
 
 def _own_backward(kept: Any, gradient_NF: jax.Array) -> tuple[jax.Array, None]:
-    # As a product: scatter-adds into few positions wait for each other.
+    # As a matmul: scatter-adds into few rows serialize.
     bias_EF, expert_N = kept
     own_NE = (expert_N[:, None] == jnp.arange(len(bias_EF))).astype(gradient_NF.dtype)
     of_bias = jnp.einsum("NE,NF->EF", own_NE, gradient_NF, preferred_element_type=jnp.float32)
@@ -537,7 +538,7 @@ _own.defvjp(_own_forward, _own_backward)
 def _through(
     gated: Gated, x: jax.Array, projected: Callable[[jax.Array, str], jax.Array]
 ) -> jax.Array:
-    """A network of three projections, by their names."""
+    """Gated MLP of three projections, by their names."""
     gate, up = (name_activation(projected(x, name), f"mlp_{name}") for name in ("gate", "up"))
     return projected(elementwise(gated, gate, up), "down")
 
@@ -546,14 +547,14 @@ def _through(
 def _rows(x_nD: jax.Array, index: jax.Array, uses_nr: jax.Array) -> jax.Array:
     """x_nD[index], zeros where an index is past the end; its gradient is a gather too.
 
-    A gather's own gradient is a scatter that adds: on a GPU atomic additions, at a fifth of the
+    A gather's own gradient is a scatter-add: on a GPU atomic additions, at a fifth of the
     memory's bandwidth.
 
     Args:
       x_nD: rows.
-      index: [...], which of them each row of the result is.
-      uses_nr: where each row of x is in the result, counted through all its dimensions; past its
-        end for a row that is there fewer than r times.
+      index: [...], the row of x of each row of the result.
+      uses_nr: flat indices in the result of each row of x; past its
+        end for a row that is used fewer than r times.
     """
     del uses_nr
     return x_nD.at[index].get(mode="fill", fill_value=0)

@@ -15,12 +15,12 @@ from jaxtrain.parallel.gathering import gather
 
 @dataclasses.dataclass(frozen=True)
 class Routes:
-    """Where the tokens go; all float32 but the numbers of experts.
+    """Routes of tokens; all float32 but the expert indices.
 
     Attributes:
       experts_BTk: the experts of each token.
-      gates_BTk: what their outputs are multiplied by.
-      probability_BTE: what a token gives each expert of 1, for the loss of balance.
+      gates_BTk: weights of their outputs.
+      probability_BTE: each token's distribution over experts, for the balance loss.
     """
 
     experts_BTk: jax.Array
@@ -29,10 +29,10 @@ class Routes:
 
 
 class Router(Protocol):
-    """How the scores of experts become the routes of tokens.
+    """Router: maps scores of experts to routes of tokens.
 
     Attributes:
-      biased: whether it has a bias that is moved by the experts' load.
+      biased: whether it has a bias that is updated by the experts' load.
     """
 
     biased: ClassVar[bool]
@@ -42,28 +42,28 @@ class Router(Protocol):
         ...
 
     def __call__(self, own: Weights, logits_BTE: jax.Array, experts_per_token: int) -> Routes:
-        """The routes of tokens with these logits."""
+        """Return the routes of tokens with these logits."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Only experts of a token's best groups are chosen among (arXiv 2405.04434, section 2.1.3).
+    """Limit of a token's experts to its best groups (arXiv 2405.04434, section 2.1.3).
 
     Attributes:
       count: number of groups of consecutive experts.
-      chosen: how many of them are a token's.
+      chosen: groups per token.
     """
 
     count: int
     chosen: int
 
     def mask_groups(self, scores_BTE: jax.Array, best: int) -> jax.Array:
-        """The scores, minus infinity in groups that are not a token's.
+        """Set the scores to minus infinity in groups that a token did not choose.
 
         Args:
           scores_BTE: of the experts.
-          best: how many of its best experts score a group, by their sum.
+          best: a group's score is the sum of this many best experts.
         """
         B, T, E = scores_BTE.shape
         of_group_BTGe = scores_BTE.reshape(B, T, self.count, E // self.count)
@@ -75,13 +75,13 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Softmax:
-    """The k highest of a softmax over the experts.
+    """Top-k of a softmax over the experts.
 
     Attributes:
-      normalized: whether the weights of a token's experts sum to 1 (Mixtral, arXiv 2401.04088);
-        else they are theirs in the softmax over all.
-      scale: what the weights are multiplied by.
-      groups: of the experts; None: each token chooses among all.
+      normalized: whether the gates of a token's experts sum to 1 (Mixtral, arXiv 2401.04088);
+        else they are the softmax over all.
+      scale: factor of the gates.
+      groups: the group limit; None: each token chooses among all experts.
     """
 
     normalized: bool = True
@@ -111,16 +111,16 @@ class Softmax:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sigmoid:
-    """The k highest of a sigmoid plus a bias, weighted by the sigmoid alone.
+    """Top-k of a sigmoid plus a bias, with the sigmoid alone as gates.
 
-    The bias balances the load without a loss (arXiv 2408.15664): after each step it is moved up for
-    experts that had less than the mean and down for those that had more, see `balancing`. Source:
+    The bias balances the load without a loss (arXiv 2408.15664): after each step it is increased
+    for experts below the mean load and decreased for those above, see `balancing`. Source:
     DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
 
     Attributes:
-      normalized: whether the weights of a token's experts sum to 1, before `scale`.
-      scale: what the weights are multiplied by.
-      groups: of the experts; None: each token chooses among all.
+      normalized: whether the gates of a token's experts sum to 1, before `scale`.
+      scale: factor of the gates.
+      groups: the group limit; None: each token chooses among all experts.
     """
 
     normalized: bool = True
@@ -130,7 +130,7 @@ class Sigmoid:
     biased: ClassVar[bool] = True
 
     def weights(self, key: jax.Array, num_experts: int) -> Weights:
-        """The bias [E]: no loss has a gradient of it."""
+        """The bias [E], which has no gradient."""
         return {"bias": param(key, (num_experts,), ("classes",), constant(0.0), role="balance")}
 
     def __call__(self, own: Weights, logits_BTE: jax.Array, experts_per_token: int) -> Routes:

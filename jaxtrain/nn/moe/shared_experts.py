@@ -1,6 +1,6 @@
-"""Shared experts, which every token goes through in addition to its routed ones.
+"""Shared experts, applied to every token in addition to its routed ones.
 
-Letters: B batch, T length, D embed, X the one number of a gate.
+Letters: B batch, T length, D embed, X size 1 of a gate.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class SharedExperts:
     sigmoid(gate x) shared(x) + routed(x), as in Qwen1.5-MoE and Qwen 2 (arXiv 2407.10671, 2.2.2).
 
     Attributes:
-      shared: all of the shared experts, which side by side are one wide SwiGLU.
-      routed: the others.
-      gated: whether each token has a number by which the shared ones' output is multiplied.
+      shared: all shared experts as one wide SwiGLU.
+      routed: the routed experts.
+      gated: whether the shared experts' output has a gate per token.
     """
 
     shared: SwiGLU
@@ -39,11 +39,11 @@ class SharedExperts:
 
     @property
     def facts(self) -> ExpertsFacts:
-        """Of those that tokens are routed to."""
+        """Facts of the routed experts."""
         return self.routed.facts
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Of both, the shared ones' names after "shared"."""
+        """Parameters of both, the shared ones with the prefix "shared"."""
         first = self.shared.num_keys
         shared = add_prefix("shared", self.shared.weights(keys[:first]))
         if self.gated:
@@ -52,7 +52,7 @@ class SharedExperts:
         return merge_weights(shared, self.routed.weights(keys[first:]))
 
     def matmul_parameters(self) -> int:
-        """Of both, for a token."""
+        """Matmul parameters of both per token."""
         gate = self.shared.embed_dim if self.gated else 0
         return self.shared.matmul_parameters() + self.routed.matmul_parameters() + gate
 

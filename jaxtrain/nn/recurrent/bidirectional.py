@@ -1,7 +1,7 @@
 """Bidirectional recurrent layer.
 
 Source: Schuster and Paliwal 1997, "Bidirectional recurrent neural networks".
-Letters: B batch, T length, D embed (of what goes in and comes out; each direction makes half).
+Letters: B batch, T length, D embed (of inputs and outputs; each direction computes half).
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ class RecurrentLayer(Layer, Protocol):
 
     @property
     def facts(self) -> LayerFacts:
-        """What it caches."""
+        """Facts of the layer: what it caches."""
         ...
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
         ...
 
     def other_flops_per_token(self, sequence_length: int) -> float:
@@ -40,10 +40,10 @@ class RecurrentLayer(Layer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class BothWays:
-    """A layer along each document, and another with the same form against it.
+    """A forward layer along each document, and a backward one.
 
     Attributes:
-      one_way: the form, from D numbers to D / 2.
+      one_way: the layer of one direction, from D features to D / 2.
     """
 
     one_way: RecurrentLayer
@@ -54,7 +54,7 @@ class BothWays:
         return LayerFacts()
 
     def weights(self, key: jax.Array) -> Weights:
-        """Those of both, each behind the name of its direction."""
+        """Parameters of both, each prefixed with its direction."""
         forward, backward = jax.random.split(key)
         return merge_weights(
             add_prefix("forward", self.one_way.weights(forward)),
@@ -80,12 +80,12 @@ class BothWays:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer, which keeps nothing: what comes later is read too. Arguments and results as in
-        `decoder.Layer`."""
+        """Run the layer, without a cache since later tokens are read too. Arguments and results as
+        in `decoder.Layer`."""
         del start
         assert cache is None, "nothing is generated with what comes later"
         first, _, _ = self.one_way(under("forward", own), x_BTD, positions_BT, mask, execution)
-        # Padding, at the end, is a document of its own: from the right each text restarts.
+        # Padding, at the end, is a separate document: from the right each text restarts.
         turned = jax.tree.map(lambda ids_BT: jnp.flip(ids_BT, 1), mask)
         last, _, _ = self.one_way(
             under("backward", own), jnp.flip(x_BTD, 1), positions_BT, turned, execution
@@ -94,7 +94,7 @@ class BothWays:
 
 
 class Directed(Protocol):
-    """Sizes of a model whose layers may read in both directions."""
+    """Sizes of a model whose layers may be bidirectional."""
 
     @property
     def embed_dim(self) -> int: ...
@@ -103,7 +103,7 @@ class Directed(Protocol):
 
 
 def in_directions(sizes: Directed, layer: Callable[[int, int], RecurrentLayer]) -> RecurrentLayer:
-    """Return a model's layer: in one direction, or in both with half of the width each.
+    """Return a model's layer: unidirectional, or bidirectional with half of the width each.
 
     Args:
       sizes: the model's.
@@ -115,7 +115,7 @@ def in_directions(sizes: Directed, layer: Callable[[int, int], RecurrentLayer]) 
 
 
 def validate_directions(sizes: Directed) -> None:
-    """Raises UserError where two directions cannot have half of the width each."""
+    """Raise UserError if the width cannot be split over two directions."""
     if sizes.bidirectional and sizes.embed_dim % 2:
         name = type(sizes).__name__
         raise UserError(

@@ -1,4 +1,4 @@
-"""LSTM layer, with a backward pass of its own.
+"""LSTM layer with a custom backward pass.
 
 Sources: Hochreiter and Schmidhuber 1997, "Long Short-Term Memory", with the forget gate of Gers et
 al. 2000. The cell is `torch.nn.LSTM`'s, its two biases as one.
@@ -27,7 +27,7 @@ from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
 
-# What a layer carries from position to position: its output h and its cell c, float32 [B, D].
+# State of a layer: its output h and its cell c, float32 [B, D].
 State = tuple[jax.Array, jax.Array]
 
 
@@ -36,8 +36,8 @@ class LSTMLayer:
     """The outputs of an LSTM along a sequence.
 
     Attributes:
-      embed_dim: D, of what goes in.
-      state_dim: H, of its state and of what comes out.
+      embed_dim: D, of the input.
+      state_dim: H, of its state and output.
     """
 
     embed_dim: int
@@ -49,10 +49,10 @@ class LSTMLayer:
         return state_facts(self.state_dim, states=2)
 
     def weights(self, key: jax.Array) -> Weights:
-        """From inputs [D, G] and states [H, G] to the gates, and the gates' biases."""
+        """Projections of inputs [D, G] and states [H, G], and the gates' biases."""
         D, H, G = self.embed_dim, self.state_dim, 4 * self.state_dim
         key_input, key_recurrent = jax.random.split(key)
-        # The spread of torch.nn.LSTM, which draws uniformly from +-1 / sqrt(H).
+        # The standard deviation of torch.nn.LSTM, which draws uniformly from +-1 / sqrt(H).
         spread = normal(1 / math.sqrt(3 * H))
         return {
             "input": param(key_input, (D, G), ("embed", "gates"), spread),
@@ -61,7 +61,7 @@ class LSTMLayer:
         }
 
     def matmul_parameters(self) -> int:
-        """All but the biases."""
+        """Matmul parameters: all but the biases."""
         return 4 * self.state_dim * (self.embed_dim + self.state_dim)
 
     def other_flops_per_token(self, sequence_length: int) -> float:
@@ -80,7 +80,7 @@ class LSTMLayer:
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
         """One layer; its cache is its state."""
-        del positions_BT, start  # the order is in the recurrence
+        del positions_BT, start  # positions are implicit in the recurrence
         with jax.named_scope("lstm"):
             x_TBD = jnp.swapaxes(x_BTD, 0, 1)
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])
@@ -112,13 +112,13 @@ def _recurrence(
 ) -> tuple[jax.Array, State]:
     """The outputs of an LSTM's cell at every position [T, B, D], and its state after the last.
 
-    The gradient of the recurrent weight is one product over all positions after the loop: JAX's own
+    The gradient of the recurrent weight is one matmul over all positions after the loop: JAX's own
     would read and write it, as large as the weight, at each of them.
 
     Args:
-      x_TBG: what the inputs and the bias give to the gates before their activations.
+      x_TBG: the inputs' and bias's part of the gates' pre-activations.
       weight_DG: the recurrent weight, in the dtype of x.
-      goes_on_TB1: False where the state starts from zero again; None: nowhere.
+      goes_on_TB1: False where the state is reset to zero; None: nowhere.
       state: h and c before the first position.
     """
     return _forward(x_TBG, weight_DG, goes_on_TB1, state)[0]

@@ -1,9 +1,9 @@
 """Recurrence of a cell along a sequence, with its backward pass.
 
 A cell is one time step. Its recurrent matmul is computed here, once per time step forward and
-backward, and the gradient of the recurrent weight is one product over all positions after the loop:
+backward, and the gradient of the recurrent weight is one matmul over all positions after the loop:
 JAX's own would read and write it, as large as the weight, at each of them.
-Letters: B batch, T length, D embed and state, G what a cell reads (a multiple of D).
+Letters: B batch, T length, D embed and state, G pre-activations of a cell (a multiple of D).
 """
 
 import functools
@@ -22,7 +22,7 @@ Cell = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def goes_on(mask: Mask) -> jax.Array | None:
-    """Whether each position [T, B, 1] is in the document of the one before; None: all of them
+    """Whether each position [T, B, 1] is in the document of the previous one; None: all of them
     are."""
     ids_BT = mask.segment_ids_BT
     if ids_BT is None:
@@ -44,10 +44,10 @@ def recurrence(
 
     Args:
       cell: one time step.
-      x_TBG: what the inputs give to the cell, their bias with them.
+      x_TBG: the inputs' projection, including its bias.
       weight_DG: the recurrent weight, in the dtype of x.
-      bias_G: what is added to its product.
-      goes_on_TB1: False where the state starts from zero again; None: nowhere.
+      bias_G: the bias of the recurrent projection.
+      goes_on_TB1: False where the state is reset to zero; None: nowhere.
       state_BD: before the first position, float32.
     """
     return _forward(cell, x_TBG, weight_DG, bias_G, goes_on_TB1, state_BD)[0]

@@ -1,10 +1,10 @@
 """Recurrent layers with one state: the Elman network (RNN) and the gated recurrent unit (GRU).
 
 Sources: Elman 1990, "Finding Structure in Time"; Cho et al. 2014 (arXiv 1406.1078). The cells are
-those of `torch.nn.RNN` and `torch.nn.GRU`, whose reset gate multiplies the state's product and not
+those of `torch.nn.RNN` and `torch.nn.GRU`, whose reset gate multiplies the projected state and not
 the state.
-Letters: B batch, T length, D embed, H state, G what the cell reads (a multiple of H; of a GRU 3 H:
-reset and update gate and candidate, in this order).
+Letters: B batch, T length, D embed, H state, G pre-activations of the cell (a multiple of H; of a
+GRU 3 H: reset and update gate and candidate, in this order).
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ class Recurrent:
     """The states of a cell along a sequence.
 
     Attributes:
-      embed_dim: D, of what goes in.
-      state_dim: H, of its states, which come out.
+      embed_dim: D, of the input.
+      state_dim: H, of its states, which are the outputs.
       gates: G over H.
       cell: one time step.
       name: in profiles and plans.
@@ -58,10 +58,11 @@ class Recurrent:
         return state_facts(self.state_dim)
 
     def weights(self, key: jax.Array) -> Weights:
-        """From inputs [D, G] and states [H, G] to what the cell reads, and two biases."""
+        """Projections of inputs [D, G] and states [H, G], and two biases."""
         D, H, G = self.embed_dim, self.state_dim, self.gates * self.state_dim
         key_input, key_recurrent = jax.random.split(key)
-        # The spread of PyTorch's recurrent layers, which draw uniformly from +-1 / sqrt(H).
+        # The standard deviation of PyTorch's recurrent layers, which draw uniformly from +-1 /
+        # sqrt(H).
         spread, axes = normal(1 / math.sqrt(3 * H)), ("embed", "gates")
         return {
             "input": param(key_input, (D, G), axes, spread),
@@ -71,7 +72,7 @@ class Recurrent:
         }
 
     def matmul_parameters(self) -> int:
-        """All but the biases."""
+        """Matmul parameters: all but the biases."""
         return self.gates * self.state_dim * (self.embed_dim + self.state_dim)
 
     def other_flops_per_token(self, sequence_length: int) -> float:
@@ -89,8 +90,8 @@ class Recurrent:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer, whose cache is its state; arguments and results as in `decoder.Layer`."""
-        del positions_BT, start  # the order is in the recurrence
+        """Run one layer, whose cache is its state; arguments and results as in `decoder.Layer`."""
+        del positions_BT, start  # positions are implicit in the recurrence
         with jax.named_scope(self.name):
             x_TBD = jnp.swapaxes(x_BTD, 0, 1)
             x_TBG = execution.contract("TBD,DG->TBG", x_TBD, own["input"])

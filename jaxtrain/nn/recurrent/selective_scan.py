@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.sharding import shard
 
-# Places whose states exist at once: the backward pass makes those of each chunk again.
+# Positions whose states are live at once: the backward pass recomputes those of each chunk.
 CHUNK = 64
 
 LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
@@ -22,14 +22,14 @@ STATE = ("inner_batch", "mlp", "state")
 
 
 def _documents(mask: Mask, before: int) -> jax.Array | None:
-    """The document of every position [B, before + T], what was before the first being of its
+    """The document of every position [B, before + T]; cached positions belong to the first token's
     own."""
     ids_BT = mask.segment_ids_BT
     return None if ids_BT is None else jnp.concatenate([ids_BT[:, :1]] * before + [ids_BT], axis=1)
 
 
 def goes_on(mask: Mask) -> jax.Array | None:
-    """Whether each position [B, T, 1] is in the document of the one before; None: all of them
+    """Whether each position [B, T, 1] is in the document of the previous one; None: all of them
     are."""
     ids_BP = _documents(mask, 1)
     return None if ids_BP is None else (ids_BP[:, 1:] == ids_BP[:, :-1])[..., None]
@@ -38,12 +38,12 @@ def goes_on(mask: Mask) -> jax.Array | None:
 def causal_convolution(
     x_BTF: jax.Array, kernel_KF: jax.Array, mask: Mask, before_BKF: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Each channel's weighted sum over its last K positions, and what the next positions need.
+    """Causal convolution of each channel over K positions, and the state for the next ones.
 
     Args:
       x_BTF: the channels.
       kernel_KF: their weights, the last of its own position.
-      mask: documents, over whose beginning no sum reaches.
+      mask: documents, which sums do not cross.
       before_BKF: the K - 1 positions before the first; None: zeros.
 
     Returns:
@@ -52,7 +52,7 @@ def causal_convolution(
     """
     K, T = kernel_KF.shape[0], x_BTF.shape[1]
     if before_BKF is None:
-        # Out of x, and laid out as it is, whatever its channels mean.
+        # Derived from x, so that it has x's sharding.
         before_BKF = jnp.concatenate([jnp.zeros_like(x_BTF[:, :1])] * (K - 1), axis=1)
     x_BPF = jnp.concatenate([before_BKF.astype(x_BTF.dtype), x_BTF], axis=1)
     ids_BP = _documents(mask, K - 1)
@@ -87,11 +87,11 @@ def selective_scan(
     scan, from one to the next its last state. With a chunk of all positions it is that scan alone.
 
     Args:
-      x_BTF: what goes in; everything is float32.
+      x_BTF: the input; everything is float32.
       step_BTF: the step of every channel, Delta.
       decay_FS: the rates of its states, A, below 0.
-      into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
-      goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
+      into_BTS, out_BTS: input and output projections of the states: B and C.
+      goes_on_BT1: False where a document begins and the states are reset; None: nowhere.
       state_BFS: before the first position; None: zeros.
       chunk: positions that are scanned at once.
     """
@@ -128,13 +128,13 @@ def selective_scan(
 
 
 def _then(first: Any, second: Any) -> Any:
-    """Two stretches of positions as one: what is kept of the state before them, what they add."""
+    """Compose two ranges of positions: decay of the state before them, and their contribution."""
     (kept, added), (kept_after, added_after) = first, second
     return kept * kept_after, added * kept_after + added_after
 
 
 def steps(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Biases that softplus turns into steps drawn evenly in their logarithm."""
+    """Biases that softplus maps to log-uniform steps."""
     low, high = math.log(LEAST_STEP), math.log(MOST_STEP)
     step = jnp.exp(jax.random.uniform(key, shape, dtype, low, high))
     return step + jnp.log(-jnp.expm1(-step))

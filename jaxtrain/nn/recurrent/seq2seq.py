@@ -23,11 +23,11 @@ from jaxtrain.nn.transformer.decoder import Layer
 from jaxtrain.parallel.sharding import shard
 
 STATES = ("layers", "batch", "embed")
-HIDDEN_AWAY = -1e30  # a score that is no key's; finite, for rows whose source is padding alone
+HIDDEN_AWAY = -1e30  # score of masked keys; finite, for rows whose source is only padding
 
 
 class Memory(NamedTuple):
-    """What was read of sources.
+    """Encoder outputs.
 
     Attributes:
       states_BSD: the last layer's, at every position.
@@ -40,24 +40,24 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GlobalAttention:
-    """A decoder's state and the mean of the encoder's that it scores highest, as one vector.
+    """Attention of a decoder's state to the encoder's states.
 
     Attributes:
-      dim: D, of all of them.
+      dim: D, of all states.
     """
 
     dim: int
 
     def weights(self, key: jax.Array) -> Weights:
-        """Of the scores, and of the mean and the state in what comes out; all [D, D]."""
-        # The spread of torch.nn.Linear, which draws uniformly from +-1 / sqrt(inputs).
+        """Projections of the scores, and of context and state in the output; all [D, D]."""
+        # The standard deviation of torch.nn.Linear, which draws uniformly from +-1 / sqrt(inputs).
         D, axes, names = self.dim, ("embed", "gates"), ("score", "context", "state")
         keys = jax.random.split(key, len(names))
         spread = normal(1 / math.sqrt(3 * D))
         return {name: param(k, (D, D), axes, spread) for name, k in zip(names, keys, strict=True)}
 
     def matmul_parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return 3 * self.dim**2
 
     def __call__(
@@ -75,7 +75,7 @@ class GlobalAttention:
           h_BTD: the decoder's states.
           states_BSD: the encoder's.
           of_memory: which of them each sees.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
         """
 
         def product(x_BTD: jax.Array, name: str) -> jax.Array:
@@ -92,7 +92,7 @@ class GlobalAttention:
 
 
 class RecurrentPair(nnx.Module):
-    """Pairs of rows of tokens to hidden states of the second, to logits; a `PairModule`."""
+    """Encoder-decoder from token pairs to hidden states and logits of targets; a `PairModule`."""
 
     def __init__(
         self,
@@ -105,16 +105,16 @@ class RecurrentPair(nnx.Module):
         vocab_size: int,
         attention: GlobalAttention | None,
     ) -> None:
-        """Draws everything.
+        """Initialize the model.
 
         Args:
-          encoder, decoder: what each layer of the two stacks computes, from D numbers to a state of
-            as many, which comes out; of a `BothWays` half of it goes the other way.
+          encoder, decoder: the layer of each stack, from D features to a state of
+            D, which is its output; in a `BothWays` half of it is backward.
           key: for the parameters.
           num_layers: of each stack.
           embed_dim: D.
           vocab_size: V, of sources and of targets.
-          attention: of the last states; None: what was read is in the first state alone.
+          attention: of the last states; None: the source is only in the initial state.
         """
         keys = jax.random.split(key, 6)
         shape, axes = (vocab_size, embed_dim), ("vocab", "vocab_embed")
@@ -135,7 +135,9 @@ class RecurrentPair(nnx.Module):
         """Encoder outputs; each source begins at the start of its row."""
         ids_BS = mask.segment_ids_BT
         assert ids_BS is not None, "a pair's padding is marked"
-        nowhere_BS = jnp.zeros(source_BS.shape, jnp.int32)  # the order is in the recurrence
+        nowhere_BS = jnp.zeros(
+            source_BS.shape, jnp.int32
+        )  # positions are implicit in the recurrence
         after_BS = jnp.pad(ids_BS[:, 1:], ((0, 0), (0, 1)))
         last_BS1 = ((ids_BS != 0) & (after_BS == 0))[..., None]
 
@@ -162,12 +164,12 @@ class RecurrentPair(nnx.Module):
         of_memory: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """Finished hidden states [B, T, D]; arguments as of `PairModule`."""
+        """Final hidden states [B, T, D]; arguments as of `PairModule`."""
         states_LBD = memory.last_LBD
         return self._decode(tokens_BT, memory, states_LBD, mask, of_memory, execution)[0]
 
     def remember(self, memory: Memory, execution: Execution) -> tuple[jax.Array, jax.Array]:
-        """All of it, the states as of one layer: [1, B, S, D] and [L, B, D]."""
+        """The memory for generation, with states as of one layer: [1, B, S, D] and [L, B, D]."""
         del execution
         return memory.states_BSD[None], memory.last_LBD
 
@@ -179,7 +181,7 @@ class RecurrentPair(nnx.Module):
         execution: Execution,
         cache: Cache,
     ) -> tuple[jax.Array, Cache]:
-        """Finished hidden states, and the cache, whose states are those after the last token;
+        """Final hidden states, and the cache, whose states are those after the last token;
         arguments as of `PairModule`."""
         memory = Memory(remembered[0][0], remembered[1])
         first_LBD = shard(memory.last_LBD, STATES)
@@ -190,15 +192,15 @@ class RecurrentPair(nnx.Module):
         return h_BTD, Cache((states_LBD,), cache.length + tokens_BT.shape[1])
 
     def output_matrix(self) -> nnx.Param:
-        """The matrix [V, D] that makes logits of hidden states."""
+        """The output matrix [V, D]."""
         return self.output
 
     def output_bias(self) -> nnx.Param:
-        """What is added to the logits [V]."""
+        """The output bias [V]."""
         return self.bias
 
     def logit_softcap(self) -> None:
-        """Logits have no bound."""
+        """No soft-capping of logits."""
         return
 
     def _decode(
@@ -210,7 +212,7 @@ class RecurrentPair(nnx.Module):
         of_memory: Mask,
         execution: Execution,
     ) -> tuple[jax.Array, jax.Array]:
-        """Finished hidden states, and every layer's state after the last token."""
+        """Final hidden states, and every layer's state after the last token."""
         nowhere_BT = jnp.zeros(tokens_BT.shape, jnp.int32)
 
         def run_layer(layer: Weights, x_BTD: jax.Array, own: Any) -> tuple[jax.Array, Any]:

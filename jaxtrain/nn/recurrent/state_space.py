@@ -30,8 +30,8 @@ class StateSpaceLayer(abc.ABC):
       embed_dim: width of the residual stream.
       state_dim: states of each channel.
       conv_width: positions of the convolution.
-      norm: of what goes in.
-      num_layers: of the model: the more, the less each adds at first.
+      norm: of the input.
+      num_layers: of the model; scales initialization.
       scope: its operations' name in profiles.
     """
 
@@ -45,27 +45,27 @@ class StateSpaceLayer(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of one layer."""
+        """Initialize the parameters of one layer."""
 
     @property
     @abc.abstractmethod
     def cached(self) -> tuple[Cached, ...]:
-        """The arrays that it keeps of the tokens so far: as many for any length."""
+        """Its cached arrays, of a size independent of length."""
 
     @property
     def facts(self) -> LayerFacts:
-        """What it caches."""
+        """Facts of the layer: what it caches."""
         return LayerFacts(cached=self.cached)
 
     @abc.abstractmethod
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
 
     @abc.abstractmethod
     def other_flops(self) -> int:
-        """FLOPs per token of everything else that counts, forward: 2 K of each channel's
-        convolution, 6 of each state (its rate, its input, two for the recurrence, two for the sum
-        that is read)."""
+        """Other forward FLOPs per token: 2 K per channel of the
+        convolution, 6 per state (its rate, its input, two for the recurrence, two for the output
+        sum)."""
 
     def other_flops_per_token(self, sequence_length: int) -> float:
         """Three times those forward, whatever the length."""
@@ -81,7 +81,7 @@ class StateSpaceLayer(abc.ABC):
         execution: Execution,
         cache: LayerCache | None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """What is added to the residual stream, and the states after the last token."""
+        """Return the update of the residual stream, and the states after the last token."""
 
     def __call__(
         self,
@@ -93,8 +93,8 @@ class StateSpaceLayer(abc.ABC):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer, whose cache is its states; arguments and results as in `decoder.Layer`."""
-        del positions_BT, start  # the order is in the recurrence
+        """Run one layer, whose cache is its states; arguments and results as in `decoder.Layer`."""
+        del positions_BT, start  # positions are implicit in the recurrence
 
         def mix(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
             return self.mix(own, shard(h_BTD, HIDDEN), mask, execution, cache)
@@ -105,7 +105,7 @@ class StateSpaceLayer(abc.ABC):
 
 
 def state_space_decoder(sizes: Any, key: jax.Array) -> Decoder:
-    """Return a decoder of newly initialized layers whose token embedding makes logits too.
+    """Return a decoder of newly initialized layers with tied embeddings.
 
     Args:
       sizes: the model's settings, whose `block` is a `StateSpaceLayer`.

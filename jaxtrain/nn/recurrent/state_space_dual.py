@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.parallel.sharding import shard
 
-CHUNK = 64  # positions whose scores among each other exist at once
+CHUNK = 64  # positions whose mutual scores are live at once
 
 STATE = ("inner_batch", "mlp", "head_dim", "state")
 
@@ -30,13 +30,13 @@ def state_space_dual(
     """y = h out with h = exp(step rate) h + step x into at every position, and the last h.
 
     Args:
-      x_BTNP: what goes in; everything is float32.
+      x_BTNP: the input; everything is float32.
       step_BTN: the step of every head.
       rate_N: of its states, A, below 0.
-      into_BTS, out_BTS: how inputs enter the states, and how these are read: B and C.
-      goes_on_BT1: False where a document begins: the states start from zero; None: nowhere.
+      into_BTS, out_BTS: input and output projections of the states: B and C.
+      goes_on_BT1: False where a document begins and the states are reset; None: nowhere.
       state_BNPS: before the first position; None: zeros.
-      chunk: positions that are taken together.
+      chunk: positions per chunk.
     """
     B, T, N, P = x_BTNP.shape
     if state_BNPS is None:
@@ -58,7 +58,7 @@ def state_space_dual(
     @jax.checkpoint
     def run(state_BNPS: jax.Array, tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         x_BCNP, step_BCN, into_BCS, out_BCS, goes_on_BC1 = tokens
-        # The logarithm of what is left of the chunk's beginning, and the documents that start in
+        # Cumulative log decay since the chunk's start, and the documents that start in
         # it.
         left_BCN = jnp.cumsum(step_BCN * rate_N, axis=1)
         begun_BC = jnp.cumsum(~goes_on_BC1[..., 0], axis=1, dtype=jnp.int32)
@@ -66,11 +66,11 @@ def state_space_dual(
         same_BCC = (begun_BC[:, :, None] == begun_BC[:, None, :]) & before_CC
         left_BNC = jnp.swapaxes(left_BCN, 1, 2)
         between_BNCC = left_BNC[..., :, None] - left_BNC[..., None, :]
-        # Hidden positions decay upwards: exp of them may be infinite, and its gradient none.
+        # Masked positions have positive exponents: exp may be infinite, and its gradient NaN.
         kept_BNCC = jnp.exp(jnp.where(same_BCC[:, None], between_BNCC, -jnp.inf))
         scores_BCC = jnp.einsum("bts,bus->btu", out_BCS, into_BCS)
         y_BCNP = jnp.einsum("bntu,bunp->btnp", scores_BCC[:, None] * kept_BNCC, given_BCNP)
-        # What is left of the states before the chunk, and what of each position is left behind it.
+        # Decay of the states before the chunk, and of each position to the chunk's end.
         since_BCN = jnp.where((begun_BC == 0)[..., None], jnp.exp(left_BCN), 0)
         y_BCNP += jnp.einsum("bts,bnps->btnp", out_BCS, state_BNPS) * since_BCN[..., None]
         last_BC = begun_BC == begun_BC[:, -1:]

@@ -1,8 +1,8 @@
 """Transformer block: attention, and an MLP or experts, each with its norm and residual.
 
-A part is a frozen dataclass. Its fields say which mathematics it is, `weights` draws its
+A part is a frozen dataclass. Its fields define the computation, `weights` initializes its
 parameters, and a call computes with them. The parameters of all parts of a block are stored side by
-side under their own names: how a block is put together does not show in a checkpoint.
+side under their own names: a block's structure does not show in a checkpoint.
 Letters: B batch, T length, D embed.
 """
 
@@ -27,34 +27,34 @@ RESIDUAL = ("batch", "residual_length", "embed")
 
 
 class Attends(Protocol):
-    """The part of a block that looks at other tokens.
+    """The token-mixing part of a block.
 
     Attributes:
-      num_keys: random keys that `weights` draws from.
+      num_keys: number of random keys of `weights`.
     """
 
     num_keys: ClassVar[int]
 
     @property
     def facts(self) -> AttentionFacts:
-        """What kernels and plans ask of it."""
+        """Facts for kernels and plans."""
         ...
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """The arrays that it keeps of the tokens so far."""
+        """Its cached arrays."""
         ...
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Freshly drawn parameters."""
+        """Initialize the parameters."""
         ...
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
         ...
 
     def score_flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs per token of the products with keys and values."""
+        """Training FLOPs per token of attention scores and their sums."""
         ...
 
     def __call__(
@@ -69,26 +69,26 @@ class Attends(Protocol):
         cache: LayerCache | None,
         start: jax.Array | int,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """What is added to the residual stream, and the extended cache.
+        """Return the update of the residual stream, and the extended cache.
 
         Args:
           own: the parameters.
-          h_BTD: what the norm gave, laid out as the stream: `Execution.project` gathers it.
+          h_BTD: the normalized stream, sharded like the stream: `Execution.project` gathers it.
           positions_BT: positions of the tokens in their documents.
           mask: which keys a query sees, the part's own window aside.
           execution: the kernel, and the precision of the products.
           out: logical axes of the result.
-          cache: what was kept of the tokens so far, or None.
+          cache: the cached arrays, or None.
           start: the position in the cache where the new ones go.
         """
         ...
 
 
 class Feeds(Protocol):
-    """The part of a block that takes each token for itself.
+    """The position-wise part of a block.
 
     Attributes:
-      num_keys: random keys that `weights` draws from.
+      num_keys: number of random keys of `weights`.
       scope: its name in profiles and plans.
     """
 
@@ -96,11 +96,11 @@ class Feeds(Protocol):
     scope: ClassVar[str]
 
     def weights(self, keys: jax.Array) -> Weights:
-        """Freshly drawn parameters."""
+        """Initialize the parameters."""
         ...
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
         ...
 
     def __call__(
@@ -112,14 +112,14 @@ class Feeds(Protocol):
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """What is added to the residual stream, laid out as `out` says, and auxiliary sums.
+        """Return the update of the residual stream, sharded by `out`, and auxiliary sums.
 
-        The input is laid out as the stream is, or whole along length.
+        The input is sharded like the stream, or gathered along length.
         """
         ...
 
 
-# A part with its parameters and all but its input: what is added to the stream, and what else.
+# A part with everything but its input: maps it to the stream's update, and extras.
 Part = Callable[[jax.Array], tuple[jax.Array, Any]]
 
 # Placement of the norm of a part: (norm with its parameters, stream, part) -> new stream, extras.
@@ -148,9 +148,9 @@ class Block:
 
     Attributes:
       attention, mlp: the parts.
-      norm: which norm each of them has.
+      norm: the norm of each.
       placement: before or after a part.
-      after: the norm of what each part gives, before the stream has it; None: there is none.
+      after: norm of each part's output, before it is added; None: none.
       dropout: of each part's output, in training; the first is attention's.
     """
 
@@ -162,7 +162,7 @@ class Block:
     dropout: Dropout = Dropout()
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of all parts, for `parameters.stack`."""
+        """Initialize the parameters of all parts, for `parameters.stack`."""
         first = self.attention.num_keys
         keys = jax.random.split(key, first + self.mlp.num_keys)
         after = {} if self.after is None else self.after.weights(key)
@@ -177,15 +177,15 @@ class Block:
 
     @property
     def facts(self) -> LayerFacts:
-        """Those of both parts."""
+        """Parameters of both parts."""
         return LayerFacts(
             attention=self.attention.facts,
-            experts=getattr(self.mlp, "facts", None),  # an MLP has none
+            experts=getattr(self.mlp, "facts", None),  # an MLP has no auxiliary sums
             cached=self.attention.cached,
         )
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token."""
+        """Number of parameters used in a matmul for every token."""
         return self.attention.matmul_parameters() + self.mlp.matmul_parameters()
 
     def other_flops_per_token(self, sequence_length: int) -> float:
@@ -202,7 +202,7 @@ class Block:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer; arguments and results as in `Transformer.run_layer`."""
+        """Run one layer; arguments and results as in `Transformer.run_layer`."""
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
             y_BTD, extended = self.attention(

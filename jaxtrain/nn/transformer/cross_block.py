@@ -23,11 +23,11 @@ from jaxtrain.parallel.sharding import shard
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossBlock:
-    """Attention among its own tokens, attention to the memory, and an mlp, each with its norm.
+    """Self-attention, cross-attention, and an MLP, each with its norm.
 
     Attributes:
       attention, cross, mlp: the parts.
-      norm: which norm each of them has.
+      norm: the norm of each.
       placement: before or after a part.
       dropout: of each part's output, in training, in this order.
     """
@@ -40,7 +40,7 @@ class CrossBlock:
     dropout: Dropout = Dropout()
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of all parts, for `parameters.stack`."""
+        """Initialize the parameters of all parts, for `parameters.stack`."""
         first, second = self.attention.num_keys, self.cross.num_keys
         keys = jax.random.split(key, first + second + self.mlp.num_keys)
         return merge_weights(
@@ -53,12 +53,12 @@ class CrossBlock:
         )
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product, the memory's keys and values with them."""
+        """Number of parameters used in matmuls, including the memory's keys and values."""
         parts = (self.attention, self.cross, self.mlp)
         return sum(part.matmul_parameters() for part in parts)
 
     def remember(self, own: Weights, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
-        """The keys and values of the memory, which all queries share."""
+        """The memory's keys and values, for all queries."""
         with jax.named_scope("cross_attention"):
             return self.cross.keys_and_values(under("cross", own), memory_BSD, execution)
 
@@ -73,19 +73,19 @@ class CrossBlock:
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """One layer: the new residual stream, and the extended cache of its own tokens.
+        """Run one layer; return the new residual stream, and the extended cache of its own tokens.
 
         Args:
           own: the parameters.
           x_BTD: the residual stream.
-          remembered: what `remember` gave.
-          mask: which of its own tokens per token sees.
+          remembered: from `remember`.
+          mask: which of its own tokens a token sees.
           of_memory: which of the memory's it sees.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
           cache: keys and values of its own tokens so far, or None.
           start: the position in the cache where the new ones go.
         """
-        nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # the stream has them
+        nowhere_BT = jax.numpy.zeros(x_BTD.shape[:2], jax.numpy.int32)  # in the stream already
 
         def attend(h_BTD: jax.Array) -> tuple[jax.Array, LayerCache | None]:
             y_BTD, extended = self.attention(

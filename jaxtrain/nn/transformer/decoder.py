@@ -23,10 +23,10 @@ from jaxtrain.parallel.sharding import shard
 
 
 class Layer(Protocol):
-    """What all layers of a model compute, each with its own parameters: a `Block`, or another."""
+    """Layer of a model: a `Block`, or another."""
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters of one layer."""
+        """Initialize the parameters of one layer."""
         ...
 
     def __call__(
@@ -39,12 +39,12 @@ class Layer(Protocol):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer; arguments and results as in `Transformer.run_layer`."""
+        """Run one layer; arguments and results as in `Transformer.run_layer`."""
         ...
 
 
 class Decoder(nnx.Module):
-    """Tokens to hidden states to logits; a `transformer.Transformer`."""
+    """Decoder-only model: tokens to hidden states and logits; a `Transformer`."""
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class Decoder(nnx.Module):
         """Initialize the layers; embedding and head are passed in.
 
         Args:
-          layer: what each of them computes.
+          layer: the layers' definition.
           key: for their parameters.
-          num_layers: how many there are.
+          num_layers: number of layers.
           token_embedding: the table [V, D].
           position_embedding: learned positions [positions, D]; None where the layers know
             positions.
-          norm: of what comes out of the last layer; None: there is none.
+          norm: after the last layer; None: none.
           output: the output matrix [V, D]; None: the token embedding.
           stream: logical axes of the activations between layers.
-          embedding_scale: what embedded tokens are multiplied by, with their positions.
-          logit_softcap: the bound that logits are flattened towards; None: none.
+          embedding_scale: factor of embedded tokens, including positions.
+          logit_softcap: the softcap of the logits; None: none.
           leading: the leading layers, each run on its own before the scanned ones.
           predicting: modules after the last layer, each of which predicts one more token.
         """
@@ -94,18 +94,18 @@ class Decoder(nnx.Module):
 
     @property
     def leading(self) -> list[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
-        """The layers before the equal ones, with their parameters."""
+        """The leading layers, with their parameters."""
         pairs = zip(self.leading_layers, self.first_layers, strict=True)
         return [functools.partial(layer, own) for layer, own in pairs]
 
     @property
     def predicting(self) -> list[Callable[..., tuple[jax.Array, Auxiliary]]]:
-        """The modules behind the last layer, with their parameters."""
+        """The prediction modules, with their parameters."""
         pairs = zip(self.prediction_modules, self.predictors, strict=True)
         return [functools.partial(module, own) for module, own in pairs]
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """What goes into the first layer, [B, T, D]."""
+        """Input of the first layer, [B, T, D]."""
         with jax.named_scope("embedding"):
             learned = self.position_embedding
             positions = None if learned is None else (positions_BT, learned)
@@ -122,30 +122,30 @@ class Decoder(nnx.Module):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer with these parameters."""
+        """Run one layer with these parameters."""
         return self.layer(layer, x_BTD, positions_BT, mask, execution, cache, start)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The normed activations after the last layer."""
+        """The normalized activations after the last layer."""
         if self.norm is not None:
             x_BTD = self.norm(under("norm", vars(self)), x_BTD)
         return shard(x_BTD, HIDDEN)
 
     def output_matrix(self) -> nnx.Param:
-        """The matrix [V, D] that makes logits of hidden states."""
+        """The output matrix [V, D]."""
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> None:
-        """Nothing is added to the logits."""
+        """No output bias."""
         return
 
     def logit_softcap(self) -> float | None:
-        """The bound that logits are flattened towards."""
+        """The softcap of the logits."""
         return self.softcap
 
 
 class DecoderSizes(Protocol):
-    """Sizes of a `decoder`, and what its layers compute: `layers` are those after the leading
+    """Sizes of a `decoder`, and its layers: `layers` are those after the leading
     ones."""
 
     @property
@@ -164,7 +164,7 @@ def decoder(sizes: DecoderSizes, key: jax.Array, **more: Any) -> Decoder:
     """Return a decoder of newly initialized blocks and embeddings; its last norm is the blocks'.
 
     Args:
-      sizes: its sizes, its block, and whether the token embedding is the output matrix too.
+      sizes: its sizes, its block, and whether embeddings are tied.
       key: for the parameters.
       **more: other arguments of `Decoder`.
     """
@@ -186,21 +186,21 @@ def decoder(sizes: DecoderSizes, key: jax.Array, **more: Any) -> Decoder:
 
 
 def _init(parts: "Sequence[Layer | PredictionModule]", key: jax.Array) -> list[Weights]:
-    """Freshly drawn parameters of each."""
+    """Initialize the parameters of each."""
     keys = jax.random.split(key, len(parts) or 1)
     return [part.weights(own) for part, own in zip(parts, keys, strict=False)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictionModule:
-    """norm(block(project [norm(embedding); norm(hidden)])): of a token further on and of what is
-    known before it, hidden states that are finished.
+    """norm(block(project [norm(embedding); norm(hidden)])): from a later token's embedding and
+    the hidden states before it, the next final hidden states.
 
     Attributes:
       embed_dim: width of the residual stream.
       block: the layer.
-      norm: which norm each of the three is.
-      number: the layer's, behind those of the model.
+      norm: kind of the three norms.
+      number: the layer's index, after those of the model.
     """
 
     embed_dim: int
@@ -209,7 +209,8 @@ class PredictionModule:
     number: int
 
     def weights(self, key: jax.Array) -> Weights:
-        """The block's, three norms, and the projection [2 D, D], the embedding's rows first."""
+        """Parameters of the block, three norms, and the projection [2 D, D], the embedding's rows
+        first."""
         key_block, key_project = jax.random.split(key)
         shape = 2 * self.embed_dim, self.embed_dim
         return merge_weights(
@@ -221,7 +222,7 @@ class PredictionModule:
         )
 
     def matmul_parameters(self) -> int:
-        """Parameters that take part in a matrix product for every token, without the output's."""
+        """Number of parameters used in a matmul for every token, without the output matrix."""
         return 2 * self.embed_dim**2 + self.block.matmul_parameters()
 
     def __call__(
@@ -233,15 +234,15 @@ class PredictionModule:
         mask: Mask,
         execution: Execution,
     ) -> tuple[jax.Array, Auxiliary]:
-        """Finished hidden states [B, T, D] of the token after those, and the layer's sums.
+        """Final hidden states [B, T, D] of the token after those, and the layer's sums.
 
         Args:
           own: the parameters.
-          h_BTD: the finished hidden states from which the token before is predicted.
+          h_BTD: the final hidden states that predict the previous token.
           token_BTD: the embedding of that token.
           positions_BT: positions of the tokens in their documents.
           mask: which positions see which.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
         """
 
         def run(x_BTD: jax.Array) -> tuple[jax.Array, Auxiliary]:

@@ -23,12 +23,12 @@ from jaxtrain.nn.transformer.positional_embedding import PositionalEmbedding
 from jaxtrain.parallel.sharding import shard
 
 # First indices of dropout layers: around the stacks, in the encoder's layers, in the decoder's.
-# Each has room for those of its parts; the numbers of adapters are far away.
+# Each has room for those of its parts; adapters use a distant range.
 AROUND, ENCODER, DECODER = 1000, 1010, 1020
 
 
 class EncoderDecoder(nnx.Module):
-    """Pairs of rows of tokens to hidden states of the second, to logits."""
+    """Encoder-decoder from token pairs to hidden states and logits of targets."""
 
     def __init__(
         self,
@@ -50,17 +50,17 @@ class EncoderDecoder(nnx.Module):
         """Initialize the layers; embedding and head are passed in.
 
         Args:
-          encoder, decoder: what each layer of the two stacks computes.
+          encoder, decoder: the layer of each stack.
           key: for their parameters.
           num_layers: of each stack.
           token_embedding: the table [V, D] of both sequences.
           source_places, target_places: positional embedding of each stack.
-          norm: of what comes out of the last layer of each stack; None: there is none.
+          norm: after the last layer of each stack; None: none.
           output: the output matrix [V, D]; None: the token embedding.
-          embedding_scale: what embedded tokens are multiplied by.
-          output_scale: what hidden states are multiplied by before the output matrix.
-          dropout: of what goes into each stack, in training.
-          drops_finished: whether what comes out of each stack is dropped likewise.
+          embedding_scale: factor of embedded tokens.
+          output_scale: factor of hidden states before the output matrix.
+          dropout: of each stack's input, in training.
+          drops_finished: whether each stack's output has dropout too.
         """
         keys = jax.random.split(key, 4)
         self.encoder, self.decoder, self.norm = encoder, decoder, norm
@@ -78,7 +78,7 @@ class EncoderDecoder(nnx.Module):
             setattr(self, name, weight)
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution) -> jax.Array:
-        """What was read of the sources, [B, S, D]; a mask of any kind is taken."""
+        """Encode sources to [B, S, D]; any mask is accepted."""
         x_BSD = self.enter_source(source_BS, execution)
         mask = self.of_source(mask, source_BS.shape[1])
 
@@ -91,7 +91,7 @@ class EncoderDecoder(nnx.Module):
         return self.finish_source(x_BSD, execution)
 
     def enter_source(self, source_BS: jax.Array, execution: Execution) -> jax.Array:
-        """What goes into the encoder's first layer, [B, S, D]."""
+        """Input of the encoder's first layer, [B, S, D]."""
         x_BSD = self._embed(source_BS, self.source_places, under("source", vars(self)))
         return self.dropout(x_BSD, execution.draws)
 
@@ -105,12 +105,12 @@ class EncoderDecoder(nnx.Module):
     def read_layer(
         self, layer: Weights, x_BSD: jax.Array, mask: Mask, execution: Execution
     ) -> jax.Array:
-        """One of the encoder's layers; the mask is from `of_source`."""
-        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # the stream has them
+        """Run one encoder layer; the mask is from `of_source`."""
+        nowhere_BS = jnp.zeros(x_BSD.shape[:2], jnp.int32)  # in the stream already
         return self.encoder(layer, x_BSD, nowhere_BS, mask, execution)[0]
 
     def finish_source(self, x_BSD: jax.Array, execution: Execution) -> jax.Array:
-        """What the decoder looks at, of what the encoder's last layer gave."""
+        """Memory for the decoder, from the encoder's last layer."""
         with jax.named_scope("encoder"):
             return self._finish("encoder_norm", x_BSD, execution, number=1)
 
@@ -122,14 +122,14 @@ class EncoderDecoder(nnx.Module):
         of_memory: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """Finished hidden states [B, T, D] of targets from their beginning on.
+        """Final hidden states [B, T, D] of whole targets.
 
         Args:
           tokens_BT: the targets' tokens so far, each row from its first.
-          memory_BSD: what `encode` gave.
-          mask: which of the targets' tokens per token sees.
+          memory_BSD: from `encode`.
+          mask: which of the targets' tokens a token sees.
           of_memory: which of the memory's it sees.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
         """
 
         def run_layer(
@@ -163,12 +163,12 @@ class EncoderDecoder(nnx.Module):
         of_memory: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """One of the decoder's layers over whole targets; the mask is from `of_target`."""
+        """Run one decoder layer over whole targets; the mask is from `of_target`."""
         remembered = self.decoder.remember(layer, memory_BSD, execution)
         return self.decoder(layer, x_BTD, remembered, mask, of_memory, execution)[0]
 
     def finish_target(self, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-        """Finished hidden states of what the decoder's last layer gave."""
+        """Final hidden states from the decoder's last layer."""
         with jax.named_scope("decoder"):
             h_BTD = self._finish("decoder_norm", x_BTD, execution, number=3)
             return h_BTD * self.output_scale
@@ -189,14 +189,14 @@ class EncoderDecoder(nnx.Module):
         execution: Execution,
         cache: Cache,
     ) -> tuple[jax.Array, Cache]:
-        """Finished hidden states [B, T, D] of what follows the targets' tokens of a cache, and the
+        """Final hidden states [B, T, D] of tokens that follow a cache's targets, and the
         cache with it.
 
         Args:
-          tokens_BT: what follows.
-          remembered: what `remember` gave.
+          tokens_BT: the following tokens.
+          remembered: from `remember`.
           of_memory: which positions of the memory a token sees.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
           cache: keys and values of the targets' tokens so far.
         """
         room = cache.layers[0].shape[2]
@@ -228,15 +228,15 @@ class EncoderDecoder(nnx.Module):
         )
 
     def output_matrix(self) -> nnx.Param:
-        """The matrix [V, D] that makes logits of hidden states."""
+        """The output matrix [V, D]."""
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> None:
-        """Nothing is added to the logits."""
+        """No output bias."""
         return
 
     def logit_softcap(self) -> None:
-        """Logits have no bound."""
+        """No soft-capping of logits."""
         return
 
     def _decode(

@@ -19,17 +19,17 @@ from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.parallel.gathering import GradientSlice
 
 # Sums over the rows of a batch, each a float32 scalar, that layers return with their activations:
-# their means over the tokens of documents become metrics. "auxiliary_loss" is added to the loss;
-# EXPERT_LOAD is no metric but an array [L, E], by which biases of routers are moved.
+# their means over documents' tokens become metrics. "auxiliary_loss" is added to the loss;
+# EXPERT_LOAD is not a metric but an array [L, E] that updates router biases.
 Auxiliary = dict[str, jax.Array]
 EXPERT_LOAD = "expert_load"
 
 
 class Transformer(Protocol):
-    """A language model in the parts that a loop, a pipeline and generation put together.
+    """A language model in parts for the layer loop, pipelines and generation.
 
     Attributes:
-      layers: the parameters of all equal layers, from `jaxtrain.nn.parameters.stack`.
+      layers: the stacked layers' parameters, from `jaxtrain.nn.parameters.stack`.
     """
 
     layers: Any
@@ -37,7 +37,7 @@ class Transformer(Protocol):
     @property
     def leading(self) -> Sequence[Callable[..., tuple[jax.Array, LayerCache | None, Auxiliary]]]:
         """Layers that precede those and differ from them, each a call like `run_layer` with its
-        own parameters; they give no sums. None in most models: ()."""
+        own parameters; they return no sums. Empty in most models: ()."""
         ...
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
@@ -54,42 +54,42 @@ class Transformer(Protocol):
         cache: LayerCache | None = None,
         start: jax.Array | int = 0,
     ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-        """One layer: the new residual stream, the extended cache, the auxiliary sums.
+        """Run one layer: the new residual stream, the extended cache, the auxiliary sums.
 
-        Which one it is says `execution.layer`, for models whose layers differ.
+        `execution.layer` is its index, for models whose layers differ.
         """
         ...
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The normed residual stream after the last layer."""
+        """The normalized residual stream after the last layer."""
         ...
 
     def output_matrix(self) -> nnx.Param:
-        """The matrix [V, D] that makes logits of finished hidden states."""
+        """The output matrix [V, D]."""
         ...
 
     def output_bias(self) -> nnx.Param | None:
-        """What is added to these logits [V]; None: nothing."""
+        """The output bias [V]; None: none."""
         ...
 
     def logit_softcap(self) -> float | None:
-        """The bound that they are flattened towards then; None: none."""
+        """The softcap of the logits; None: none."""
         ...
 
 
 class PredictsMore(Transformer, Protocol):
-    """A language model that may tell tokens after the next one too."""
+    """A language model with optional multi-token prediction."""
 
     @property
     def predicting(self) -> Sequence[Callable[..., tuple[jax.Array, Auxiliary]]]:
         """Modules that predict one more token each, called like a `PredictionModule` with its own
-        parameters: its finished hidden states make logits like the model's, and go into the
+        parameters: its final hidden states yield logits like the model's, and are the input of the
         next."""
         ...
 
 
 class OutputHead(Protocol):
-    """What logits are made with: the last three members of a `Transformer`."""
+    """Output head: the last three members of a `Transformer`."""
 
     def output_matrix(self) -> nnx.Param:
         """As in `Transformer`."""
@@ -104,12 +104,12 @@ class OutputHead(Protocol):
         ...
 
 
-# How the output matrix makes logits.
+# Einsum of hidden states and output matrix to logits.
 LOGITS = "BTD,VD->BTV"
 
 
 def logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
-    """Logits [B, T, V] of finished hidden states."""
+    """Logits [B, T, V] of final hidden states."""
     logits_BTV, size = padded_logits(model, x_BTD), vocabulary(model)
     if logits_BTV.shape[-1] == size:
         return logits_BTV
@@ -127,7 +127,7 @@ def padded_logits(model: OutputHead, x_BTD: jax.Array) -> jax.Array:
 
 
 def vocabulary(model: OutputHead) -> int:
-    """Return V, the number of tokens that have logits."""
+    """Return V, the vocabulary size."""
     value = model.output_matrix().get_value()
     return (value.weight if isinstance(value, GradientSlice) else value).shape[0]
 
@@ -140,7 +140,7 @@ def enter(
     execution: Execution,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, list[LayerCache]]:
-    """What goes into the first of the equal layers [B, T, D], and the extended caches of those
+    """Input of the first stacked layer [B, T, D], and the extended caches of the layers
     before it."""
     x_BTD, caches = model.embed(tokens_BT, positions_BT), []
     start = 0 if cache is None else cache.length
@@ -163,7 +163,7 @@ def hidden_states(
     execution: Execution,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Cache | None, Auxiliary]:
-    """Finished hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
+    """Final hidden states [B, T, D], the extended cache, and the layers' auxiliary sums."""
     x_BTD, leading = enter(model, tokens_BT, positions_BT, mask, execution, cache)
     start = 0 if cache is None else cache.length
 
@@ -195,10 +195,10 @@ def hidden_states(
 
 
 class PairModule(OutputHead, Protocol):
-    """Sources to a memory, of which each module has its own form, and targets out of it."""
+    """Encoder-decoder: sources to a memory of the module's own form, and targets from it."""
 
     def encode(self, source_BS: jax.Array, mask: Mask, execution: Execution, /) -> Any:
-        """What was read of the sources; the mask has their segment ids, and is not causal."""
+        """Encode the sources; the mask has their segment ids, and is not causal."""
         ...
 
     def decode(
@@ -210,19 +210,19 @@ class PairModule(OutputHead, Protocol):
         execution: Execution,
         /,
     ) -> jax.Array:
-        """Finished hidden states [B, T, D] of targets from their beginning on.
+        """Final hidden states [B, T, D] of whole targets.
 
         Args:
           tokens_BT: the targets' tokens so far, each row from its first.
-          memory: what `encode` gave.
-          mask: which of the targets' tokens per token sees.
+          memory: from `encode`.
+          mask: which of the targets' tokens a token sees.
           of_memory: which of the memory's it sees.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
         """
         ...
 
     def remember(self, memory: Any, execution: Execution, /) -> Any:
-        """What generation keeps of the memory: made once, and read for every token. The second
+        """The memory in the form for generation: computed once, read for every token. The second
         dimension of each array is the row, as of a cache, so that beams can be distinguished."""
         ...
 
@@ -235,6 +235,6 @@ class PairModule(OutputHead, Protocol):
         cache: Cache,
         /,
     ) -> tuple[jax.Array, Cache]:
-        """Finished hidden states [B, T, D] of what follows the targets' tokens of a cache, and the
-        cache with it; the other arguments are as of `decode`."""
+        """Final hidden states [B, T, D] of tokens that follow a cache's targets, and the
+        cache with it; the other arguments are as in `decode`."""
         ...

@@ -28,10 +28,10 @@ class SwiGLU:
     Attributes:
       embed_dim: width of the residual stream.
       mlp_dim: width inside.
-      residual_stddev: spread of the weight that makes the result.
-      function: the gate's: with `gelu` this is GeGLU of the same paper.
-      stddev: spread of the other weights.
-      dropout: of what is inside, in training.
+      residual_stddev: standard deviation of the output projection at initialization.
+      function: of the gate: with `gelu` this is GeGLU of the same paper.
+      stddev: standard deviation of the other weights.
+      dropout: of the hidden activations, in training.
     """
 
     embed_dim: int
@@ -55,7 +55,7 @@ class SwiGLU:
         }
 
     def matmul_parameters(self) -> int:
-        """All of them."""
+        """All parameters."""
         return 3 * self.embed_dim * self.mlp_dim
 
     def __call__(
@@ -90,7 +90,7 @@ class MLPSizes(Protocol):
 
 
 def gated_mlp(sizes: MLPSizes, mlp_dim: int | None = None, **more: Any) -> SwiGLU:
-    """Return the SwiGLU of a model; `mlp_dim`: another width inside, `more`: its attributes."""
+    """Return the SwiGLU of a model; `mlp_dim`: another width inside, `more`: further attributes."""
     return SwiGLU(
         embed_dim=sizes.embed_dim,
         mlp_dim=sizes.mlp_dim if mlp_dim is None else mlp_dim,
@@ -103,7 +103,7 @@ def gelu(x: jax.Array) -> jax.Array:
     """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
 
     Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
-    the backward pass, which does this again, would write it out and read it back.
+    the backward pass, which recomputes this, would write it out and read it back.
     """
     x32 = x.astype(jnp.float32)
     if platform_of(jax.sharding.get_abstract_mesh()) == "cpu":
@@ -124,11 +124,11 @@ class TwoLayers:
     Attributes:
       embed_dim: width of the residual stream.
       mlp_dim: width inside.
-      residual_stddev: spread of the weight that makes the result.
+      residual_stddev: standard deviation of the output projection at initialization.
       function: between the two.
-      stddev: spread of the other weight.
-      biases: each product has one.
-      dropout: of what is inside, in training.
+      stddev: standard deviation of the other weight.
+      biases: whether each projection has one.
+      dropout: of the hidden activations, in training.
     """
 
     embed_dim: int
@@ -156,7 +156,7 @@ class TwoLayers:
         return found
 
     def matmul_parameters(self) -> int:
-        """All but the biases."""
+        """Matmul parameters: all but the biases."""
         return 2 * self.embed_dim * self.mlp_dim
 
     def __call__(
@@ -179,7 +179,7 @@ class TwoLayers:
         return (add_bias(y_BTD, own["down_bias"]) if self.biases else y_BTD), {}
 
 
-# What becomes of what the gate's projection and the other give.
+# Combination of the gate and up projections.
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -193,12 +193,12 @@ class ClampedSwiGLU:
     """gate sigmoid(1.702 gate) (up + 1), both clamped: GPT-OSS's (arXiv 2508.10925, section 2.2).
 
     Attributes:
-      limit: gates are at most this, ups at most this either way.
+      limit: upper bound of gates, and bound of the magnitude of ups.
     """
 
     limit: float
 
     def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """Of what the two projections give."""
+        """Combine gate and up projections."""
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)

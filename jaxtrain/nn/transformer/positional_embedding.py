@@ -23,13 +23,13 @@ class PositionalEmbedding(Protocol):
     """Positional embedding of a stack of layers.
 
     Attributes:
-      adds_to_scores: whether its parameters are read in every layer, and not before the first.
+      adds_to_scores: whether it is a bias in every layer instead of an input of the first.
     """
 
     adds_to_scores: ClassVar[bool]
 
     def weights(self, key: jax.Array) -> Weights:
-        """Freshly drawn parameters."""
+        """Initialize the parameters."""
         ...
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
@@ -45,7 +45,7 @@ class PositionalEmbedding(Protocol):
 
 
 class InStream:
-    """What adds nothing to scores."""
+    """Base of positional embeddings that are added to the stream."""
 
     adds_to_scores: ClassVar[bool] = False
 
@@ -87,9 +87,9 @@ class Learned(InStream):
     """A learned vector per position.
 
     Attributes:
-      dim: numbers of the stream.
-      num_positions: how many there are.
-      stddev: spread they are drawn with.
+      dim: width of the stream.
+      num_positions: number of positions.
+      stddev: standard deviation at initialization.
     """
 
     dim: int
@@ -110,18 +110,18 @@ class Learned(InStream):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relative:
-    """A number for each head and distance between query and key; far ones share theirs.
+    """A learned bias per head and bucketed distance between query and key.
 
     Source: Raffel et al. 2019 (arXiv 1910.10683), section 2.1. Half of the distances' buckets hold
     one distance each, the others grow with the logarithm.
 
     Attributes:
-      num_heads: heads, each with numbers of its own.
-      buckets: different numbers of a head.
-      distance: from here on all keys are in the last bucket.
-      both_ways: whether keys after the query have buckets of their own, which halves them; where
-        not, all of them are as near as the query itself.
-      stddev: spread they are drawn with.
+      num_heads: number of heads.
+      buckets: number of biases per head.
+      distance: all keys from this distance on share the last bucket.
+      both_ways: whether keys after the query have separate buckets, which halves them; if
+        not, they are treated as at distance 0.
+      stddev: standard deviation at initialization.
     """
 
     num_heads: int
@@ -138,7 +138,7 @@ class Relative:
         return {"distances": param(key, shape, axes, normal(self.stddev), role="position")}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """The stream as it is."""
+        """The stream, unchanged."""
         del own, start
         return x_BTD
 
@@ -160,12 +160,12 @@ class Relative:
         return of_distance[jnp.clip(jnp.abs(ahead_TS), 0, self.distance)] + after
 
     def _of_distance(self) -> np.ndarray:
-        """The bucket of every distance up to the last that has one of its own, int32."""
+        """The bucket of every distance up to the last one with a separate bucket, int32."""
         count = self.buckets // 2 if self.both_ways else self.buckets
         single = count // 2
         far = np.arange(self.distance + 1)
         with np.errstate(divide="ignore"):
-            # In float32 as published weights were trained with: a boundary must not move.
+            # In float32, like published weights: a boundary must not move.
             share = np.log(far.astype(np.float32) / np.float32(single))
         share /= np.float32(math.log(self.distance / single))
         grown = single + np.nan_to_num(share * np.float32(count - single), neginf=0).astype(
@@ -175,10 +175,10 @@ class Relative:
 
 
 def _for_each_device(bias_RN: jax.Array) -> jax.Array:
-    """As many equal copies [C, R, N] as devices split the rows, one on each.
+    """Copies [C, R, N], one per device along the rows' mesh axes.
 
-    So each adds up by itself what its rows' scores say of the table, and R N numbers cross the mesh
-    once; of one copy N T S would in every layer.
+    Each device then sums its own rows' gradients of the table, and R N values are reduced
+    once; with one copy N T S values would be reduced in every layer.
     """
     layout = current_layout()
     if layout is None:

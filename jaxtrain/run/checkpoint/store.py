@@ -265,7 +265,7 @@ class Checkpoints:
         Returns when the arrays are in host memory, so that the next step may be given (donated)
         their buffers; the disk is written behind the next steps' back. A save still being written
         is waited for first. Where it failed, its remains are removed and it is reported; the run
-        goes on and saves again when it next should. A step that is already there stays as it is.
+        goes on and saves again when it next should. A step that is already there is unchanged.
         Of arrays in files, which the next step changes, the writing is waited for too.
 
         Args:

@@ -169,7 +169,7 @@ class Texts:
       padding_B: padding before a row's text.
       seen_BV: tokens that occur in the text so far; None if no setting needs it.
       finished_B: rows whose draws are not wanted any more.
-      limit_B: how many tokens per row may draw.
+      limit_B: how many tokens a row may draw.
       drawn_BN: the tokens, int32.
       log_p_BN: the model's log-probability of each, before anything was adjusted.
       count: how many were drawn.
@@ -246,7 +246,7 @@ def batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[
 
 @functools.cache
 def counts_slots(sizes: TokenModel) -> bool:
-    """Whether a row's own length says how many of its tokens per expert takes."""
+    """Whether a row's own length determines how many of its tokens an expert takes."""
     return sizes.experts is not None and sizes.experts.capacity_factor is not None
 
 

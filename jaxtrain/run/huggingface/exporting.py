@@ -2,7 +2,7 @@
 
 With tokenizer_config.json and generation_config.json transformers' AutoTokenizer reads a text as
 the run does, and generate() ends an answer where the run ends it. What an import has carried along
-stays as it is.
+is unchanged.
 """
 
 import contextlib

@@ -190,7 +190,7 @@ def scaling_groups(model: Model) -> tuple[Readers, ...]:
     """The weights of a model's layers that can be scaled; none of a model that is no Llama.
 
     What `out` reads are values, each of which serves several heads where queries are grouped: there
-    it stays as it is.
+    it is unchanged.
     """
     if not isinstance(model, Llama):
         return ()

@@ -47,7 +47,7 @@ def narrow(shape: tuple[int, ...], axes: tuple[str, ...], rank: int) -> Narrow |
 
     Args:
       shape: of the parameter.
-      axes: what its dimensions mean.
+      axes: its logical axes.
       rank: of the two.
     """
     dims = sides(axes)

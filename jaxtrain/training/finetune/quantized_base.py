@@ -45,7 +45,7 @@ class QuantizedBase(Tuning):
 
     Attributes:
       quantized: names of the weights that are held so.
-      kind: how.
+      kind: the format.
       group: numbers of int4 that share a scale.
     """
 

@@ -195,7 +195,7 @@ class Objective(abc.ABC, Generic[M]):
           model: the module, its parameters in the dtype to compute with.
           statistics: its running statistics.
           batch: all rows, or a microbatch of them.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
           settings: the loss's.
           train: whether the loss carries its training terms.
         """
@@ -324,7 +324,7 @@ class LogitsObjective(abc.ABC, Generic[M]):
           model: as in `Objective.sums`.
           statistics: its running statistics.
           batch: from `reading`, or one of your own.
-          execution: how the mathematics is run.
+          execution: kernels, precision and dropout.
         """
 
 

@@ -108,7 +108,7 @@ def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:
     """Reorder the layers of named arrays from the order `present` to the order `wanted`.
 
     Args:
-      tree: parameters, or optimizer state; what has no layers stays as it is.
+      tree: parameters, or optimizer state; what has no layers is unchanged.
       present: the layer in each slot, -1 for padding.
       wanted: likewise; padding becomes zeros.
     """

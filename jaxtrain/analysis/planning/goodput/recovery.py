@@ -59,7 +59,7 @@ class Recovery:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
+        """All parameters."""
         return self.notice + self.replace + self.start + self.compile + self.restore
 
 

@@ -62,7 +62,7 @@ class Weight:
     Attributes:
       name: path in the model.
       shape: of one layer, without the layers.
-      axes: what these dimensions mean.
+      axes: logical axes of these dimensions.
       is_layer: whether every layer has one.
       is_matrix: whether it is computed with in the compute dtype; scales and biases are cast.
       role: what it is for, as its model declared it.

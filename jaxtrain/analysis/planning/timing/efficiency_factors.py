@@ -101,7 +101,7 @@ def efficiency_of(target: Target) -> EfficiencyFactors:
 
 
 def generation_of(chip: Chip) -> Literal["tpu", "ampere", "hopper"]:
-    """Return which attention kernels per chip has: those of TPUs, of Ampere, or of Hopper.
+    """Return which attention kernels a chip has: those of TPUs, of Ampere, or of Hopper.
 
     Hopper stands for data-center GPUs from it on, Ampere for every other GPU: GeForce boards have
     no such instructions.
