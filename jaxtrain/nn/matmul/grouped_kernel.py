@@ -5,8 +5,8 @@ does E times the work (openxla/xla#40189). Here a grid point computes one tile o
 expert. Rows are visited as in MegaBlocks (arXiv 2211.15841): a tile of rows that several experts
 share is visited once per expert, which writes its own rows.
 
-Letters: N rows sorted by expert, E experts, K contracted, M what comes of
-; V visits.
+Letters: N rows sorted by expert, E experts, K contracted, M output,
+V visits.
 """
 
 import functools

@@ -3,8 +3,8 @@
 XLA's `ragged_dot` multiplies all rows by every expert there: E times the work. Rows are visited as
 in `grouped_kernel`: a tile that several experts share once for each of them.
 
-Letters: N rows sorted by expert, E experts, K contracted, M what comes of
-it, R rows of a tile.
+Letters: N rows sorted by expert, E experts, K contracted, M output,
+R rows of a tile.
 """
 
 from collections.abc import Callable

@@ -70,7 +70,7 @@ class Written:
     """Progress of writing a split's files.
 
     Attributes:
-      texts: documents begun or finished.
+      texts: documents that were started.
       documents: finished documents with tokens.
       tokens: of these, and of the unfinished one.
       unended: tokens of the unfinished one.
@@ -154,7 +154,7 @@ def _make(folder: Path) -> bool:
 def _remove_on_failure(folder: Path, *, is_new: bool) -> Iterator[None]:
     """Restore a folder's former contents if its texts are rejected within the context.
 
-    The texts are then fixed, and the next launch would find a store begun with other texts.
+    The texts are then fixed, and the next launch would find a store made from other texts.
 
     Args:
       folder: of the store, locked: another process may have filled it until now.
