@@ -56,7 +56,7 @@ class Ranged:
     Args:
       file: tokens from its first byte on.
       dtype: of the tokens.
-      count: number of tokens.
+      count: number for tokens.
     """
 
     def __init__(self, file: BucketPath, dtype: np.dtype, count: int) -> None:

@@ -1,6 +1,6 @@
 """Architectures: one file each, a frozen dataclass of sizes and a pure module.
 
-`from jaxtrain.models import GPT, Model` finds the sizes of every architecture, and what stands in
+`from jaxtrain.models import GPT, Model` finds the sizes of every architecture, and the protocols of
 `jaxtrain.models.model`, by their names.
 """
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LayerPart(Protocol):
-    """A layer that has facts: a `Block`, or a layer with a recurrence."""
+    """A layer with facts: a `Block`, or a recurrent layer."""
 
     @property
     def facts(self) -> LayerFacts:
@@ -42,7 +42,7 @@ class LanguageModel(Protocol):
     """
 
     inputs: ClassVar[Inputs] = "tokens"
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads",
         "kv_heads": "num_kv_heads", "mlp": "mlp_dim", "experts": "num_experts",
@@ -58,7 +58,7 @@ class LanguageModel(Protocol):
 
     @property
     def block(self) -> LayerPart:
-        """What every layer computes."""
+        """The layers' definition."""
         ...
 
     @property
@@ -138,12 +138,12 @@ class EncoderDecoderModel(Protocol):
 
     @property
     def encoder(self) -> "Block":
-        """What every layer of the encoder computes."""
+        """The definition of the encoder's layers."""
         ...
 
     @property
     def decoder(self) -> "CrossBlock":
-        """What every layer of the decoder computes."""
+        """The definition of the decoder's layers."""
         ...
 
     objective: str = "sequence_to_sequence"
@@ -152,7 +152,7 @@ class EncoderDecoderModel(Protocol):
 
     @property
     def layers(self) -> int:
-        """Of each of the two stacks."""
+        """Layers of each of the two stacks."""
         return self.num_layers
 
     @property

@@ -1,4 +1,4 @@
-"""Protocols of model settings: what data, planning and training ask of an architecture."""
+"""Protocols of model settings, as used by data, planning and training."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeGuard, runtime_checkable
@@ -25,14 +25,14 @@ Inputs = Literal["tokens", "images", "pairs", "vectors"]
 
 @runtime_checkable
 class Model(Protocol):
-    """What is required of an architecture's settings, a frozen dataclass of sizes.
+    """Protocol of an architecture's settings, a frozen dataclass of sizes.
 
     `TokenModel`, `ImageModel` and `VectorModel` have the further attributes of each kind of input;
     the functions `..._of` below those that only some models have.
 
     Attributes:
       inputs: what it reads: rows of tokens (or of vectors, see `features_of`), images, pairs of
-        rows of tokens (source and target), or vectors of numbers.
+        rows of tokens (source and target), or feature vectors.
       settings: logical axis -> the field that gives it its size, for messages.
     """
 
@@ -40,16 +40,16 @@ class Model(Protocol):
     inputs: ClassVar[Inputs]
     settings: ClassVar[dict[str, str]]
 
-    # Of the others each is a field, a property, or a plain name in the class: `experts = None`.
+    # The others are fields, properties or class attributes: `experts = None`.
 
     @property
     def objective(self) -> str:
-        """What it is trained to do: a name of `training.objectives`."""
+        """Its objective: a name of `training.objectives`."""
         ...
 
     @property
     def layers(self) -> int | None:
-        """Equal layers in one module, from `parameters.stack`; None: there is no such stack."""
+        """Number of stacked layers, from `parameters.stack`; None: there is no stack."""
         ...
 
     @property
@@ -64,17 +64,17 @@ class Model(Protocol):
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """What each layer keeps of the tokens so far; empty: the model does not generate."""
+        """Cached arrays of each layer; empty: the model does not generate."""
         ...
 
     def build(self, key: jax.Array) -> nnx.Module:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         ...
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one example: of its mathematics, without recomputation.
+        """Training FLOPs of one example, without recomputation.
 
-        Raises UserError where examples of this shape are too small for it.
+        Raises UserError if examples of this shape are too small.
 
         Args:
           shape: of the example's inputs: (T,) tokens or (T, F) of vectors, an image (H, W, C),
@@ -84,7 +84,7 @@ class Model(Protocol):
 
 
 class Unstacked:
-    """What a model says that has no equal layers, attention or experts, and does not generate."""
+    """Base of models without stacked layers, attention, experts and generation."""
 
     layers = None
     attention = None
@@ -94,14 +94,14 @@ class Unstacked:
 
 @runtime_checkable
 class TokenModel(Model, Protocol):
-    """Further attributes of a model whose inputs are tokens, or pairs of rows of tokens.
+    """Further attributes of a model whose inputs are tokens, or pairs of rows for tokens.
 
     Its module is a `Transformer`, or of pairs a `PairModule`.
     """
 
     @property
     def vocab_size(self) -> int:
-        """Different tokens, of sources and targets alike."""
+        """Vocabulary size, of sources and targets alike."""
         ...
 
     @property
@@ -111,12 +111,12 @@ class TokenModel(Model, Protocol):
 
     @property
     def embed_dim(self) -> int:
-        """Width of what goes from layer to layer."""
+        """Width of the residual stream."""
         ...
 
     @property
     def layers(self) -> int:
-        """Equal layers in one module, or in each of an encoder and a decoder."""
+        """Number of stacked layers, or of each of encoder and decoder."""
         ...
 
 
@@ -126,7 +126,7 @@ class ImageModel(Model, Protocol):
 
     @property
     def channels(self) -> int:
-        """Channels of the images: 3 for RGB, 1 for grey."""
+        """Channels of the images: 3 for RGB, 1 for gray."""
         ...
 
     @property
@@ -136,7 +136,7 @@ class ImageModel(Model, Protocol):
 
     @property
     def least_pixels(self) -> int:
-        """The side of the smallest images that it is made for; `verify` proves with such."""
+        """Size of the smallest supported images; used by `verify`."""
         ...
 
 
@@ -146,7 +146,7 @@ class VectorModel(Model, Protocol):
 
     @property
     def features(self) -> int:
-        """Numbers of a vector."""
+        """Size of a vector."""
         ...
 
     @property
@@ -161,7 +161,7 @@ def reads_tokens(model: Model) -> TypeGuard[TokenModel]:
 
 
 def reads_pairs(model: Model) -> TypeGuard[TokenModel]:
-    """Whether a model's inputs are pairs of rows of tokens."""
+    """Whether a model's inputs are pairs of rows for tokens."""
     return model.inputs == "pairs"
 
 
@@ -175,12 +175,13 @@ def reads_vectors(model: Model) -> TypeGuard[VectorModel]:
     return model.inputs == "vectors"
 
 
-# -- what only some models have -------------------------------------------------------------------
+# -- optional facts ------------------------------------------------------------------------------
 
 
 def features_of(model: Model) -> int | None:
-    """Return the size of the vectors that a model reads in place of tokens; None: it reads none."""
-    # A protocol would ask for all the rest too, which a section that was rejected may not have.
+    """Return the size of the vectors that a model reads instead of tokens; None: it reads
+    tokens."""
+    # A protocol would require all members, which a rejected section may lack.
     return getattr(model, "features", None) if reads_tokens(model) else None
 
 
@@ -190,8 +191,8 @@ def token_classes_of(model: Model) -> int | None:
 
 
 def pooling_of(model: Model) -> "tuple[Pooling, bool] | None":
-    """Return how a model makes one vector of a text: how it pools the tokens' hidden states, and
-    whether it normalizes the result to length 1; None: it makes none."""
+    """Return how a model embeds a text: how it pools the tokens' hidden states, and
+    whether it normalizes the result to length 1; None: it does not embed texts."""
     pooling = getattr(model, "pooling", None)
     return None if pooling is None else (pooling, getattr(model, "normalized", False))
 
@@ -202,8 +203,8 @@ def tokens_per_position(model: Model) -> int:
 
 
 def patches_of(model: Model) -> tuple[int, int] | None:
-    """Return the positions and the width of what an image is from layer to layer; None: the model
-    has no equal layers of images."""
+    """Return the positions and the width of an image's residual stream; None: the model
+    has no stacked layers."""
     sizes: Any = model
     has_patches = reads_images(model) and hasattr(model, "tokens")
     return (sizes.tokens, sizes.embed_dim) if has_patches else None
@@ -221,8 +222,8 @@ def stack_flops(model: Model, shape: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def validate_features(model: Any) -> None:
-    """Raises UserError where a model reads vectors in place of tokens, and its other settings are
-    of tokens.
+    """Raise UserError if a model reads vectors instead of tokens, but its other settings are
+    for tokens.
 
     Args:
       model: the settings of a model that has `features`.
@@ -249,7 +250,7 @@ def classifies(model: Model) -> TypeGuard[TokenModel]:
 
 
 def require_complete(model: Model) -> None:
-    """Raises UserError where a model's settings do not say what models of its inputs do."""
+    """Raise UserError if a model's settings lack members that its kind of inputs requires."""
     kinds: dict[Inputs, Any] = {
         "tokens": TokenModel, "pairs": TokenModel, "images": ImageModel, "vectors": VectorModel
     }  # fmt: skip
@@ -263,29 +264,29 @@ def require_complete(model: Model) -> None:
 
 
 def has_stages(model: Model) -> bool:
-    """Whether a pipeline can go through a model's layers."""
+    """Whether a model's layers support pipeline parallelism."""
     return reads_tokens(model) or passes_of(model) > 1 or patches_of(model) is not None
 
 
 def passes_of(model: Model) -> int:
-    """Stacks of layers that a pipeline takes its microbatches through one after the other: each
+    """Number of stacks of layers that a pipeline runs in sequence: each
     has `layers` of them."""
     return 2 if reads_pairs(model) and hasattr(model, "flops_of_stacks") else 1
 
 
 def token_model(model: Model) -> TokenModel:
-    """The same model, which is known to read tokens."""
+    """Narrow a model to one that reads tokens."""
     assert reads_tokens(model), f"{type(model).__name__} reads {model.inputs}"
     return model
 
 
 def vector_model(model: Model) -> VectorModel:
-    """The same model, which is known to read vectors."""
+    """Narrow a model to one that reads vectors."""
     assert reads_vectors(model), f"{type(model).__name__} reads {model.inputs}"
     return model
 
 
 def pair_model(model: Model) -> TokenModel:
-    """The same model, which is known to read pairs."""
+    """Narrow a model to one that reads pairs."""
     assert reads_pairs(model), f"{type(model).__name__} reads {model.inputs}"
     return model

@@ -43,7 +43,7 @@ def sharpness(image: Image.Image, factor: float) -> Image.Image:
 
 
 def hue(image: Image.Image, turn: float) -> Image.Image:
-    """Rotate the hues by -0.5 to 0.5 of the color circle; grayscale images stay as they are."""
+    """Rotate the hues by -0.5 to 0.5 of the color circle; grayscale images stay unchanged."""
     if image.mode == "L":
         return image
     hues, saturations, values = image.convert("HSV").split()

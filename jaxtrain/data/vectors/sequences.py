@@ -27,7 +27,7 @@ class Series(NamedTuple):
 
     Attributes:
       x: each, float64 [T, F].
-      labels: of each sequence, or of each of its positions; empty where the file has none.
+      labels: of each sequence, or of each of its positions; empty if the file has none.
       names: of the classes, by label.
     """
 

@@ -2,7 +2,7 @@
 
 Sources: Krizhevsky et al. 2012, "ImageNet Classification with Deep Convolutional Neural Networks",
 in the form of Krizhevsky 2014 (arXiv 1404.5997) for one device, without local response
-normalization, as torchvision has it.
+normalization, as in torchvision.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxtrain.nn.convolution.convnet import (
 from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.parameters import InitializerName, initializer_of
 
-SIDE = 6  # pixels that are left of 224
+SIDE = 6  # output size for 224
 
 
 @configurable
@@ -33,12 +33,12 @@ class AlexNet(Unstacked):
     """Sizes of an AlexNet; the defaults are those for ImageNet.
 
     Attributes:
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       width: channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
       head_width: of the two layers before the classes.
-      dropout: share of what goes into each of those that training leaves out.
-      initializer: how all weights but the last layer's are drawn; None: 'he_normal'.
+      dropout: dropout rate of those layers' inputs.
+      initializer: of all weights but the last layer's; None: 'he_normal'.
     """
 
     num_classes: int = 1000
@@ -71,17 +71,17 @@ class AlexNet(Unstacked):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the fully connected layers."""
+        """Widths of the fully connected layers."""
         return self.head_width, self.head_width, self.num_classes
 
     def build(self, key: jax.Array) -> ConvNet:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(self.dropout, self.dropout, 0),
             init=initializer_of(self.initializer, "relu"),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one image; UserError where it is too small."""
+        """Training FLOPs of one image; UserError if it is too small."""
         validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

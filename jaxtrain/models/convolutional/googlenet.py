@@ -1,8 +1,8 @@
 """GoogLeNet (Inception v1): parallel convolutions and auxiliary classifiers.
 
 Source: Szegedy et al. 2014, "Going Deeper with Convolutions" (arXiv 1409.4842), table 1, without
-local response normalization; with batch norms as torchvision has them. The heads on the way take
-means over 4 x 4 parts, so that images of any size do.
+local response normalization; with batch norms as in torchvision. The auxiliary heads pool
+to 4 x 4, so that images of any size work.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ MODULES = (
 )  # fmt: skip
 POOLING = Pooling(3, 2, ceil=True)
 AROUND = Pooling(3, 1, padding=1)  # inside a module
-HEADS_AFTER = (3, 6)  # modules; what goes into the fourth and into the seventh of the paper's
+HEADS_AFTER = (
+    3,
+    6,
+)  # modules before the auxiliary heads: the inputs of the paper's fourth and seventh
 HEAD_SIDE, HEAD_CHANNELS, HEAD_WIDTH = 4, 128, 1024
 
 
@@ -54,15 +57,15 @@ class GoogLeNet(Unstacked):
     """Sizes of a GoogLeNet; the defaults are those for ImageNet.
 
     Attributes:
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       norm: after each convolution: over the batch, or over each image by itself, its channels in
-        groups, one by one ('instance') or all together ('layer'); None: none.
-      norm_groups: of norm='group'; None is 32.
-      width: channels of the first convolution; all others change with it.
-      dropout: share of what goes into the last layer that training leaves out.
-      auxiliary_dropout: the same of the heads on the way.
-      initializer: how all weights but the last layers' are drawn; None: 'he_normal'.
+        groups, separately ('instance') or all together ('layer'); None: none.
+      norm_groups: for norm='group'; None is 32.
+      width: channels of the first convolution; all others scale with it.
+      dropout: dropout rate of the last layer's input.
+      auxiliary_dropout: the same for the auxiliary heads.
+      initializer: of all weights but the last layers'; None: 'he_normal'.
     """
 
     num_classes: int = 1000
@@ -87,12 +90,12 @@ class GoogLeNet(Unstacked):
         validate_norm(self, (*convolutions_of(self.stem), *inside, self.on_the_way(1)))
 
     def scale_width(self, count: int) -> int:
-        """Channels where the paper has `count`."""
+        """Scale the paper's channel count by `width`."""
         return max(count * self.width // 64, 1)
 
     @property
     def stem(self) -> tuple[Convolution | Pooling, ...]:
-        """What comes before the first module."""
+        """The stem before the first module."""
         w, wide = self.width, self.scale_width(192)
         first = Convolution(self.channels, w, size=7, stride=2, padding=3)
         return first, POOLING, Convolution(w, w, 1, padding=0), Convolution(w, wide), POOLING
@@ -121,20 +124,20 @@ class GoogLeNet(Unstacked):
 
     @property
     def head_width(self) -> int:
-        """Of the hidden layer of a head on the way."""
+        """Width of an auxiliary head's hidden layer."""
         return self.scale_width(HEAD_WIDTH)
 
     def build_convolution(self, plan: Convolution, key: jax.Array) -> ConvolutionNorm:
-        """A convolution, drawn and normed as the settings say."""
+        """A convolution with the settings' initializer and norm."""
         init = initializer_of(self.initializer, "relu")
         return ConvolutionNorm(plan, key, norm_of(self, epsilon=1e-3), init)
 
     def build(self, key: jax.Array) -> "GoogLeNetModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return GoogLeNetModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one image, 3 x 2 x the multiply-adds; UserError where too small."""
+        """Training FLOPs of one image, 3 x 2 x the multiply-adds; UserError if too small."""
         poolings = (POOLING,) * MODULES.count(None)
         validate_side(self, (*self.stem, *poolings), min(shape[:2]))
         height, width = shape[:2]
@@ -160,13 +163,14 @@ class GoogLeNet(Unstacked):
 
 
 def channels_of(module: tuple[Convolution, ...] | None) -> int:
-    """Channels that come out of a module."""
+    """Output channels of a module."""
     assert module is not None, "a pooling"
     return sum(module[i].channels for i in (0, 2, 4, 5))
 
 
 class Module(nnx.Module):
-    """Convolutions of three sizes and a pooling, side by side; their channels are joined."""
+    """Inception module: parallel convolutions of three sizes and a pooling; channels are
+    concatenated."""
 
     def __init__(self, sizes: GoogLeNet, plan: tuple[Convolution, ...], key: jax.Array) -> None:
         keys = jax.random.split(key, len(plan))
@@ -175,7 +179,7 @@ class Module(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, running: Running) -> jax.Array:
-        """Activations [B, H, W, C] to activations of the same pixels, whole along C."""
+        """Activations [B, H, W, C] to activations of the same size, gathered along C."""
 
         def run(i: int, x: jax.Array) -> jax.Array:
             return jax.nn.relu(self.all[i](x, running))
@@ -186,7 +190,7 @@ class Module(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Auxiliary classifier: means over parts, a convolution and two layers."""
+    """Auxiliary classifier: mean pooling, a convolution and two layers."""
 
     def __init__(self, sizes: GoogLeNet, channels: int, key: jax.Array) -> None:
         plan, (first, second, third) = sizes.on_the_way(channels), jax.random.split(key, 3)
@@ -207,7 +211,8 @@ class Head(nnx.Module):
 
 
 class GoogLeNetModel(nnx.Module):
-    """Images to a tuple of logits: the last head's, and in training those of the two before."""
+    """Images to a tuple of logits: the last head's, and in training those of the auxiliary
+    heads."""
 
     def __init__(self, sizes: GoogLeNet, key: jax.Array) -> None:
         key_stem, key_modules, key_heads, key_head = jax.random.split(key, 4)

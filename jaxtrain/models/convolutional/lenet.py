@@ -23,7 +23,7 @@ from jaxtrain.nn.convolution.convnet import (
 from jaxtrain.nn.dense import ACTIVATIONS, Activation
 from jaxtrain.nn.parameters import InitializerName, initializer_of
 
-SIDE = 5  # pixels that are left of 28 with padding 2, and of 32 without
+SIDE = 5  # output size for 28 with padding 2, and for 32 without
 
 
 @configurable
@@ -35,15 +35,15 @@ class LeNet(Unstacked):
     padding=0, activation='relu' and pooling='max'.
 
     Attributes:
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       filters: channels of the two 5x5 convolutions.
       hidden: widths of the two layers before the classes.
-      padding: pixels of zeros around the image: 2 for 28 pixels, 0 for 32. Of other sizes means
-        over parts are taken, so that 5 x 5 pixels are left.
+      padding: pixels of zeros around the image: 2 for 28 pixels, 0 for 32. Other sizes are
+        mean-pooled to 5 x 5 before the layers.
       activation: after every convolution and hidden layer.
       pooling: of 2x2 pixels.
-      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 
@@ -77,11 +77,11 @@ class LeNet(Unstacked):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the fully connected layers."""
+        """Widths of the fully connected layers."""
         return *self.hidden, self.num_classes
 
     def build(self, key: jax.Array) -> ConvNet:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(0, 0, 0),
             activation=ACTIVATIONS[self.activation],
@@ -89,6 +89,6 @@ class LeNet(Unstacked):
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one image; UserError where it is too small."""
+        """Training FLOPs of one image; UserError if it is too small."""
         validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

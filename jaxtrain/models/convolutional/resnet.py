@@ -65,12 +65,12 @@ class ResNet(Unstacked):
       depth: 18, 34, 50, 101, 152: stem 7x7/2 and 3x3/2 max pooling, four stages (bottlenecks from
         50 on); 20, 32, 56: stem 3x3, three stages of (depth - 2) / 6 basic blocks, for images of
         about 32 pixels.
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       width: channels of the first stage, doubled from stage to stage; None is the published width
         (64, or 16 for 20, 32, 56).
-      zero_init_residual: start the last norm scale of every block at 0, so that a block starts as
-        its shortcut (arXiv 1706.02677, section 5.1): for large batches; short runs start slower.
+      zero_init_residual: initialize the last norm scale of every block to 0, so that a block starts
+        as its shortcut (arXiv 1706.02677, section 5.1): for large batches; short runs start slower.
       norm_momentum: weight of a new batch in the running statistics (PyTorch's momentum).
       norm_eps: epsilon of the batch norms.
     """
@@ -85,7 +85,7 @@ class ResNet(Unstacked):
 
     inputs: ClassVar[Inputs] = "images"
     objective = "classification"
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "channels": "width",
         "channels_in": "width",
@@ -106,7 +106,7 @@ class ResNet(Unstacked):
 
     @property
     def least_pixels(self) -> int:
-        """A stem and four stages halve the side five times, three stages twice."""
+        """Stem and four stages halve the size five times, three stages twice."""
         return 32 if self.for_imagenet else 8
 
     @property
@@ -156,7 +156,7 @@ class ResNet(Unstacked):
         return BlockPlan(convolutions, shortcut)
 
     def build(self, key: jax.Array) -> "ResNetModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return ResNetModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
@@ -187,7 +187,7 @@ class ResNet(Unstacked):
 class NormedConvolution(BatchNorm):
     """A convolution without bias, then batch normalization (arXiv 1502.03167).
 
-    The channels that come out are split over `tensor`; those that go in are gathered.
+    Output channels are split over `tensor`; input channels are gathered.
 
     `__call__` maps activations [B, H, W, C_in] and this norm's running statistics to activations
     [B, H/stride, W/stride, C] and new running statistics.
@@ -242,7 +242,7 @@ class Block(nnx.Module):
 
 
 class ResNetModel(nnx.Module):
-    """Images to logits; running statistics go in and come out, nothing is written."""
+    """Images to logits; running statistics are arguments and results."""
 
     def __init__(self, sizes: ResNet, key: jax.Array) -> None:
         plans = sizes.blocks()
@@ -259,7 +259,7 @@ class ResNetModel(nnx.Module):
         self, images_BHWC: jax.Array, statistics: nnx.State, execution: Execution, *, train: bool
     ) -> tuple[jax.Array, nnx.State]:
         """Logits [B, C]; as in `Predictor`. Images are cast to the dtype of the kernels."""
-        del execution  # layers of a CNN differ in shape: there is no loop over them
+        del execution  # layers of a CNN differ in shape: they are not stacked
         x_BHWC = images_BHWC
         new: dict[str, Any] = {"blocks": {}}
         with jax.named_scope("stem"):

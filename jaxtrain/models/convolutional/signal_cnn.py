@@ -27,8 +27,8 @@ class SignalCNN(Unstacked):
 
     Attributes:
       features: number of samples of a signal.
-      outputs: classes to tell apart.
-      filters: channels of each convolution, whose result goes through ReLU.
+      outputs: number of classes.
+      filters: channels of each convolution, followed by ReLU.
       sizes: kernel size of each.
       stride: stride of each.
       padding: zeros before and after.
@@ -76,12 +76,12 @@ class SignalCNN(Unstacked):
 
     @property
     def places(self) -> tuple[int, ...]:
-        """That come out of each convolution."""
+        """Output size of each convolution."""
         ways = itertools.accumulate(self.plan, lambda w, part: part.side(w), initial=self.features)
         return tuple(ways)[1:]
 
     def build(self, key: jax.Array) -> "SignalNet":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return SignalNet(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:

@@ -1,7 +1,7 @@
 """VGG: stacks of 3x3 convolutions between poolings, and three fully connected layers.
 
 Source: Simonyan and Zisserman 2014 (arXiv 1409.1556), table 1, columns A, B, D and E; with batch
-norms as torchvision has them.
+norms as in torchvision.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxtrain.nn.convolution.convnet import (
 from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.parameters import InitializerName, initializer_of
 
-SIDE = 7  # pixels that are left of 224
+SIDE = 7  # output size for 224
 
 _PER_STAGE = {
     11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4),
@@ -41,15 +41,15 @@ class VGG(Unstacked):
 
     Attributes:
       depth: layers with weights.
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       norm: after each convolution: over the batch, or over each image by itself, its channels in
-        groups, one by one ('instance') or all together ('layer'); None: none.
-      norm_groups: of norm='group'; None is 32.
+        groups, separately ('instance') or all together ('layer'); None: none.
+      norm_groups: for norm='group'; None is 32.
       width: channels of the first stage; the others have 2, 4, 8 and 8 times as many.
       head_width: of the two layers before the classes.
-      dropout: share of what goes into the last two layers that training leaves out.
-      initializer: how all weights but the last layer's are drawn; None: 'he_normal'.
+      dropout: dropout rate of the last two layers' inputs.
+      initializer: of all weights but the last layer's; None: 'he_normal'.
     """
 
     depth: Literal[11, 13, 16, 19] = 16
@@ -85,17 +85,17 @@ class VGG(Unstacked):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the fully connected layers."""
+        """Widths of the fully connected layers."""
         return self.head_width, self.head_width, self.num_classes
 
     def build(self, key: jax.Array) -> ConvNet:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return ConvNet(
             self.plan, key, side=SIDE, widths=self.widths, rates=(0, self.dropout, self.dropout),
             norm=norm_of(self), init=initializer_of(self.initializer, "relu"),
         )  # fmt: skip
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one image; UserError where it is too small."""
+        """Training FLOPs of one image; UserError if it is too small."""
         validate_side(self, self.plan, min(shape[:2]))
         return flops(self.plan, SIDE, self.widths, shape)

@@ -2,7 +2,7 @@
 
 Source: Hinton and Salakhutdinov 2006, "Reducing the Dimensionality of Data with Neural Networks",
 without its pre-training.
-Letters: B batch, D features, K numbers of the code.
+Letters: B batch, D features, K size of the code.
 """
 
 import dataclasses
@@ -33,11 +33,12 @@ class Autoencoder(Unstacked):
     """Sizes of an autoencoder.
 
     Attributes:
-      widths: numbers of a vector, of every hidden layer, and of the code; the way back has the same
-        the other way round: (784, 64, 3) is 784-64-3-64-784.
+      widths: sizes of a vector, of every hidden layer, and of the code; the decoder has the same
+        in reverse: (784, 64, 3) is 784-64-3-64-784.
       activation: between layers; none at the code.
-      reaches: 'sigmoid' for vectors of numbers from 0 to 1, such as pixels; 'linear' for any.
-      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+      reaches: output activation: 'sigmoid' for values from 0 to 1, such as pixels; 'linear' for
+        any.
+      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 
@@ -55,20 +56,20 @@ class Autoencoder(Unstacked):
 
     @property
     def features(self) -> int:
-        """Numbers of a vector."""
+        """Size of a vector."""
         return self.widths[0]
 
     @property
     def outputs(self) -> int:
-        """As many."""
+        """Output size, equal to the input size."""
         return self.widths[0]
 
     def build(self, key: jax.Array) -> "AutoencoderModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return AutoencoderModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one vector: 3 x 2 x the multiply-adds there and back."""
+        """Training FLOPs of one vector: 3 x 2 x the multiply-adds of encoder and decoder."""
         del shape
         return 12.0 * multiply_adds(self.widths)
 

@@ -36,10 +36,10 @@ class MLP(Unstacked):
       widths: sizes of the input, of every hidden layer, and of the output: classes, or regression
         outputs. (64, 10) is logistic regression, (10, 1) trained to 'regression' linear regression.
       activation: between layers.
-      dropout: share of each hidden layer that training leaves out.
-      initializer: how all weights but the last layer's are drawn; None: 'glorot_normal' where the
+      dropout: dropout rate of the hidden layers.
+      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
-      objective: 'classification' of labels, or 'regression' of numbers.
+      objective: 'classification' of labels, or 'regression'.
     """
 
     widths: tuple[int, ...] = (784, 128, 10)
@@ -49,7 +49,7 @@ class MLP(Unstacked):
     objective: Literal["classification", "regression"] = "classification"
 
     inputs: ClassVar[Inputs] = "vectors"
-    # Its layers differ in shape: there is no stack of equal ones.
+    # Its layers differ in shape: they are not stacked.
     settings: ClassVar[dict[str, str]] = {"fan_in": "widths", "fan_out": "widths"}
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class MLP(Unstacked):
 
     @property
     def features(self) -> int:
-        """Numbers of an input."""
+        """Size of an input."""
         return self.widths[0]
 
     @property
@@ -67,7 +67,7 @@ class MLP(Unstacked):
         return self.widths[-1]
 
     def build(self, key: jax.Array) -> "MLPModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return MLPModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
@@ -77,7 +77,7 @@ class MLP(Unstacked):
 
 
 class MLPModel(nnx.Module):
-    """Vectors to logits, or to numbers."""
+    """Vectors to logits or regression outputs."""
 
     def __init__(self, sizes: MLP, key: jax.Array) -> None:
         pairs = list(itertools.pairwise(sizes.widths))

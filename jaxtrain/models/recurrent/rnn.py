@@ -23,7 +23,7 @@ from jaxtrain.nn.recurrent.lstm import LSTMLayer
 from jaxtrain.nn.recurrent.recurrent import gru_layer, rnn_layer
 from jaxtrain.nn.transformer.decoder import Decoder
 
-# Which setting gives a logical axis its size: for messages about sizes that do not divide.
+# The setting of each logical axis's size: for messages about sizes that do not divide.
 _SETTINGS = {
     "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim", "layers": "num_layers",
     "vocab_embed": "embed_dim",
@@ -31,7 +31,7 @@ _SETTINGS = {
 
 
 def _validate(sizes: Any) -> None:
-    """Raises UserError if one of the settings is out of range or does not fit the others."""
+    """Raise UserError if one of the settings is out of range or does not fit the others."""
     require_at_least(
         1, sizes, "vocab_size", "num_layers", "embed_dim", "context_length", "num_classes"
     )
@@ -46,8 +46,8 @@ def _validate(sizes: Any) -> None:
 
 
 def _decoder(sizes: Any, key: jax.Array) -> Decoder:
-    """Return the module of newly initialized layers between an embedding, or a map of the vectors
-    that are read in place of tokens, and a matrix of tokens or of classes."""
+    """Return the module of newly initialized layers between an embedding, or a linear map of
+    vectors that replace tokens, and an output matrix of tokens or of classes."""
     key_tokens, key_output, key_layers = jax.random.split(key, 3)
     D, axes = sizes.embed_dim, ("vocab", "vocab_embed")
     shape, output_axes = (sizes.vocab_size, D), axes
@@ -77,13 +77,13 @@ class RNN(LanguageModel):
       vocab_size: rows of the embedding table and of the output matrix.
       num_layers: recurrent layers.
       embed_dim: width of the embedding and of every layer's state.
-      context_length: the longest sequence, in tokens; the state starts from zero at its beginning
+      context_length: the longest sequence, in tokens; the state is reset at its beginning
         and at that of every document.
-      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are distinguished; of 'token_classification' alone.
-      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each position in place of a token; None:
-        tokens are read. Of 'token_classification' alone.
+      objective: 'next_token'; or 'token_classification', with an output matrix of classes.
+      num_classes: number of classes; for 'token_classification' alone.
+      bidirectional: whether each layer reads in both directions, with half of embed_dim each.
+      features: size of the vector that is read at each position instead of a token; None:
+        tokens are read. For 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -101,7 +101,7 @@ class RNN(LanguageModel):
 
     @property
     def block(self) -> RecurrentLayer:
-        """What every layer computes."""
+        """The layers' definition."""
         return in_directions(self, rnn_layer)
 
 
@@ -114,13 +114,13 @@ class GRU(LanguageModel):
       vocab_size: rows of the embedding table and of the output matrix.
       num_layers: recurrent layers.
       embed_dim: width of the embedding and of every layer's state.
-      context_length: the longest sequence, in tokens; the state starts from zero at its beginning
+      context_length: the longest sequence, in tokens; the state is reset at its beginning
         and at that of every document.
-      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are distinguished; of 'token_classification' alone.
-      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each position in place of a token; None:
-        tokens are read. Of 'token_classification' alone.
+      objective: 'next_token'; or 'token_classification', with an output matrix of classes.
+      num_classes: number of classes; for 'token_classification' alone.
+      bidirectional: whether each layer reads in both directions, with half of embed_dim each.
+      features: size of the vector that is read at each position instead of a token; None:
+        tokens are read. For 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -138,7 +138,7 @@ class GRU(LanguageModel):
 
     @property
     def block(self) -> RecurrentLayer:
-        """What every layer computes."""
+        """The layers' definition."""
         return in_directions(self, gru_layer)
 
 
@@ -151,13 +151,13 @@ class LSTM(LanguageModel):
       vocab_size: rows of the embedding table and of the output matrix.
       num_layers: LSTM layers.
       embed_dim: width of the embedding and of every layer's state.
-      context_length: the longest sequence, in tokens; the state starts from zero at its beginning
+      context_length: the longest sequence, in tokens; the state is reset at its beginning
         and at that of every document.
-      objective: 'next_token'; or 'token_classification', whose output matrix is one of classes.
-      num_classes: classes that are distinguished; of 'token_classification' alone.
-      bidirectional: whether each layer reads from the right too, with half of embed_dim each way.
-      features: numbers of the vector that is read at each position in place of a token; None:
-        tokens are read. Of 'token_classification' alone.
+      objective: 'next_token'; or 'token_classification', with an output matrix of classes.
+      num_classes: number of classes; for 'token_classification' alone.
+      bidirectional: whether each layer reads in both directions, with half of embed_dim each.
+      features: size of the vector that is read at each position instead of a token; None:
+        tokens are read. For 'token_classification' alone.
     """
 
     vocab_size: int = 10000
@@ -175,5 +175,5 @@ class LSTM(LanguageModel):
 
     @property
     def block(self) -> RecurrentLayer:
-        """What every layer computes."""
+        """The layers' definition."""
         return in_directions(self, LSTMLayer)

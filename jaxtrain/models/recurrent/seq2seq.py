@@ -27,14 +27,14 @@ class Seq2Seq:
 
     Attributes:
       vocab_size: rows of the source's embedding table, of the target's and of the output matrix.
-      num_layers: of the encoder, and of the decoder; each of these begins with the last state of
-        its own of the encoder.
+      num_layers: of the encoder, and of the decoder; each decoder layer starts from the last state
+        of its encoder layer.
       embed_dim: width of the embeddings and of every layer's state.
       context_length: the longest source, and the longest target, in tokens.
-      bidirectional: whether each layer of the encoder reads from the right too, with half of
-        embed_dim each way; a layer of the decoder begins with both last states side by side.
+      bidirectional: whether each encoder layer reads in both directions, with half of
+        embed_dim each; a decoder layer starts from both last states concatenated.
       attends: whether each position of the target attends to all states of the encoder; otherwise
-        what was read is in the first states alone.
+        the source is only in the initial states.
     """
 
     vocab_size: int = 256
@@ -46,9 +46,9 @@ class Seq2Seq:
 
     inputs: ClassVar[Inputs] = "pairs"
     objective = "sequence_to_sequence"
-    attention = None  # none of the kernels': it has no heads
+    attention = None  # no attention kernel: it has no heads
     experts = None
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "gates": "embed_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim",
@@ -60,22 +60,22 @@ class Seq2Seq:
 
     @property
     def layers(self) -> int:
-        """Of each of the two stacks."""
+        """Layers of each of the two stacks."""
         return self.num_layers
 
     @property
     def cached(self) -> tuple[Cached, ...]:
-        """A layer's state."""
+        """Cached state of a layer."""
         return self.decoder.facts.cached
 
     @property
     def decoder(self) -> Recurrent:
-        """What every layer of the decoder computes."""
+        """The definition of the decoder's layers."""
         return gru_layer(self.embed_dim, self.embed_dim)
 
     @property
     def encoder(self) -> RecurrentLayer:
-        """What every layer of the encoder computes."""
+        """The definition of the encoder's layers."""
         return in_directions(self, gru_layer)
 
     @property
@@ -84,7 +84,7 @@ class Seq2Seq:
         return GlobalAttention(self.embed_dim) if self.attends else None
 
     def build(self, key: jax.Array) -> RecurrentPair:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return RecurrentPair(
             self.encoder,
             self.decoder,
@@ -96,8 +96,8 @@ class Seq2Seq:
         )
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one pair of S and T tokens: 6 a parameter and token, and the scores and
-        means of attention."""
+        """Training FLOPs of one pair of S and T tokens: 6 per parameter and token, and the scores
+        and means of attention."""
         S, T = shape
         read = self.num_layers * self.encoder.matmul_parameters()
         parameters = self.num_layers * self.decoder.matmul_parameters()

@@ -1,4 +1,4 @@
-"""Mamba: selective state space model in place of attention.
+"""Mamba: selective state space model without attention.
 
 Source: Gu and Dao 2023 (arXiv 2312.00752).
 Letters: B batch, T length, D embed, F inner width, S states of a channel, R rank of the steps,
@@ -42,9 +42,9 @@ class Mamba(LanguageModel):
       embed_dim: width of the residual stream.
       expand: channels of a layer over embed_dim.
       state_dim: states of each channel.
-      step_rank: numbers that a token's steps are made of; None is embed_dim / 16, rounded up.
+      step_rank: rank of the steps' projection; None is embed_dim / 16, rounded up.
       conv_width: kernel size of the convolution before the states.
-      context_length: the longest sequence, in tokens: of training, the model has no limit.
+      context_length: the longest training sequence, in tokens; the model has no limit.
       norm_eps: epsilon of the RMS norms.
     """
 
@@ -58,7 +58,7 @@ class Mamba(LanguageModel):
     context_length: int = 2048
     norm_eps: float = 1e-5
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
         "vocab_embed": "embed_dim",
@@ -73,7 +73,7 @@ class Mamba(LanguageModel):
 
     @property
     def block(self) -> "MambaLayer":
-        """What every layer computes."""
+        """The layers' definition."""
         rank = math.ceil(self.embed_dim / 16) if self.step_rank is None else self.step_rank
         return MambaLayer(
             embed_dim=self.embed_dim,
@@ -92,7 +92,7 @@ class MambaLayer(StateSpaceLayer):
 
     Attributes (and those of StateSpaceLayer):
       inner_dim: channels.
-      step_rank: numbers that a token's steps are made of.
+      step_rank: rank of the steps' projection.
     """
 
     inner_dim: int
@@ -103,8 +103,8 @@ class MambaLayer(StateSpaceLayer):
     def weights(self, key: jax.Array) -> Weights:
         """Initialize the parameters of one layer.
 
-        `in` makes channels and gates [2, D, F], `select` of channels what steps, inputs and outputs
-        of the states are [F, R + 2 S], `step` steps of ranks [R, F]; `decay` is log(-A).
+        `in` projects to channels and gates [2, D, F], `select` from channels to steps, inputs and
+        outputs of the states [F, R + 2 S], `step` from ranks to steps [R, F]; `decay` is log(-A).
         """
         D, F, S, R, K = (
             self.embed_dim, self.inner_dim, self.state_dim, self.step_rank, self.conv_width,
@@ -112,7 +112,9 @@ class MambaLayer(StateSpaceLayer):
         keys = jax.random.split(key, 6)
 
         def uniform(fan_in: int, layers: int = 1) -> Any:
-            return normal(1 / math.sqrt(3 * fan_in * layers))  # the spread of torch.nn.Linear
+            return normal(
+                1 / math.sqrt(3 * fan_in * layers)
+            )  # the standard deviation of torch.nn.Linear
 
         return {
             **add_prefix("norm", self.norm.weights(key)),
@@ -137,7 +139,7 @@ class MambaLayer(StateSpaceLayer):
         )
 
     def matmul_parameters(self) -> int:
-        """All but the convolution, the rates, biases and norms."""
+        """Matmul parameters: all but the convolution, the rates, biases and norms."""
         return self.inner_dim * (3 * self.embed_dim + 2 * self.step_rank + 2 * self.state_dim)
 
     def other_flops(self) -> int:

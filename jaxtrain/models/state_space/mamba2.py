@@ -36,7 +36,7 @@ from jaxtrain.nn.transformer.block import RESIDUAL
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 
-MOST_RATE = 16.0  # of a fresh layer's heads, which are drawn evenly from 1 on
+MOST_RATE = 16.0  # upper bound of new layers' rates, uniform from 1
 
 
 @configurable
@@ -52,7 +52,7 @@ class Mamba2(LanguageModel):
       head_dim: channels of a head, which have one step and one rate.
       state_dim: states of each channel.
       conv_width: kernel size of the convolution before the states.
-      context_length: the longest sequence, in tokens: of training, the model has no limit.
+      context_length: the longest training sequence, in tokens; the model has no limit.
       norm_eps: epsilon of the RMS norms.
     """
 
@@ -66,7 +66,7 @@ class Mamba2(LanguageModel):
     context_length: int = 2048
     norm_eps: float = 1e-5
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "mlp": "embed_dim", "layers": "num_layers",
         "vocab_embed": "embed_dim",
@@ -86,7 +86,7 @@ class Mamba2(LanguageModel):
 
     @property
     def block(self) -> "Mamba2Layer":
-        """What every layer computes."""
+        """The layers' definition."""
         return Mamba2Layer(
             embed_dim=self.embed_dim,
             num_heads=self.expand * self.embed_dim // self.head_dim,
@@ -120,8 +120,8 @@ class Mamba2Layer(StateSpaceLayer):
     def weights(self, key: jax.Array) -> Weights:
         """Initialize the parameters of one layer.
 
-        `in` makes gates and channels [2, D, F], `select` how inputs enter the states and how these
-        are read [D, 2 S], `step` the heads' steps [D, N]; `decay` is log(-A).
+        `in` projects to gates and channels [2, D, F], `select` to inputs and outputs of the
+        states [D, 2 S], `step` to the heads' steps [D, N]; `decay` is log(-A).
         """
         D, F, N, S, K = (
             self.embed_dim, self.inner_dim, self.num_heads, self.state_dim, self.conv_width,
@@ -129,7 +129,9 @@ class Mamba2Layer(StateSpaceLayer):
         keys = jax.random.split(key, 8)
 
         def uniform(fan_in: int, layers: int = 1) -> Any:
-            return normal(1 / math.sqrt(3 * fan_in * layers))  # the spread of torch.nn.Linear
+            return normal(
+                1 / math.sqrt(3 * fan_in * layers)
+            )  # the standard deviation of torch.nn.Linear
 
         return {
             **add_prefix("norm", self.norm.weights(key)),
@@ -160,7 +162,7 @@ class Mamba2Layer(StateSpaceLayer):
         )  # fmt: skip
 
     def matmul_parameters(self) -> int:
-        """All but the convolutions, the rates, biases and norms."""
+        """Matmul parameters: all but the convolutions, the rates, biases and norms."""
         return self.embed_dim * (3 * self.inner_dim + 2 * self.state_dim + self.num_heads)
 
     def other_flops(self) -> int:
@@ -187,7 +189,7 @@ class Mamba2Layer(StateSpaceLayer):
         x_BTF, last_BKF = _convolve(x_BTF, own, "conv", mask, before_BKF)
         selected, last_BKS = _convolve(selected, own, "select_conv", mask, before_BKS)
         into_BTS, out_BTS = jnp.split(selected.astype(jnp.float32), [S], axis=-1)
-        # Each head's channels follow each other, so that devices keep theirs.
+        # Each head's channels are contiguous, so that devices keep theirs.
         rows, positions, split = jax.typeof(x_BTF).sharding.spec
         shape = (*x_BTF.shape[:2], self.num_heads, P)
         x_BTNP = reshape(x_BTF.astype(jnp.float32), shape, (rows, positions, split, None))
@@ -215,5 +217,5 @@ def _convolve(
 
 
 def _rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The logarithms of numbers drawn evenly from 1 to 16, as the authors' code does."""
+    """Logarithms of uniform random numbers from 1 to 16, as in the authors' code."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, MOST_RATE))

@@ -2,7 +2,7 @@
 
 Source: Devlin et al. 2018 (arXiv 1810.04805), its masked language model without dropout; the head
 is that of the authors' code: a layer, GELU and a norm before the transposed embedding and a bias;
-for classes of sentences per layer and tanh before a matrix of classes and a bias. An encoder of
+for sentence classes a layer and tanh before a matrix of classes and a bias. An encoder of
 sentences (Reimers and Gurevych 2019, arXiv 1908.10084) has no head at all.
 Letters: B batch, T length, V vocab, D embed, C positions, Y token types.
 """
@@ -43,20 +43,20 @@ class BERT(LanguageModel):
       num_heads: attention heads; embed_dim / num_heads is the head_dim.
       mlp_dim: width inside the MLP.
       context_length: the longest sequence, in tokens.
-      token_types: kinds of sentences that have an embedding. Text is of the first kind: the others
-        are kept as they are, for published models of pairs of sentences.
-      first_position: the row of the table of positions that a text's first token has; the rows
-        before it are kept as they are, for published models that count from there (RoBERTa).
+      token_types: number of token types with an embedding. Text has the first type: the others
+        are kept unchanged, for published models of pairs of sentences.
+      first_position: the row of the position table of a text's first token; the rows
+        before it are kept unchanged, for published models that count from there (RoBERTa).
       norm_eps: epsilon of the layer norms.
-      objective: 'masked_token', or 'token_classification', whose head is that of sentences: a layer
+      objective: 'masked_token', or 'token_classification', with the sentence head: a layer
         and tanh, and a matrix of classes.
-      num_classes: classes that are distinguished; of 'token_classification' alone.
-      features: numbers of the vector that is read at each position in place of a token; None:
-        tokens are read. Of 'token_classification' alone.
+      num_classes: number of classes; for 'token_classification' alone.
+      features: size of the vector that is read at each position instead of a token; None:
+        tokens are read. For 'token_classification' alone.
       pooling: how the tokens' hidden states become a text's embedding: their 'mean', the 'first' of
         them, or their elementwise 'max'. Such a model has no head: in training the transposed
         embedding predicts masked tokens. None: a head, and no text embeddings.
-      normalized: whether these embeddings have length 1; of a model with `pooling` alone.
+      normalized: whether these embeddings have length 1; for models with `pooling` alone.
     """
 
     vocab_size: int = 30522
@@ -75,7 +75,7 @@ class BERT(LanguageModel):
     normalized: bool = False
 
     cached = ()
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
@@ -113,7 +113,7 @@ class BERT(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes; behind a norm no spread grows with the layers."""
+        """The layers' definition; after a norm no variance grows with the layers."""
         D, N, spread = self.embed_dim, self.num_heads, 0.02
         return Block(
             attention=MultiHead(
@@ -127,7 +127,7 @@ class BERT(LanguageModel):
         )  # fmt: skip
 
     def build(self, key: jax.Array) -> "BERTModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return BERTModel(self, key)
 
     def matmul_parameters(self) -> int:
@@ -137,7 +137,7 @@ class BERT(LanguageModel):
 
 
 def _head(sizes: BERT, key: jax.Array) -> dict[str, nnx.Param]:
-    """What comes behind the layers, but for its norm; nothing in an encoder of sentences."""
+    """Parameters of the head, without its norm; none in a sentence encoder."""
     if sizes.pooling is not None:
         return {}
     V, D, axis, output = sizes.vocab_size, sizes.embed_dim, "vocab", {}
@@ -195,7 +195,7 @@ class BERTModel(nnx.Module):
 
     @property
     def leading(self) -> tuple[()]:
-        """All layers are equal."""
+        """There are no leading layers."""
         return ()
 
     def run_layer(self, *arguments: Any) -> Any:
@@ -203,8 +203,8 @@ class BERTModel(nnx.Module):
         return self.block(*arguments)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """What the output matrix reads: a layer, GELU and a norm; of classes per layer and tanh;
-        what the last layer gave, where there is no head."""
+        """Input of the output matrix: a layer, GELU and a norm; for classes a layer and tanh;
+        the last layer's output if there is no head."""
         if self.transform is None or self.transform_bias is None:
             return shard(x_BTD, HIDDEN)
         with jax.named_scope("transform"):
@@ -219,7 +219,7 @@ class BERTModel(nnx.Module):
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> nnx.Param | None:
-        """What is added to the logits [V]; None: there is no head."""
+        """The output bias [V]; None: there is no head."""
         return self.bias
 
     def logit_softcap(self) -> None:

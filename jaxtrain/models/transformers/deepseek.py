@@ -36,48 +36,48 @@ from jaxtrain.nn.transformer.mlp import gated_mlp
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSeek(LanguageModel):
-    """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without its prediction of a second token.
+    """Sizes of a DeepSeek; the defaults are DeepSeek-V3, without multi-token prediction.
 
     Attributes:
       vocab_size: rows of the embedding table.
-      num_layers: blocks, the dense ones too.
-      dense_layers: how many of them, the first, have one SwiGLU and no experts.
+      num_layers: blocks, including dense ones.
+      dense_layers: number of leading blocks with one SwiGLU and no experts.
       embed_dim: width of the residual stream.
       num_heads: attention heads.
       query_rank: width of the queries' latent; None: they are computed from the stream.
       key_value_rank: width of the latent of keys and values.
       plain_dim: width of the part of a head's query and key without rotary positions.
-      rotary_dim: width of the part that they turn; that of the keys all heads share.
+      rotary_dim: width of the rotated part; all heads share that of the keys.
       value_dim: width of a head's values.
       mlp_dim: width inside the SwiGLU of a dense layer.
       expert_mlp_dim: width inside each expert.
       shared_experts: experts that every token goes through.
-      num_experts: experts of a layer that tokens are routed to.
-      experts_per_token: how many of those a token goes through.
+      num_experts: routed experts of a layer.
+      experts_per_token: routed experts per token.
       expert_groups: groups of the experts.
-      groups_per_token: groups, the best for it, that a token's experts are chosen from.
+      groups_per_token: best groups from which a token's experts are chosen.
       router: 'softmax' chooses the highest probabilities (V2); 'sigmoid' the highest sigmoids plus
-        a bias that their load moves (V3).
-      normalize_gates: whether the weights of a token's experts sum to 1, before routed_scale.
-      routed_scale: what the weights are multiplied by.
-      bias_speed: by how much the router's biases are moved after each step (arXiv 2408.15664);
-        0 leaves them as they are. Of 'sigmoid' alone.
-      capacity_factor: as `Mixtral.capacity_factor`; None lets experts take all tokens that come.
-      balance_weight: what the loss of balance along each row is multiplied by, mean over layers.
+        a bias that is updated by their load (V3).
+      normalize_gates: whether the gates of a token's experts sum to 1, before routed_scale.
+      routed_scale: factor of the gates.
+      bias_speed: update of the router's biases per step (arXiv 2408.15664);
+        0 disables it. For 'sigmoid' alone.
+      capacity_factor: as `Mixtral.capacity_factor`; None is dropless.
+      balance_weight: weight of the balance loss of each row, averaged over layers.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: by how much slow frequencies are slowed (YaRN, arXiv 2309.00071); 1 leaves all
-        as they are.
-      rope_low_frequency_factor, rope_high_frequency_factor: what makes fewer turns than low in
-        rope_original_context_length is slowed in full, what makes more than high not at all.
+      rope_scaling: scaling factor of low frequencies (YaRN, arXiv 2309.00071); 1 leaves all
+        unchanged.
+      rope_low_frequency_factor, rope_high_frequency_factor: frequencies with fewer turns than low
+        in rope_original_context_length are scaled in full, those with more than high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
-      rope_score_factor: m of what scores are multiplied by, (0.1 m ln(rope_scaling) + 1)^2.
+      rope_score_factor: m in the factor of the scores, (0.1 m ln(rope_scaling) + 1)^2.
       norm_eps: epsilon of the RMS norms; that of the latents' is 1e-6.
-      tie_embeddings: the token embedding is the output matrix too.
+      tie_embeddings: whether the token embedding is the output matrix too.
       predicted_tokens: tokens predicted at each position in training: the next one, and each
         further one by a module of one layer after the last (multi-token prediction, arXiv
         2412.19437, section 2.2); V3 has 2.
-      prediction_weight: what the mean of the further tokens' losses is multiplied by.
+      prediction_weight: weight of the mean of the further tokens' losses.
     """
 
     vocab_size: int = 129280
@@ -182,18 +182,18 @@ class DeepSeek(LanguageModel):
 
     @property
     def objective(self) -> str:
-        """To tell the next token, or more of them."""
+        """Next-token or multi-token prediction."""
         return "next_token" if self.predicted_tokens == 1 else "multi_token"
 
     @property
     def experts(self) -> ExpertsFacts:
-        """Of every layer but the dense ones."""
+        """Facts of the experts of every layer but the dense ones."""
         speed = self.bias_speed if self.router == "sigmoid" else None
         return dataclasses.replace(self._routed.facts, bias_speed=speed)
 
     @property
     def rotary(self) -> Rotations:
-        """How positions turn a part of queries and keys."""
+        """The rotary embedding of a part of queries and keys."""
         if self.rope_scaling == 1:
             return Linear(theta=self.rope_theta, scaling=1.0)
         return Yarn(
@@ -239,7 +239,7 @@ class DeepSeek(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every other layer computes."""
+        """The definition of the other layers."""
         return Block(
             attention=self.latent,
             mlp=SharedExperts(
@@ -250,7 +250,7 @@ class DeepSeek(LanguageModel):
         )
 
     def build(self, key: jax.Array) -> Decoder:
-        """The module with newly initialized parameters."""
+        """Return the newly initialized module."""
         return decoder(self, key, leading=self.leading, predicting=self.predicting)
 
     @property

@@ -1,7 +1,7 @@
 """Gemma, Gemma 2 and Gemma 3: decoders with GeGLU, unit-offset RMSNorm and a scaled embedding.
 
 Sources: Gemma Team 2024 (arXiv 2403.08295, section 2); Gemma 2 (arXiv 2408.00118): local and global
-layers in turn, norms before and after each part, capped scores and logits; Gemma 3 (arXiv
+layers alternating, norms before and after each part, soft-capped scores and logits; Gemma 3 (arXiv
 2503.19786, its language model): five local layers per global one, QK-norm.
 """
 
@@ -44,14 +44,14 @@ def _block(
     norms_after: bool = False,
     **attention: Any,
 ) -> Block:
-    """Return what every layer of a Gemma computes.
+    """Return the definition of a Gemma's layers.
 
     Args:
       sizes: the model's.
       rotary: its rotary embeddings.
-      query_width: scores are divided by its root; None is head_dim.
-      qk_norm: whether heads of queries and keys are normed.
-      norms_after: whether the outputs of both parts are normed too.
+      query_width: scores are divided by its square root; None is head_dim.
+      qk_norm: whether heads of queries and keys are normalized.
+      norms_after: whether the outputs of both parts are normalized too.
       **attention: other arguments of `grouped_query`.
     """
     norm = RMSNorm(dim=sizes.embed_dim, epsilon=sizes.norm_eps, offset=1.0)
@@ -70,7 +70,7 @@ def _block(
 
 
 def _decoder(sizes: Any, key: jax.Array, **more: Any) -> Decoder:
-    """The rows of the token embedding are small, since it makes logits too."""
+    """The token embedding is small, since it is the output matrix too."""
     return decoder(sizes, key, embedding_scale=math.sqrt(sizes.embed_dim), **more)
 
 
@@ -97,9 +97,9 @@ class Gemma(LanguageModel):
       mlp_dim: width inside the GeGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all as they are.
-      rope_low_frequency_factor, rope_high_frequency_factor: which of them, as in `Llama`.
+      rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
+      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       norm_eps: epsilon of the RMS norms.
     """
@@ -127,11 +127,11 @@ class Gemma(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         return _block(self, rope(self))
 
     def build(self, key: jax.Array) -> Decoder:
-        """The module with newly initialized parameters."""
+        """Return the newly initialized module."""
         return _decoder(self, key)
 
 
@@ -149,16 +149,16 @@ class Gemma2(LanguageModel):
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads.
       mlp_dim: width inside the GeGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
-      global_every: every so manieth layer sees all tokens, the others a window.
-      sliding_window: tokens that a query of the others sees back, itself included.
-      attention_softcap: c of c tanh(s / c), which scores s become; None leaves them as they are.
-      logit_softcap: likewise logits.
+      global_every: one of this many layers is global, the others have a window.
+      sliding_window: tokens that a query of local layers sees, up to and including its own.
+      attention_softcap: c of c tanh(s / c), which scores s become; None leaves them unchanged.
+      logit_softcap: the same for logits.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all as they are.
-      rope_low_frequency_factor, rope_high_frequency_factor: which of them, as in `Llama`.
+      rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
+      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
-      query_width: scores are divided by its root; None is head_dim (the 27B model has
+      query_width: scores are divided by its square root; None is head_dim (the 27B model has
         embed_dim / num_heads).
       norm_eps: epsilon of the RMS norms.
     """
@@ -192,7 +192,7 @@ class Gemma2(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         return _block(
             self, rope(self), query_width=self.query_width, norms_after=True,
             window=self.sliding_window, global_every=self.global_every,
@@ -200,7 +200,7 @@ class Gemma2(LanguageModel):
         )  # fmt: skip
 
     def build(self, key: jax.Array) -> Decoder:
-        """The module with newly initialized parameters."""
+        """Return the newly initialized module."""
         return _decoder(self, key, logit_softcap=self.logit_softcap)
 
 
@@ -218,12 +218,12 @@ class Gemma3(LanguageModel):
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads.
       mlp_dim: width inside the GeGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
-      global_every: every so manieth layer sees all tokens, the others a window.
-      sliding_window: tokens that a query of the others sees back, itself included.
-      rope_theta: base of the rotary frequencies of layers that see all tokens.
-      rope_scaling: by how much those are slowed (position interpolation, arXiv 2306.15595).
-      local_rope_theta: base of the rotary frequencies of the others.
-      query_width: scores are divided by its root; None is head_dim (the 27B model has
+      global_every: one of this many layers is global, the others have a window.
+      sliding_window: tokens that a query of local layers sees, up to and including its own.
+      rope_theta: base of the rotary frequencies of global layers.
+      rope_scaling: factor of their position interpolation (arXiv 2306.15595).
+      local_rope_theta: base of the rotary frequencies of local layers.
+      query_width: scores are divided by its square root; None is head_dim (the 27B model has
         embed_dim / num_heads).
       norm_eps: epsilon of the RMS norms.
     """
@@ -253,7 +253,7 @@ class Gemma3(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         return _block(
             self, Linear(theta=self.rope_theta, scaling=self.rope_scaling),
             local_rotary=Linear(theta=self.local_rope_theta, scaling=1.0),
@@ -262,5 +262,5 @@ class Gemma3(LanguageModel):
         )  # fmt: skip
 
     def build(self, key: jax.Array) -> Decoder:
-        """The module with newly initialized parameters."""
+        """Return the newly initialized module."""
         return _decoder(self, key)

@@ -35,7 +35,7 @@ class GPT(LanguageModel):
       context_length: the longest sequence, in tokens.
       norm_eps: epsilon of the layer norms.
       attention_pattern: which keys a query sees: `@LongformerPattern()`, `@StridedPattern()`,
-        `@FixedPattern()`, `@DilatedPattern()`; None is all before it.
+        `@FixedPattern()`, `@DilatedPattern()`; None: all previous ones.
     """
 
     vocab_size: int = 50257
@@ -46,7 +46,7 @@ class GPT(LanguageModel):
     norm_eps: float = 1e-5
     attention_pattern: Pattern | None = None
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
@@ -75,7 +75,7 @@ class GPT(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         stddev = residual_stddev(self.num_layers)
         return Block(
             attention=MultiHead(
@@ -92,7 +92,7 @@ class GPT(LanguageModel):
         )
 
     def build(self, key: jax.Array) -> Decoder:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         key_tokens, key_positions, key_layers = jax.random.split(key, 3)
         V, D, C = self.vocab_size, self.embed_dim, self.context_length
         return Decoder(

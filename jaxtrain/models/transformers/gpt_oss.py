@@ -31,19 +31,19 @@ class GPTOSS(LanguageModel):
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads.
       mlp_dim: width inside each expert.
       num_experts: experts in each layer.
-      experts_per_token: how many of them a token goes through, weighted by the softmax over them.
+      experts_per_token: experts per token, weighted by the softmax over them.
       capacity_factor, balance_weight, router_z_weight: as in `Mixtral`.
-      swiglu_limit: what gates and ups of the experts are clamped to.
+      swiglu_limit: clamp of the experts' gates and ups.
       context_length: the longest sequence, in tokens.
-      global_every: every so manieth layer sees all tokens, the others a window.
-      sliding_window: tokens that a query of the others sees back, itself included.
+      global_every: one of this many layers is global, the others have a window.
+      sliding_window: tokens that a query of local layers sees, up to and including its own.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all as they are.
-      rope_low_frequency_factor, rope_high_frequency_factor: which of them, as in `Llama`.
+      rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
+      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       norm_eps: epsilon of the RMS norms.
-      tie_embeddings: the token embedding is the output matrix too.
+      tie_embeddings: whether the token embedding is the output matrix too.
     """
 
     vocab_size: int = 201088
@@ -80,7 +80,7 @@ class GPTOSS(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes; all its projections have biases, the router's too."""
+        """The layers' definition; all projections have biases, the router's too."""
         attention = grouped_query(
             self, rope(self, whole_pairs=False), window=self.sliding_window,
             global_every=self.global_every, biases=True, out_bias=True, sinks=True,

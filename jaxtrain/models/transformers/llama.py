@@ -32,24 +32,24 @@ class Llama(LanguageModel):
       mlp_dim: width inside the SwiGLU (arXiv 2002.05202).
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3' by their wavelengths;
-        'yarn' evenly from pair to pair, with a factor on queries and keys (arXiv 2309.00071);
+      rope_type: scaling of frequencies for a longer context: 'llama3' by their wavelengths;
+        'yarn' as a ramp over pairs, with a factor on queries and keys (arXiv 2309.00071);
         'linear' all alike (arXiv 2306.15595).
-      rope_scaling: by how much Llama 3.1 and later slow the frequencies whose wavelength is longer
-        than rope_original_context_length; 1 leaves all as they are.
+      rope_scaling: factor by which Llama 3.1 and later scale frequencies with a wavelength longer
+        than rope_original_context_length; 1 leaves all unchanged.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
-        rope_original_context_length / low are slowed in full, shorter than / high not at all.
+        rope_original_context_length / low are scaled in full, shorter than / high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
-      rope_fraction: which part of each head is turned, its first dimensions (Phi, GPT-NeoX).
-      sliding_window: tokens a query sees back, itself included (Mistral, arXiv 2310.06825); None
-        is all of them.
-      attention_pattern: which of the tokens before it a query sees, as of `GPT`; None is all of
+      rope_fraction: rotated fraction of each head, its first dimensions (Phi, GPT-NeoX).
+      sliding_window: tokens that a query sees, up to and including its own (Mistral, arXiv
+        2310.06825); None is all of them.
+      attention_pattern: which of the previous tokens a query sees, as in `GPT`; None is all of
         them, or of a window.
-      qkv_bias: queries, keys and values have biases (Qwen 2, arXiv 2407.10671).
-      qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
+      qkv_bias: whether queries, keys and values have biases (Qwen 2, arXiv 2407.10671).
+      qk_norm: whether each head of queries and keys is normalized before rotation (Qwen 3, arXiv
         2505.09388).
       norm_eps: epsilon of the RMS norms.
-      tie_embeddings: the token embedding is the output matrix too.
+      tie_embeddings: whether the token embedding is the output matrix too.
     """
 
     vocab_size: int = 128256
@@ -79,7 +79,7 @@ class Llama(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         norm = RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
         attention = grouped_query(
             self, rope(self), window=self.sliding_window, pattern=self.attention_pattern,

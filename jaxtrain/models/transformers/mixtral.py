@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention, and a mixture of SwiGLU experts in place of the MLP.
+"""Mixtral: Llama's attention, and a mixture of SwiGLU experts instead of the MLP.
 
 Sources: Jiang et al. 2024 (arXiv 2401.04088); attention as in Llama (arXiv 2302.13971). With
 qk_norm it is the mixture of Qwen 3 (arXiv 2505.09388); with qkv_bias and shared_mlp_dim that of
@@ -35,34 +35,34 @@ class Mixtral(LanguageModel):
       num_kv_heads: key-value heads; each serves num_heads / num_kv_heads query heads
         (grouped-query attention, arXiv 2305.13245).
       mlp_dim: width inside each expert's SwiGLU (arXiv 2002.05202).
-      shared_mlp_dim: width inside one expert more, which every token goes through, by a gate of its
-        own (Qwen 2); None: there is none.
+      shared_mlp_dim: width inside a shared expert, applied to every token with a gate
+        (Qwen 2); None: there is none.
       num_experts: experts in each layer.
-      experts_per_token: how many of them a token goes through.
-      normalize_gates: a token's experts are weighted by the softmax over them; else by theirs in
+      experts_per_token: experts per token.
+      normalize_gates: a token's experts are weighted by the softmax over them; else by
         the softmax over all experts, so that the weights sum to less than 1.
       capacity_factor: None lets every expert take all tokens that choose it (dropless); a number
         gives it ceil(capacity_factor T experts_per_token / num_experts) slots per row of T tokens,
-        and what comes later in the row is dropped: the token goes on without that expert.
-      balance_weight: what the load-balancing loss (of each row and layer by itself, mean over both;
-        k where the load is even) is multiplied by. `router_aux_loss_coef` of transformers
-        multiplies one loss of all rows and layers together.
-      router_z_weight: what the router's z-loss (ST-MoE, arXiv 2202.08906; 1e-3 there) is
-        multiplied by, mean over layers.
+        and later assignments are dropped: the token skips that expert.
+      balance_weight: weight of the load-balancing loss (per row and layer, averaged over both;
+        k for an even load). `router_aux_loss_coef` of transformers
+        weights one loss of all rows and layers together.
+      router_z_weight: weight of the router's z-loss (ST-MoE, arXiv 2202.08906; 1e-3 there),
+        averaged over layers.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_type: how frequencies are slowed for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much frequencies whose wavelength is longer than
-        rope_original_context_length are slowed (Llama 3.1); 1 leaves all as they are.
+      rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
+      rope_scaling: factor by which frequencies with a wavelength longer than
+        rope_original_context_length are slowed (Llama 3.1); 1 leaves all unchanged.
       rope_low_frequency_factor, rope_high_frequency_factor: wavelengths longer than
-        rope_original_context_length / low are slowed in full, shorter than / high not at all.
+        rope_original_context_length / low are scaled in full, shorter than / high not at all.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
-      sliding_window: tokens a query sees back, itself included; None is all of them.
+      sliding_window: tokens that a query sees, up to and including its own; None is all of them.
       qkv_bias: whether queries, keys and values have biases (Qwen 2).
-      qk_norm: each head of queries and keys is normed before it is turned (Qwen 3, arXiv
+      qk_norm: whether each head of queries and keys is normalized before rotation (Qwen 3, arXiv
         2505.09388).
       norm_eps: epsilon of the RMS norms.
-      tie_embeddings: the token embedding is the output matrix too.
+      tie_embeddings: whether the token embedding is the output matrix too.
     """
 
     vocab_size: int = 32000
@@ -101,7 +101,7 @@ class Mixtral(LanguageModel):
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         norm = RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
         attention = grouped_query(
             self, rope(self), window=self.sliding_window, biases=self.qkv_bias,

@@ -1,7 +1,7 @@
 """T5: encoder-decoder with relative position bias, RMSNorm and no biases.
 
 Source: Raffel et al. 2019 (arXiv 1910.10683), without its dropout of attention weights, which the
-fastest kernels never hold; version 1.1 has gated GELUs and an output matrix of its own (arXiv
+fastest kernels never materialize; version 1.1 has gated GELUs and a separate output matrix (arXiv
 2002.05202).
 """
 
@@ -41,14 +41,15 @@ class T5(EncoderDecoderModel):
       head_dim: width of each; need not be embed_dim / num_heads.
       mlp_dim: width inside the MLP.
       context_length: the longest source, and the longest target, in tokens.
-      mlp: 'relu', or 'gated_gelu' as version 1.1 has it.
-      tie_embeddings: logits are made with the embedding table; False, as in version 1.1: with a
-        matrix of their own.
-      scale_outputs: logits are made of hidden states over sqrt(embed_dim); False in version 1.1.
-      buckets: distances between tokens that are distinguished.
-      distance: tokens that are farther away are all alike.
+      mlp: 'relu', or 'gated_gelu' as in version 1.1.
+      tie_embeddings: whether the embedding table is the output matrix too; False, as in version
+        1.1: a separate matrix.
+      scale_outputs: whether hidden states are divided by sqrt(embed_dim) before the output matrix;
+        False in version 1.1.
+      buckets: number of buckets of distances between tokens.
+      distance: tokens that are farther away share a bucket.
       norm_eps: epsilon of the RMS norms.
-      dropout: of what goes into each stack and comes out of it, of what each part of a layer gives,
+      dropout: rate of each stack's input and output, of each part's output,
         and inside the MLP, in training.
     """
 
@@ -67,7 +68,7 @@ class T5(EncoderDecoderModel):
     norm_eps: float = 1e-6
     dropout: float = 0.0
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim",
@@ -90,17 +91,17 @@ class T5(EncoderDecoderModel):
 
     @property
     def attention(self) -> AttentionFacts:
-        """With relative positions in its scores."""
+        """Facts: scores have a relative position bias."""
         return dataclasses.replace(super().attention, biased=True)
 
     @property
     def norm(self) -> RMSNorm:
-        """The norm of every part, and of what comes out of each stack."""
+        """The norm of every part, and of each stack's output."""
         return RMSNorm(dim=self.embed_dim, epsilon=self.norm_eps)
 
     @property
     def encoder(self) -> Block:
-        """Attention of the source to itself, and an MLP."""
+        """Encoder layer: self-attention and an MLP."""
         return Block(
             attention=SelfAttention(**self._projections),
             mlp=self._feeds(ENCODER),
@@ -110,7 +111,7 @@ class T5(EncoderDecoderModel):
 
     @property
     def decoder(self) -> CrossBlock:
-        """Attention of the target to itself and to the source, and an MLP."""
+        """Decoder layer: self-attention, cross-attention and an MLP."""
         return CrossBlock(
             attention=SelfAttention(**self._projections),
             cross=CrossAttention(**self._projections),
@@ -120,7 +121,7 @@ class T5(EncoderDecoderModel):
         )
 
     def build(self, key: jax.Array) -> EncoderDecoder:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         key_tokens, key_output, key_stacks = jax.random.split(key, 3)
         D, shape, axes = self.embed_dim, (self.vocab_size, self.embed_dim), ("vocab", "vocab_embed")
         output = None
@@ -149,7 +150,8 @@ class T5(EncoderDecoderModel):
 
     @property
     def _projections(self) -> dict[str, Any]:
-        """Scores are not divided by sqrt(H): the queries' spread is, and they are multiplied."""
+        """Scores are not divided by sqrt(H): the query projection's initialization is, and queries
+        are scaled."""
         D, N, H = self.embed_dim, self.num_heads, self.head_dim
         return {
             "embed_dim": D, "num_heads": N, "head_dim": H, "biases": False,

@@ -38,10 +38,10 @@ class Transformer(EncoderDecoderModel):
       context_length: the longest source, and the longest target, in tokens.
       positions: 'sinusoidal' adds sines and cosines to the embedding, 'learned' a vector per
         position.
-      norms: 'post' norms what each part's result was added to, as the paper does; 'pre' norms what
-        goes into each part, and what comes out of the last layer (arXiv 2002.04745).
+      norms: 'post' normalizes the stream after each part, as in the paper; 'pre' normalizes
+        each part's input, and the last layer's output (arXiv 2002.04745).
       norm_eps: epsilon of the layer norms.
-      dropout: of what goes into each stack, and of what each part of a layer gives, in training.
+      dropout: rate of each stack's input, and of each part's output, in training.
     """
 
     vocab_size: int = 37000
@@ -55,7 +55,7 @@ class Transformer(EncoderDecoderModel):
     norm_eps: float = 1e-5
     dropout: float = 0.0
 
-    # Which setting gives a logical axis its size: for messages about sizes that do not divide.
+    # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
         "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
@@ -82,7 +82,7 @@ class Transformer(EncoderDecoderModel):
 
     @property
     def encoder(self) -> Block:
-        """Attention of the source to itself, and an MLP."""
+        """Encoder layer: self-attention and an MLP."""
         return Block(
             attention=SelfAttention(**self._projections), mlp=self._mlp, norm=self.norm,
             placement=self._placement, dropout=Dropout(self.dropout, ENCODER),
@@ -90,7 +90,7 @@ class Transformer(EncoderDecoderModel):
 
     @property
     def decoder(self) -> CrossBlock:
-        """Attention of the target to itself and to the source, and an MLP."""
+        """Decoder layer: self-attention, cross-attention and an MLP."""
         return CrossBlock(
             attention=SelfAttention(**self._projections),
             cross=CrossAttention(**self._projections),
@@ -101,7 +101,7 @@ class Transformer(EncoderDecoderModel):
         )
 
     def build(self, key: jax.Array) -> EncoderDecoder:
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         key_tokens, key_stacks = jax.random.split(key)
         D, scale = self.embed_dim, math.sqrt(self.embed_dim)
         shape, axes = (self.vocab_size, D), ("vocab", "vocab_embed")
@@ -127,7 +127,7 @@ class Transformer(EncoderDecoderModel):
 
     @property
     def _projections(self) -> dict[str, Any]:
-        """As Xavier's initializer draws them, which the paper's code takes."""
+        """Xavier initialization, as in the paper's code."""
         D, spread = self.embed_dim, 1 / math.sqrt(self.embed_dim)
         return {
             "embed_dim": D, "num_heads": self.num_heads, "head_dim": D // self.num_heads,

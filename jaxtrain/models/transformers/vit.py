@@ -2,7 +2,7 @@
 
 Source: Dosovitskiy et al. 2020, "An Image is Worth 16x16 Words" (arXiv 2010.11929), equations 1 to
 4, without its dropout.
-Letters: B batch, H height, W width, C channels in, P patches, T tokens (P + 1), D embed, K numbers
+Letters: B batch, H height, W width, C channels in, P patches, T tokens (P + 1), D embed, K size
 of a patch.
 """
 
@@ -44,8 +44,8 @@ class ViT:
     """Sizes of a Vision Transformer; the defaults are ViT-B/16 for ImageNet.
 
     Attributes:
-      num_classes: classes to tell apart.
-      channels: channels of the images: 3 for RGB, 1 for grey.
+      num_classes: number of classes.
+      channels: channels of the images: 3 for RGB, 1 for gray.
       image_size: height and width of the images, in pixels.
       patch_size: height and width of a patch, in pixels.
       num_layers: blocks.
@@ -113,7 +113,7 @@ class ViT:
 
     @property
     def block(self) -> Block:
-        """What every layer computes."""
+        """The layers' definition."""
         D, N, stddev = self.embed_dim, self.num_heads, residual_stddev(self.num_layers)
         return Block(
             attention=MultiHead(
@@ -126,11 +126,11 @@ class ViT:
         )  # fmt: skip
 
     def build(self, key: jax.Array) -> "ViTModel":
-        """The module with freshly drawn parameters."""
+        """Return the newly initialized module."""
         return ViTModel(self, key)
 
     def flops(self, shape: tuple[int, ...]) -> float:
-        """Training FLOPs of one image: 6 a parameter and token, and attention in full.
+        """Training FLOPs of one image: 6 per parameter and token, and full attention.
 
         Raises UserError for an image of another size.
         """
@@ -150,7 +150,7 @@ class ViTModel(nnx.Module):
     def __init__(self, sizes: ViT, key: jax.Array) -> None:
         key_patches, key_class, key_places, key_layers, key_head = jax.random.split(key, 5)
         D, K = sizes.embed_dim, sizes.patch_numbers
-        # As small as the positions are: of patches drawn larger these would be lost in the norm.
+        # As small as the positions: with larger patches these would be lost in the norm.
         self.patches = param(key_patches, (K, D), ("narrow", "vocab_embed"), normal(0.02))
         self.patches_bias = param(key_patches, (D,), ("vector",), constant(0.0))
         self.class_token = param(key_class, (D,), ("vector",), normal(0.02))
@@ -181,8 +181,8 @@ class ViTModel(nnx.Module):
         return x_BTD + gather(self.position_embedding).astype(x_BTD.dtype)
 
     def run_layer(self, layer: Any, x_BTD: jax.Array, execution: Execution) -> jax.Array:
-        """One block."""
-        positions_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # the embedding has added them
+        """Run one block."""
+        positions_BT = jnp.zeros(x_BTD.shape[:2], jnp.int32)  # added by the embedding
         return self.block(layer, x_BTD, positions_BT, Mask(causal=False), execution)[0]
 
     @jax.named_scope("head")

@@ -1,4 +1,4 @@
-"""Published config.json: a typed reader that collects what is not supported, and rows of keys.
+"""Published config.json: a typed reader that collects unsupported values, and rows of keys.
 
 A row has keys of a config.json and our settings. It is used in both directions, so that an import
 and an export cannot disagree: `whole("hidden_size", "embed_dim")` reads the key into the setting
@@ -21,7 +21,7 @@ class ConfigFile:
 
     Attributes:
       content: all keys.
-      reasons: a clause for each value that is not supported.
+      reasons: a clause for each unsupported value.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -29,51 +29,51 @@ class ConfigFile:
         self.reasons: list[str] = []
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; required where it has no default."""
+        """Read an integer; required without a default."""
         value = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool):
             return self._validate(key, value, "a whole number", 1)
-        # Layers and experts are listed one by one before anything else can tell that there are not
+        # Layers and experts are enumerated before anything else can notice that there are not
         # as many.
         most = _MOST_LISTED if key.endswith(_LISTED) else LARGEST
         return value if abs(value) <= most else self._validate(key, value, f"at most {most:,}", 1)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; required where it has no default."""
+        """Read a number; required without a default."""
         value = self._value(key, default)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
         return self._validate(key, value, "a number", 1.0)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self._value(key, default)
         if isinstance(value, bool):
             return value
         return self._validate(key, value, "true or false", default)
 
     def table(self, key: str) -> "ConfigFile":
-        """An object of its own, empty where there is none; its reasons are this one's."""
+        """Read a nested object, empty if missing; its reasons are this one's."""
         value = self.content.get(key)
         if value is not None and not isinstance(value, dict):
             value = self._validate(key, value, "an object", {})
         return self.inner(value or {})
 
     def inner(self, content: Mapping[str, Any]) -> "ConfigFile":
-        """An object that collects its reasons with this one's."""
+        """Wrap an object that shares this one's reasons."""
         found = ConfigFile(content)
         found.reasons = self.reasons
         return found
 
     def only(self, key: str, allowed: Iterable[Any], *, default: Any) -> None:
-        """Rejects what is none of these; None, or no such key, means the default."""
+        """Reject other values than these; None, or no such key, means the default."""
         value, allowed = self._value(key, default), list(allowed)
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool)
                    for one in allowed):  # fmt: skip
             self._validate(key, value, " or ".join(map(repr, allowed)), None)
 
     def reject(self, reason: str) -> None:
-        """One reason more, unless it is there already."""
+        """Add a reason, unless it is there already."""
         if reason not in self.reasons:
             self.reasons.append(reason)
 
@@ -98,9 +98,9 @@ class Row(NamedTuple):
 
     Attributes:
       keys: the entry of each key in the family's key table.
-      read: returns the settings that a config.json asks for; collects values that are not
+      read: returns the settings of a config.json; collects values that are not
         supported.
-      write: returns the keys that a model's config.json has; None: it is not of this family.
+      write: returns the keys of a model's config.json; None: it is not of this family.
     """
 
     keys: KeyTable = {}
@@ -109,7 +109,7 @@ class Row(NamedTuple):
 
 
 def integer(key: str, setting: str, default: int | None = None, *, null: bool = False) -> Row:
-    """Return the row of a whole number.
+    """Return the row of an integer.
 
     Args:
       key: in config.json.
@@ -148,7 +148,7 @@ def constant(key: str, value: Any, *others: Any, default: Any = _FIRST) -> Row:
 
     Args:
       key: in config.json.
-      value: is written.
+      value: the written value.
       others: values that are read as well.
       default: the value that a missing key means; left out: `value`.
     """
@@ -177,7 +177,7 @@ def derive(
 
     Args:
       key: in config.json.
-      expected: the value that the other keys give.
+      expected: the value that follows from the other keys.
       write: the value for a model; None: the key is not written.
       default: the value that a missing key means; None: `expected`.
     """
@@ -193,7 +193,7 @@ def derive(
 
 
 def holds(**settings: Any) -> Row:
-    """Return the row of settings that all models of the family share and no key has."""
+    """Return the row of settings that all models of the family share and that have no key."""
     shared = settings.items()
     return Row(
         read=lambda _: settings,

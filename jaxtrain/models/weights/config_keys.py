@@ -1,6 +1,6 @@
 """Key tables of config.json that all families share, and of its quantization_config.
 
-The keys are those of transformers' `PreTrainedConfig`, and what published files have besides.
+The keys are those of transformers' `PreTrainedConfig`, and further ones of published files.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ DROPOUT = (
     "attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout",
     "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout_rate", "dropout",
 )  # fmt: skip
-# Whatever the head is for.
+# For any head.
 COMMON: KeyTable = {
     **read_keys("architectures", "model_type", "quantization_config"),
-    # Read where text is made and tokens are generated.
+    # Read for tokenization and generation.
     **read_keys("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     **ignore_keys(
         "it names who wrote the file, and with what",
@@ -67,21 +67,21 @@ COMMON: KeyTable = {
     "pruned_heads": Only(({},), default={}, reason="heads are removed from its tensors"),
     "per_layer_config": Only((None, {}), reason="all layers have the same settings"),
 }  # fmt: skip
-# Of models without classes.
+# For models without classes.
 _NO_CLASSES = ignore_keys(
     "it describes classes, which this architecture has none of",
     "id2label", "label2id", "num_labels", "_num_labels", "problem_type",
 )  # fmt: skip
-# Of language models: and causal attention is what "is_decoder" asks for.
+# For language models: "is_decoder" means causal attention.
 LANGUAGE: KeyTable = {
     **COMMON,
     **_NO_CLASSES,
     **ignore_keys("attention is causal anyway", "is_decoder"),
     **ignore_keys("the architecture has a head of its own in place of embeddings", KEY),
 }
-# Of encoders without a head.
+# For encoders without a head.
 ENCODER: KeyTable = {**COMMON, **_NO_CLASSES, **read_keys(KEY)}
-# Of classifiers.
+# For classifiers.
 CLASSES: KeyTable = {
     **COMMON,
     **read_keys("id2label", "num_labels"),

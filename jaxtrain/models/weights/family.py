@@ -16,29 +16,30 @@ from jaxtrain.models.weights.config_keys import QUANTIZATION, apply_aliases
 from jaxtrain.models.weights.formats import awq
 from jaxtrain.models.weights.names import Name
 
-# What families raise for values that nobody foresaw.
+# Errors that families raise for unexpected values.
 _OTHER_KINDS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models whose config.json and tensors follow one pattern: one of a file's `FAMILIES`.
+    """Family of published models: config.json keys and tensor names; an entry of a file's
+    `FAMILIES`.
 
     Attributes:
-      architecture: what config.json calls it, "LlamaForCausalLM".
-      model_type: and in short, "llama".
+      architecture: its name in config.json, "LlamaForCausalLM".
+      model_type: its short name, "llama".
       model: the class of our sizes.
       rows: the keys of its config.json and the settings of `model`, in the order of the file.
       names: the map between its tensors and our parameters.
-      prefix: what all names but that of an output matrix begin with; files of a model without its
+      prefix: of all names except an output matrix's; files of a model without its
         output matrix may lack it.
       copies: tensors that may be stored in a file a second time, where they are tied -> the first.
-      buffers: a regular expression of tensors that are no parameters: they follow from the sizes.
-      counts: names of tensors that hold a whole number which is nothing here; written as 0, before
+      buffers: a regular expression of tensors that are not parameters: they follow from the sizes.
+      counts: names of tensors with an integer that is unused here; written as 0, before
         all others.
       extra_files: contents of further files of the checkpoint, by name.
-      dequantized: ways of config.json's quantization_config whose weights are read as the floats
-        that they stand for.
+      dequantized: methods of config.json's quantization_config whose weights are read as the floats
+        that they represent.
       aliases: other names of keys of config.json -> the names here.
     """
 
@@ -61,16 +62,16 @@ class Family:
         return {key: entry for row in self.rows for key, entry in row.keys.items()}
 
     def read(self, config: ConfigFile) -> dict[str, Any]:
-        """Return the settings of `model` that a config.json asks for."""
+        """Return the settings of `model` from a config.json."""
         return read_rows(self.rows, config)
 
     def write(self, model: Any) -> dict[str, Any] | None:
-        """Return the config.json of sizes; None: they are no model of this family."""
+        """Return the config.json of sizes; None: they are not of this family."""
         return write_rows(self.rows, model)
 
 
 def families() -> list[Family]:
-    """Return all families, of a file one after the other."""
+    """Return all families, in the order of their files."""
     package = jaxtrain.models.weights.families
     modules = pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
     return [
@@ -81,10 +82,10 @@ def families() -> list[Family]:
 
 
 def family_of(content: Mapping[str, Any], *, where: str) -> Family:
-    """The family that a config.json is of.
+    """Return the family of a config.json.
 
     Raises:
-      UserError: it is of none that is known here; offers the nearest.
+      UserError: the family is not supported; names the nearest.
     """
     known = {family.architecture: family for family in families()}
     named = content.get("architectures") or [f"model_type {content.get('model_type')!r}"]
@@ -93,7 +94,7 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
     for name in named:
         if name in known:
             return known[name]
-    # Of several heads on one body the first is meant, where nothing is said.
+    # Of several heads on one body, the first is the default.
     by_type = {family.model_type: family for family in reversed(known.values())}
     if content.get("model_type") in by_type and not content.get("architectures"):
         return by_type[content["model_type"]]
@@ -102,14 +103,14 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
 
 
 def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
-    """The family and the sizes that a config.json asks for.
+    """Return the family and the sizes of a config.json.
 
     Args:
       content: of config.json.
       where: the file, for the message.
 
     Raises:
-      UserError: everything that it asks for and that is not done here, in one message.
+      UserError: everything that is not supported, in one message.
     """
     family = family_of(content, where=where)
     config = ConfigFile(apply_aliases(content, family.aliases))
@@ -126,7 +127,7 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
         model = family.model(**family.read(config))
     except UserError as error:
         config.reasons += str(error).splitlines()
-    except _OTHER_KINDS as error:  # a list where a number is usual, a depth of 0
+    except _OTHER_KINDS as error:  # for example a list instead of a number, or a depth of 0
         config.reject(f"values of other kinds than {family.architecture} has ({error!r})")
     if config.reasons or model is None:
         lines = "\n".join(f"  {reason}" for reason in config.reasons)
@@ -135,17 +136,17 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
 
 
 def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, Any]]:
-    """The family that sizes are of elsewhere, and what its config.json says of them.
+    """Return the family of sizes, and their config.json.
 
     Args:
       model: the sizes.
-      preferred: the model_type of the files that the run began with, where several would do.
+      preferred: the model_type of the run's original files, if several match.
 
     Raises:
       UserError: there is none.
     """
     fitting = []
-    # No architecture there has a pattern of sparse attention.
+    # No published architecture has a sparse attention pattern.
     has_pattern = model.attention is not None and model.attention.pattern is not None
     for family in families():
         fits = isinstance(model, family.model) and not has_pattern

@@ -1,7 +1,7 @@
 """Hugging Face model folder: config.json, tensors by name, and other files.
 
-Nothing in it is trusted: only JSON and safetensors are read, names in an index are names of files
-in the folder, and no link leads out of it.
+Nothing in it is trusted: only JSON and safetensors are read, names in an index must be files
+in the folder, and links must not lead out of it.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ from jaxtrain.models.weights.sentences import read_sentence_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
-# In a run's folder: the published model's config.json, tokenizer and the like, for its export.
+# In a run's folder: the published model's config.json, tokenizer etc., for its export.
 CARRIED_FOLDER = "huggingface"
 SENTENCES = "sentence_bert_config.json"
-# What is carried along: with it the exported model is used as the imported one was.
+# Files that are copied to exports, so that the exported model is used like the imported one.
 CARRIED = (
     CONFIG, TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
@@ -45,16 +45,16 @@ class StoredTensor(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Of what `open` gives, as safetensors write it."""
+        """Dtype of the tensor, as in safetensors."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what `open` gives."""
+        """Shape of the tensor."""
         ...
 
     def open(self) -> np.ndarray:
-        """The tensor; nothing else of the file is read."""
+        """Read the tensor, and nothing else of the file."""
         ...
 
 
@@ -70,11 +70,11 @@ class Folder:
 
     @classmethod
     def at(cls, name: str, *, named: str) -> "Folder":
-        """The folder of this name.
+        """Open the folder at this path.
 
         Args:
           name: a path.
-          named: the argument that it came in, for messages.
+          named: the argument's name, for messages.
 
         Raises:
           UserError: there is no such folder, or no config.json in it.
@@ -90,23 +90,23 @@ class Folder:
 
     @functools.cached_property
     def content(self) -> Mapping[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         return self._json(CONFIG)
 
     @functools.cached_property
     def family_and_model(self) -> tuple[Family, Model]:
-        """The family and the sizes that config.json asks for, and the files that say of an encoder
-        of sentences what it does not; UserError says what in vain."""
+        """The family and the sizes of config.json and, for a sentence encoder, of its
+        further files; UserError for unsupported settings."""
         content = {**self.content, **read_sentence_files(self._read)}
         return model_of(content, where=str(self.path / CONFIG))
 
     @property
     def read_otherwise(self) -> str | None:
-        """Why transformers reads another model of the same files; None: it reads this one."""
+        """Why transformers reads the same files differently; None: it does not."""
         return None
 
     def extra_files(self) -> dict[str, bytes]:
-        """The files that go along with the weights, by name."""
+        """The other files next to the weights, by name."""
         files = {name: self.path / name for name in CARRIED}
         return {
             name: read_bounded(self._resolve_inside(file))
@@ -115,10 +115,10 @@ class Folder:
         }
 
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor by name, dequantized to floats; only headers are read.
+        """Return every tensor by name, dequantized to floats; only headers are read.
 
         Raises:
-          UserError: there is no safetensors file, or one of them is not what it should be.
+          UserError: there is no safetensors file, or one of them is invalid.
         """
         found: dict[str, Tensor] = {}
         for file in self._files():
@@ -155,7 +155,7 @@ class Folder:
         raise UserError(f"{self.path}: no weights there ({WEIGHTS} or {INDEX})")
 
     def _files_of_index(self, content: Mapping[str, Any]) -> list[str]:
-        """The files that an index names, once each."""
+        """Return the files that an index names, without duplicates."""
         table = content.get("weight_map")
         values = list(table.values()) if isinstance(table, dict) else []
         for name in values:
@@ -194,14 +194,14 @@ class Folder:
 
 
 def json_object(content: bytes, file: Path) -> Mapping[str, Any]:
-    """What a JSON file of a published folder says.
+    """Parse a JSON file of a published folder.
 
     Args:
       content: of the file.
       file: for the message.
 
     Raises:
-      UserError: it is no JSON object.
+      UserError: it is not a JSON object.
     """
     return parse_json_object(content, named=str(file))
 
@@ -215,19 +215,19 @@ def match(
     where: str,
     unread: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
-    """The stored tensors by the names of the family's map.
+    """Match the stored tensors with the family's name map.
 
     Args:
       family: the map.
       model: our sizes.
       shapes: of our parameters, by name.
-      stored: what the folder holds.
+      stored: the folder's tensors.
       where: the folder, for the message.
-      unread: names of our parameters whose tensors are skipped, be they there or not; with
-        such, so are those of a head that this model does not have.
+      unread: names of our parameters whose tensors are skipped, present or not; with
+        these, so are those of a head that this model lacks.
 
     Raises:
-      UserError: tensors that are missing, left over, of another shape or no floating numbers.
+      UserError: tensors that are missing, unexpected, of another shape or not floating point.
     """
     every = family.names(model)
     lines = [line for line in every if line.ours in shapes]

@@ -1,13 +1,13 @@
 """Name map between a published model's tensors and our parameters, in both directions.
 
-A `Name` is one line of it. `"LDNH->(NH)D"` says that our parameter [L, D, N, H] is a tensor
-[N H, D] for each L: letters in brackets are one dimension there, of size 1 where there are none,
+A `Name` is one line of it. `"LDNH->(NH)D"` means that our parameter [L, D, N, H] is a tensor
+[N H, D] for each L: letters in brackets are one dimension there, of size 1 if empty,
 and a letter that is missing there is written in the tensor's name, `"layers.{L}.q_proj.weight"`, as
 a number or as one of the words that follow it, `"{P:query|key|value}.weight"`. Letters in brackets
-on our side are one dimension here, `"(SUC)D->DCSU"`, and the line says their sizes. Reading it from
-the right gives theirs to ours, from the left ours to theirs, so that one is the inverse of the
-other. Several parameters that are one tensor there have a line each, one after the other, which say
-the rows that are theirs, or their turn along its last dimension.
+on our side are one dimension here, `"(SUC)D->DCSU"`, and the line has their sizes. Reading it from
+the right converts theirs to ours, from the left ours to theirs, so that one is the inverse of the
+other. Several parameters that are one tensor there have a line each, in order, with
+their rows, or their turn along its last dimension.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ _NAMED = re.compile(r"\{([A-Z])(?::([^}]*))?\}")
 
 @dataclasses.dataclass(frozen=True)
 class Name:
-    """One kind of tensor there, and the parameter here that is made of such.
+    """A kind of published tensor, and our parameter that consists of them.
 
     Attributes:
-      theirs: the tensor's name, a letter in braces for each dimension of ours that it is one of.
-      ours: the parameter's name, "/" between a module and what is in it.
+      theirs: the tensor's name, with a letter in braces for each of our dimensions that it indexes.
+      ours: the parameter's path, separated by "/".
       form: our dimensions, "->", theirs; the letters in braces come first among ours.
-      rows: where a tensor's rows are of several parameters, the first of this one's and how many
-        there are of all; None: it is this parameter alone.
+      rows: if a tensor's rows are of several parameters, the first of this one's and the number
+        of all rows; None: it is this parameter alone.
       sizes: of the letters that are in brackets on our side.
-      turn: where several parameters take turns along a tensor's last dimension, this one's, from 0
-        on, and how many there are; None: it is this parameter alone.
+      turn: if several parameters are interleaved along a tensor's last dimension, this one's index,
+        from 0 on, and their number; None: it is this parameter alone.
       first: the number there of our first layer, where other layers precede it.
     """
 
@@ -71,12 +71,12 @@ class Name:
         return _letters(self.form.partition("->")[2])
 
     def _all_sizes(self, shape: tuple[int, ...], first: int = 0) -> dict[str, int]:
-        """The size of every letter, where our dimensions from `first` on are these."""
+        """Return the size of every letter, from our dimensions from `first` on."""
         pairs = zip(self._ours[first:], shape, strict=True)
         return dict(self.sizes) | {group: size for group, size in pairs if len(group) == 1}
 
     def tensors(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Every tensor of this kind: its index in our leading dimensions, and its name.
+        """Yield every tensor of this kind: its index in our leading dimensions, and its name.
 
         Args:
           shape: of our parameter.
@@ -89,14 +89,14 @@ class Name:
             yield index, _NAMED.sub(functools.partial(_word, numbers), self.theirs)
 
     def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each tensor, where our parameter has this one."""
+        """Return the shape of each tensor of a parameter of this shape."""
         own = self._own_shape(shape)
         if self.turn is not None:
             return (*own[:-1], own[-1] * self.turn[1])
         return own if self.rows is None else (self.rows[1], *own[1:])
 
     def _own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What of each tensor is this parameter's."""
+        """Return the part of a tensor that belongs to this parameter."""
         sizes = self._all_sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
@@ -131,8 +131,8 @@ def layer_norm(theirs: str, ours: str, form: str) -> tuple[Name, Name]:
     """Return the two lines of a layer norm: its scale and its bias.
 
     Args:
-      theirs: what the names of both begin with there.
-      ours: likewise here.
+      theirs: prefix of both names there.
+      ours: the same here.
       form: of each.
     """
     return (
@@ -145,7 +145,7 @@ def linear(theirs: str, ours: str, form: str, bias: str) -> tuple[Name, Name]:
     """Return the two lines of a linear layer: its weight and its bias.
 
     Args:
-      theirs: what the names of both begin with there.
+      theirs: prefix of both names there.
       ours: the name of the weight here; that of the bias ends in "_bias".
       form: of the weight.
       bias: the form of the bias.
@@ -157,11 +157,11 @@ def linear(theirs: str, ours: str, form: str, bias: str) -> tuple[Name, Name]:
 
 
 def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name, ...]:
-    """The lines of parameters that are one tensor there.
+    """Return the lines of parameters that are concatenated to one tensor there.
 
     Args:
       theirs: its name.
-      parts: our parameter, the form, and how many rows of it those are, in their order.
+      parts: our parameter, the form, and its number of rows, in order.
     """
     whole, first, lines = sum(rows for _, _, rows in parts), 0, []
     for ours, form, rows in parts:
@@ -171,7 +171,8 @@ def one_after_the_other(theirs: str, *parts: tuple[str, str, int]) -> tuple[Name
 
 
 def in_turn(theirs: str, *parts: str, form: str) -> tuple[Name, ...]:
-    """The lines of parameters that take turns along the last dimension of one tensor there.
+    """Return the lines of parameters that are interleaved along the last dimension of one tensor
+    there.
 
     Args:
       theirs: its name.
@@ -184,7 +185,7 @@ def in_turn(theirs: str, *parts: str, form: str) -> tuple[Name, ...]:
 
 
 def join(lines: Sequence[Name], parts: Sequence[np.ndarray]) -> np.ndarray:
-    """One tensor there, of what its lines make of our parameters."""
+    """Combine the parts of one tensor."""
     if len(parts) == 1:
         return parts[0]
     if lines[0].turn is None:
@@ -193,7 +194,7 @@ def join(lines: Sequence[Name], parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _letters(side: str) -> tuple[str, ...]:
-    """Of each dimension of one side of a form."""
+    """Split one side of a form into dimensions."""
     return tuple(several or one for several, one in _DIMENSION.findall(side))
 
 
@@ -206,7 +207,7 @@ def _word(numbers: Mapping[str, int], named: re.Match) -> str:
 def their_shapes(
     names: Iterable[Name], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that parameters of these shapes are there, by its name."""
+    """Return the shape of every published tensor of parameters of these shapes, by name."""
     return {
         tensor: name.their_shape(shapes[name.ours])
         for name in names

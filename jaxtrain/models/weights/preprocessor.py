@@ -32,20 +32,20 @@ KEYS: KeyTable = {
 # Pillow's filters by their numbers there.
 _FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _STANDARD = [0.5, 0.5, 0.5]
-# By class: what holds where the file does not say.
+# Defaults by class.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ViT": {"size": 224, "resample": 2},
     "DeiT": {"size": 256, "resample": 3, "do_center_crop": True, "crop_size": 224},
     "ConvNext": {"size": 384, "resample": 3, "crop_pct": 224 / 256},
 }
 _ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
-_MOST_PIXELS = 8192  # of a side: nobody's model reads more, and a slip would fill the memory
-# From this size on ConvNextImageProcessor does not cut.
+_MOST_PIXELS = 8192  # of a side: no model reads more, and a typo would fill the memory
+# From this size on ConvNextImageProcessor does not crop.
 _UNCUT = 384
 
 
 def image_settings(content: Mapping[str, Any], model: ImageModel, *, where: str) -> dict[str, Any]:
-    """Return the settings of ImageData that make pixels as the published model's processor does.
+    """Return the settings of ImageData that match the published model's image processor.
 
     Args:
       content: of preprocessor_config.json.
@@ -53,7 +53,7 @@ def image_settings(content: Mapping[str, Any], model: ImageModel, *, where: str)
       where: the file, for the message.
 
     Raises:
-      UserError: everything that is not done here, in one message.
+      UserError: everything that is not supported, in one message.
     """
     reader = _Reader(content, model)
     settings = reader.settings()
@@ -64,7 +64,7 @@ def image_settings(content: Mapping[str, Any], model: ImageModel, *, where: str)
 
 
 class _Reader:
-    """A preprocessor_config.json with the defaults of its class; collects what is not done here."""
+    """A preprocessor_config.json with the defaults of its class; collects unsupported settings."""
 
     def __init__(self, content: Mapping[str, Any], model: ImageModel) -> None:
         self.model = model
@@ -83,7 +83,7 @@ class _Reader:
         self.content = {**_DEFAULTS[self.kind], **stated}
 
     def settings(self) -> dict[str, Any]:
-        """Every setting that the file decides."""
+        """Every setting that the file determines."""
         scales, normalizes = self._flag("do_rescale", True), self._flag("do_normalize", True)
         return {
             **self._sizes(),
@@ -94,7 +94,7 @@ class _Reader:
         }
 
     def _sizes(self) -> dict[str, Any]:
-        """How images are resized and cut."""
+        """Settings of resizing and cropping."""
         if self.kind == "ConvNext":
             if self._flag("do_center_crop", False):
                 self._validate("do_center_crop", "false, since crop_pct cuts")
@@ -120,7 +120,7 @@ class _Reader:
         return {"image_size": side, "resize": kind, "resize_to": size}
 
     def _uncut(self, size: int) -> int:
-        """Pixels of the shorter side, of which crop_pct is left."""
+        """Size of the shorter side before cropping by crop_pct."""
         part = self._number("crop_pct", 1.0)
         if not size / _MOST_PIXELS <= part <= 1:
             self._validate("crop_pct", f"at most 1, and its image at most {_MOST_PIXELS} pixels")
@@ -128,7 +128,7 @@ class _Reader:
         return int(size / part)
 
     def _side(self, key: str, name: str) -> int:
-        """One number of pixels, which older files have alone and newer ones under a name."""
+        """A size in pixels, which older files have as a number and newer ones in an object."""
         value = self.content.get(key)
         if isinstance(value, dict):
             found = [value.get(name)]
@@ -147,7 +147,7 @@ class _Reader:
         return self.model.least_pixels
 
     def _fitting(self, side: int, key: str) -> int:
-        """The side of the images, which a ViT has one of and others a smallest one."""
+        """Image size, fixed for a ViT and a minimum for others."""
         model = self.model
         if isinstance(model, ViT) and side != model.image_size:
             self._validate(key, f"{model.image_size}, as the image_size of config.json")
@@ -178,7 +178,7 @@ class _Reader:
         return default
 
     def _values(self, key: str) -> tuple[float, ...]:
-        """Of each channel; of a model of one channel transformers takes one value."""
+        """Values per channel; for a model of one channel transformers uses one value."""
         channels = self.model.channels
         value = self.content.get(key, _STANDARD[:channels])
         value = value if isinstance(value, list) else [value]
@@ -197,5 +197,5 @@ class _Reader:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that a float holds; true and false are none."""
+    """Whether a value of JSON is a number that a float can represent; booleans are not."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max

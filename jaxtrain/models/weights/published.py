@@ -12,7 +12,7 @@ from jaxtrain.models.weights.formats.gguf import GgufFile
 
 
 class Published(Protocol):
-    """A model as others have published it; each member as of `folder.Folder`."""
+    """A published model; members as in `folder.Folder`."""
 
     @property
     def path(self) -> Path: ...
@@ -28,11 +28,11 @@ class Published(Protocol):
 
 
 def open_published(name: str, *, named: str) -> Published:
-    """The published model of this name.
+    """Open a published model.
 
     Args:
       name: the path of a Hugging Face folder, or of a file that ends in .gguf.
-      named: the argument that it came in, for messages.
+      named: the argument's name, for messages.
 
     Raises:
       UserError: there is neither.

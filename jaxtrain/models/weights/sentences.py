@@ -1,7 +1,7 @@
 """Pooling and normalization files of sentence-transformers, read and written.
 
-sentence-transformers keeps this in files of its own: modules.json names the parts one after the
-other, and the part of pooling has a config.json in its folder.
+sentence-transformers stores this in separate files: modules.json lists the parts in
+order, and the pooling part has a config.json in its folder.
 """
 
 import json
@@ -23,15 +23,15 @@ from jaxtrain.models.weights.config_file import ConfigFile
 
 MODULES = "modules.json"
 _TRANSFORMER, _WHOLE = "sentence_bert_config.json", "config_sentence_transformers.json"
-# Among what config.json asks for.
+# Key among config.json's entries.
 KEY = "sentence_transformers"
 _FOLDER = "1_Pooling"
 _TYPES = "sentence_transformers.models."
-# How it calls ours, in older files a flag each, in newer ones the word behind "pooling_mode".
+# Its names of our modes, in older files a flag each, in newer ones the value of "pooling_mode".
 _MODES = {"mean": "mean_tokens", "first": "cls_token", "max": "max_tokens"}
 _OTHERS = ("mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
 _WORDS = {"mean": "mean", "cls": "first", "max": "max"}
-# What each key is here, by the part that its file is of.
+# Key tables by part.
 TABLES: Mapping[str, KeyTable] = {
     "pooling": {
         **read_keys(
@@ -86,7 +86,7 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
         return {}
     modules = _json(content)
     if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
-        return {KEY: {"modules": [MODULES]}}  # is rejected, as a module that is not known
+        return {KEY: {"modules": [MODULES]}}  # rejected as an unknown module
     kinds = [str(one.get("type")).rpartition(".")[2] for one in modules]
     found: dict[str, Any] = {"modules": kinds}
     for kind, one in zip(kinds, modules, strict=True):
@@ -98,7 +98,7 @@ def read_sentence_files(read: Callable[[str], bytes | None]) -> dict[str, Any]:
 
 
 def read_pooling(config: ConfigFile) -> dict[str, Any]:
-    """The settings of embeddings; without such files the mean, as sentence-transformers has it."""
+    """Read the settings of embeddings; without such files the mean, as in sentence-transformers."""
     pooling = config.table(KEY)
     modules = pooling.content.get("modules", ["Transformer", "Pooling"])
     allowed = ["Transformer", "Pooling", "Normalize"]
@@ -115,7 +115,7 @@ def read_pooling(config: ConfigFile) -> dict[str, Any]:
 
 
 def _read_mode(config: ConfigFile, settings: Mapping[str, Any]) -> str:
-    """How hidden states become one vector."""
+    """Read the pooling mode."""
     every = [*_MODES.values(), *_OTHERS]
     flags = [mode for mode in every if settings.get(f"pooling_mode_{mode}")]
     word = settings.get("pooling_mode")
@@ -133,7 +133,7 @@ def _read_mode(config: ConfigFile, settings: Mapping[str, Any]) -> str:
 
 
 def write_sentence_files(model: Any) -> dict[str, bytes]:
-    """The files that sentence-transformers reads.
+    """Return the files for sentence-transformers.
 
     Args:
       model: with `pooling` and `normalized`.
@@ -151,13 +151,13 @@ def write_sentence_files(model: Any) -> dict[str, bytes]:
 
 
 def _settings(content: bytes | None) -> dict[str, Any]:
-    """Of a file; none where it is not there, or no object."""
+    """Read a file's settings; empty if missing or not an object."""
     found = _json(content or b"{}")
     return found if isinstance(found, dict) else {}
 
 
 def _json(content: bytes) -> Any:
-    """Of a file that nobody vouches for; None: it is no JSON."""
+    """Parse an untrusted file; None: it is not JSON."""
     try:
         return parse_json(content)
     except MalformedError:

@@ -183,7 +183,7 @@ def copies_of_kv_heads(num_kv_heads: int) -> int:
 
 
 def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
-    """The weight with its kv heads repeated and split; other weights as they are."""
+    """The weight with its kv heads repeated and split; other weights unchanged."""
     if "kv_heads" not in axes or "kv_heads" not in layout.whole:
         return weight
     dim = axes.index("kv_heads")

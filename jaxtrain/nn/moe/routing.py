@@ -29,7 +29,7 @@ class Routes:
 
 
 class Router(Protocol):
-    """Router: maps scores of experts to routes of tokens.
+    """Router: maps scores of experts to routes for tokens.
 
     Attributes:
       biased: whether it has a bias that is updated by the experts' load.

@@ -16,7 +16,7 @@ from jaxtrain.parallel.sharding import shard
 # Positions whose states are live at once: the backward pass recomputes those of each chunk.
 CHUNK = 64
 
-LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a fresh layer's channels
+LEAST_STEP, MOST_STEP = 1e-3, 1e-1  # of a new layer's channels
 
 STATE = ("inner_batch", "mlp", "state")
 

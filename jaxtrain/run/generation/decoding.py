@@ -343,7 +343,7 @@ def unstacks_layers(model: Transformer, layout: Layout) -> bool:
     """Whether `advance` decodes without a loop over layers.
 
     XLA's loop for CPUs copies every layer's weights and cache for each token. Elsewhere, and for
-    deep models, programs stay as they are.
+    deep models, programs stay unchanged.
     """
     if not isinstance(model, Decoder) or model.leading:
         return False

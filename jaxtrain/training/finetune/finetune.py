@@ -175,7 +175,7 @@ def _validate_unmatched(
 
 def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
     """Yield errors that adapters and quantized weights have in common."""
-    # Imported here, as below: most runs train all parameters, as they are.
+    # Imported here, as below: most runs train all parameters, unchanged.
     from jaxtrain.training.finetune.quantized_base import can_adapt, validate_blocks
 
     wanted = f"lora_rank={settings.lora_rank}"

@@ -76,7 +76,7 @@ class Distillation(TokenObjective):
         """Teacher's settings, as read from its folder.
 
         Raises:
-          UserError: there is none, or it is no model of tokens.
+          UserError: there is none, or it is no model for tokens.
         """
         if self.teacher is None:
             raise UserError(

@@ -46,7 +46,7 @@ def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list
     changed.
 
     It bounds memory and changes no number, so that the nearest one below is what was meant. Where
-    there is none the settings stay as they are.
+    there is none the settings stay unchanged.
 
     Args:
       settings: as they were written.

@@ -111,7 +111,7 @@ def _is_moment(field: Any) -> bool:
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
-    """Return a tree with its named arrays in this dtype; scalars stay as they are."""
+    """Return a tree with its named arrays in this dtype; scalars stay unchanged."""
     return jax.tree.map(
         lambda x: x.replace(x.get_value().astype(dtype)) if is_variable(x) else x,
         tree,

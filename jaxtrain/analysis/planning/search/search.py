@@ -85,7 +85,7 @@ def search(
 ) -> Found:
     """Prices every layout of a configuration on a target by closed forms.
 
-    The model, data, global batch and kernels stay as they are. Of each mesh, ZeRO stage, remat
+    The model, data, global batch and kernels stay unchanged. Of each mesh, ZeRO stage, remat
     policy and schedule the fewest microbatches that fit are taken, since more repeat the weights'
     traffic; of pipelines more, while that is worth their smaller bubble. Where there are several,
     they are summed locally too, if that fits. The best `SHOWN` are among those found, and the best

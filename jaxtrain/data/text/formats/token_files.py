@@ -27,7 +27,7 @@ from jaxtrain.data.text.packing import PackedText, unigram_entropy
 from jaxtrain.data.token_arrays import Joined
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
-# By magic: the version, and the type of tokens.
+# By magic: the version, and the type for tokens.
 _LLM_C = {20240520: (1, np.dtype(np.uint16)), 20240801: (7, np.dtype(np.uint32))}
 _LLM_C_HEADER = 256  # int32
 # Files that begin like these are not tokens: headers of llm.c's other files, and other formats.
@@ -51,7 +51,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """Memory-mapped file of tokens.
+    """Memory-mapped file for tokens.
 
     Attributes:
       path: where it is.

@@ -1,1 +1,1 @@
-"""Families of published models: their tensors and their config.json, one file a group."""
+"""Families of published models: their tensors and their config.json, one file per group."""

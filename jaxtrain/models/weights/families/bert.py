@@ -1,4 +1,4 @@
-"""BERT and RoBERTa (arXiv 1907.11692): Hugging Face names and settings, one family a head."""
+"""BERT and RoBERTa (arXiv 1907.11692): Hugging Face names and settings, one family per head."""
 
 import functools
 from typing import Any
@@ -23,10 +23,10 @@ from jaxtrain.models.weights.names import Name, layer_norm, linear
 
 
 def _encoder(stem: str) -> tuple[Name, ...]:
-    """Return the lines of all below the heads.
+    """Return the name lines of the body, below the heads.
 
     Args:
-      stem: what their names begin with; "" of a model without a head.
+      stem: their prefix; "" for a model without a head.
     """
     layer = f"{stem}encoder.layer.{{L}}"
     qkv = f"{layer}.attention.self.{{P:query|key|value}}"
@@ -45,7 +45,7 @@ def _encoder(stem: str) -> tuple[Name, ...]:
 
 
 def _transform(theirs: str) -> tuple[Name, ...]:
-    """Return the lines of the layer of a head."""
+    """Return the name lines of a head's layer."""
     return linear(theirs, "transform", "DF->FD", "D->D")
 
 
@@ -71,7 +71,7 @@ _CLASSIFIER = (
 
 
 def _bare(model: BERT) -> tuple[Name, ...]:
-    """Of an encoder without a head, and of the body of a model of classes that begins with one."""
+    """Names of an encoder without a head, and of a classifier's body."""
     has_pooler = model.objective == "token_classification"
     return (*_encoder(""), *(_transform("pooler.dense") if has_pooler else ()))
 
@@ -90,8 +90,8 @@ _POSITIONS = integer("max_position_embeddings", "context_length", 512)
 
 
 def _read_positions(config: ConfigFile) -> dict[str, Any]:
-    """Positions are counted from the one after the padding token's number, 1: two rows of the
-    table of positions come before."""
+    """Positions start after the padding token's id, 1: two rows of the
+    position table come before."""
     first = config.integer("pad_token_id", 1) + 1
     context_length = config.integer("max_position_embeddings", 512) - first
     return {"context_length": context_length, "first_position": first}
@@ -109,7 +109,7 @@ def _rows(keys: KeyTable, positions: Row) -> tuple[Row, ...]:
 
     Args:
       keys: the shared key table of the kind of head.
-      positions: the row of the table of positions.
+      positions: the row of the position table.
     """
     return (
         Row({**keys, **_OWN}),
@@ -164,7 +164,7 @@ FAMILIES = (
             f"{_HEAD}.decoder.weight": "bert.embeddings.word_embeddings.weight",
             f"{_HEAD}.decoder.bias": f"{_HEAD}.bias",
         },
-        # Places in order, in files of transformers before 4.31; the heads of other tasks.
+        # Position ids in files of transformers before 4.31; the heads of other tasks.
         buffers=r"bert\.embeddings\.position_ids|bert\.pooler\..*|cls\.seq_relationship\..*",
     ),
     # Sentence encoders.
@@ -173,7 +173,7 @@ FAMILIES = (
         rows=(*_bert_rows(config_keys.ENCODER), *_POOLING),
         **_bare_encoder,
     ),
-    # Theirs classifies a text at its first token; ours every token, the first one included.
+    # Theirs classifies a text at its first token; ours classifies every token.
     _bert(
         architecture="BertForSequenceClassification",
         rows=(

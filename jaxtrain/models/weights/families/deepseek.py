@@ -101,7 +101,7 @@ def _lines(model: DeepSeek) -> Iterator[Name]:
 
 _YARN = (
     *rope.SCALINGS["yarn"],
-    # Where both are one, positions turn and do not stretch.
+    # If both are 1, rotary positions are not scaled.
     Row(
         read_keys("mscale", "mscale_all_dim"),
         lambda scaling: {"rope_score_factor": scaling.number("mscale_all_dim")},
@@ -114,7 +114,7 @@ _YARN = (
 
 
 def _read_rope(config: ConfigFile) -> dict[str, Any]:
-    """Rotary positions, of a part of each head."""
+    """Row of rotary positions of a part of each head."""
     context_length = config.integer("max_position_embeddings")
     kind, scaling = rope.standardize(
         config, theta=10000.0, context_length=context_length, types=("default", "yarn")
@@ -140,7 +140,7 @@ def _write_rope(model: DeepSeek) -> dict[str, Any]:
 def _rows(
     *, dense_layers: int, routed_scale: float, kv_heads: int | None, normalize: Row
 ) -> tuple[Row, ...]:
-    """Return the rows of both, but for the router.
+    """Return the rows of both versions, except for the router.
 
     Args:
       dense_layers, routed_scale, kv_heads: the values of missing keys; kv_heads None: the number of
@@ -233,7 +233,7 @@ _V2 = Family(
     prefix=_PREFIX,
     copies=_COPIES,
 )
-# A module that predicts has a second copy of the embedding and the output matrix.
+# A prediction module has a second copy of the embedding and the output matrix.
 _PREDICTION_COPIES = {
     f"model.layers.{number}.{name}": shared
     for number in range(1, 128)
@@ -275,7 +275,7 @@ _V3 = Family(
     prefix=_PREFIX,
     copies={**_COPIES, **_PREDICTION_COPIES},
     dequantized=(float8.METHOD,),
-    # The published models' module that predicts a second token, where it is not asked for:
+    # The published models' multi-token prediction module, if it is not used:
     # transformers skips it too.
     buffers=r"model\.layers\.61\..*",
 )

@@ -22,7 +22,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 _HEAD_DIM = integer("head_dim", "head_dim", 256)
 _TIED = constant("tie_word_embeddings", True)
 _CAUSAL = Row({"use_bidirectional_attention": only(None, False)})
-# In files of all but the first Gemma.
+# In files of later Gemmas.
 _HIDDEN_ACTIVATION = (
     constant("hidden_activation", _ACTIVATION),
     ignore("transformers reads hidden_activation", "hidden_act"),
@@ -30,7 +30,7 @@ _HIDDEN_ACTIVATION = (
 
 
 def _rows(kv_heads: int, gate: Row) -> tuple[Row, ...]:
-    """Return the rows of Gemma and Gemma 2; `kv_heads` where the file has none."""
+    """Return the rows of Gemma and Gemma 2; `kv_heads` if the file has none."""
     own = grouped_query.rows(
         norm_eps=1e-6, context_length=8192, rope_theta=10000.0, kv_heads=kv_heads,
         head_dim=_HEAD_DIM, tied=_TIED, gate=gate,
@@ -43,14 +43,14 @@ _GEMMA = family(
     model_type="gemma",
     model=Gemma,
     rows=(
-        # "gelu" is what the first files say, and transformers takes it for the other.
+        # Early files have "gelu", which transformers reads as the tanh approximation.
         *_rows(16, constant("hidden_act", _ACTIVATION, "gelu")),
         ignore("transformers reads hidden_act", "hidden_activation"),
         write_only(hidden_activation=_ACTIVATION),
     ),
     names=grouped_query.dense_names,
 )
-# Where a part has a norm on either side, it takes the second of Llama's two names.
+# If a part has a norm on either side, it has the second of Llama's two names.
 _NORMS_ON_BOTH_SIDES = (
     Name("model.layers.{L}.input_layernorm.weight", "layers/attention_norm_scale", "LD->D"),
     Name(
@@ -68,7 +68,7 @@ _NORMS_ON_BOTH_SIDES = (
 
 
 def _names(model: DecoderSizes) -> tuple[Name, ...]:
-    """Return the lines of a model with a norm on either side of each part."""
+    """Return the name lines of a model with a norm on either side of each part."""
     parts = (*grouped_query.PROJECTIONS, *_NORMS_ON_BOTH_SIDES, *grouped_query.MLP)
     return (*grouped_query.embedding_names(model), *parts)
 
@@ -92,7 +92,7 @@ _GEMMA2 = family(
     rows=(
         *_rows(4, write_only(hidden_act=_ACTIVATION)),
         *_HIDDEN_ACTIVATION,
-        # A cap that is null is none, and one that is not there the family's.
+        # A null cap means none, a missing one the family's default.
         number("attn_logit_softcapping", "attention_softcap", 50.0, null=True),
         number("final_logit_softcapping", "logit_softcap", 30.0, null=True),
         layer_types(2),
@@ -105,9 +105,9 @@ _GEMMA2 = family(
 
 
 def _read_rope(config: ConfigFile) -> dict[str, Any]:
-    """Rotary positions: an object for each kind of layer in files of transformers 5.
+    """Rotary positions: an object per kind of layer in files of transformers 5.
 
-    `rope_scaling` and theta of older files complete those of layers that see all tokens.
+    `rope_scaling` and theta of older files complete those of global layers.
     """
     both = config.table("rope_parameters")
     for key in both.content:
@@ -158,7 +158,7 @@ _GEMMA3 = family(
         _WINDOW,
         _QUERY_WIDTH,
         Row({**rope.KEYS, **read_keys("rope_local_base_freq")}, _read_rope, _write_rope),
-        # In a file that transformers 5 wrote; layer_types, which it writes too, says it.
+        # In files of transformers 5; redundant with layer_types.
         ignore("layer_types says it", "_sliding_window_pattern"),
         ignore(
             "it is of types of rotary scaling that are not supported of this family",

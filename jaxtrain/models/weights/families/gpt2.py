@@ -54,7 +54,7 @@ _GPT2 = Family(
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     },
-    dequantized=(),  # its matrices are stored [in, out]: no linear layers
+    dequantized=(),  # its matrices are stored [in, out], unlike linear layers
 )  # fmt: skip
 
 FAMILIES = (_GPT2,)

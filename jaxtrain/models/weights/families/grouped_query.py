@@ -21,7 +21,7 @@ from jaxtrain.models.weights.family import Family
 from jaxtrain.models.weights.names import Name
 from jaxtrain.nn.transformer.decoder import DecoderSizes
 
-# Of the layers of all of them.
+# Layer names of all of them.
 PROJECTIONS = (
     Name("model.layers.{L}.self_attn.q_proj.weight", "layers/query", "LDNH->(NH)D"),
     Name("model.layers.{L}.self_attn.k_proj.weight", "layers/key", "LDKH->(KH)D"),
@@ -47,19 +47,19 @@ MLP = (
     Name("model.layers.{L}.mlp.up_proj.weight", "layers/up", "LDF->FD"),
     Name("model.layers.{L}.mlp.down_proj.weight", "layers/down", "LFD->DF"),
 )
-# All of them; Llama's first files hold the rotary frequencies, a tensor a layer.
+# Buffers; Llama's first files contain the rotary frequencies, a tensor per layer.
 family = functools.partial(
     Family,
     prefix="model.",
     copies={"lm_head.weight": "model.embed_tokens.weight"},
     buffers=r".*rotary_emb\.inv_freq",
 )
-# Layers with a window, and without.
+# Kinds of layers: with a window, and without.
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def embedding_names(model: DecoderSizes) -> tuple[Name, ...]:
-    """Return the lines of what is before and after the layers."""
+    """Return the name lines of embedding, final norm and head."""
     ends = (
         Name("model.embed_tokens.weight", "token_embedding", "VD->VD"),
         Name("model.norm.weight", "norm_scale", "D->D"),
@@ -68,12 +68,12 @@ def embedding_names(model: DecoderSizes) -> tuple[Name, ...]:
 
 
 def dense_names(model: DecoderSizes) -> tuple[Name, ...]:
-    """Return the lines of a model whose layers have attention and one SwiGLU."""
+    """Return the name lines of a model whose layers have attention and one SwiGLU."""
     return (*embedding_names(model), *ATTENTION, *MLP)
 
 
 def read_head_dim(config: ConfigFile, default: int | None = None) -> int | None:
-    """Return the width of a head where it is another than embed_dim / num_heads, else None.
+    """Return the width of a head if it differs from embed_dim / num_heads, else None.
 
     Args:
       config: the config.json.
@@ -113,12 +113,12 @@ def width_rows(
     head_dim: Row = NO_HEAD_DIM,
     tied: Row = _UNTIED,
 ) -> tuple[Row, ...]:
-    """Return the rows of all of them, but for rotations, the gate and a window.
+    """Return the rows of all of them, except rotations, the gate and a window.
 
     Args:
-      context_length: the longest context where the file has none.
-      norm_eps: the epsilon of the norms where the file has none.
-      kv_heads: the number of key-value heads where the file has none; None: of query heads.
+      context_length: the longest context if the file has none.
+      norm_eps: the epsilon of the norms if the file has none.
+      kv_heads: the number of key-value heads if the file has none; None: of query heads.
       head_dim: the row of the width of a head.
       tied: the row of tied embeddings.
     """
@@ -165,11 +165,11 @@ def rows(
     rotary: Mapping[str, Any] = MappingProxyType({}),
     **widths: Any,
 ) -> tuple[Row, ...]:
-    """Return the rows of all of them, but for a window.
+    """Return the rows of all of them, except a window.
 
     Args:
-      context_length: the longest context where the file has none.
-      rope_theta: the base of rotary frequencies where the file has none.
+      context_length: the longest context if the file has none.
+      rope_theta: the base of rotary frequencies if the file has none.
       gate: the row of the function of the MLP's gate.
       rotary: other arguments of `rope.rotary`.
       widths: other arguments of `width_rows`.
@@ -182,7 +182,7 @@ def rows(
 
 
 def window(default: int | None) -> Row:
-    """Return the row of a window in all layers, where null is none.
+    """Return the row of a window in all layers; null means none.
 
     Args:
       default: the value of a missing key, None too.
@@ -191,12 +191,12 @@ def window(default: int | None) -> Row:
 
 
 def _one_a_layer(config: ConfigFile, found: Any) -> bool:
-    """Whether this is a list with one element a layer."""
+    """Whether this is a list with one element per layer."""
     return isinstance(found, list) and len(found) == config.integer("num_hidden_layers")
 
 
 def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
-    """Collect layers of other kinds than the one that sees all tokens."""
+    """Reject layers other than global ones."""
     found = config.content.get("layer_types")
     if found is not None and not (
         _one_a_layer(config, found) and all(kind == GLOBAL for kind in found)
@@ -205,7 +205,7 @@ def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
     return {}
 
 
-# Of families whose layers may have a window from one on: here all layers are alike.
+# For families whose upper layers may have a window: here all layers are alike.
 NO_WINDOW = (
     Row(
         {
@@ -217,7 +217,7 @@ NO_WINDOW = (
     constant("use_sliding_window", False),
     write_only(sliding_window=None),
 )
-# Of mixtures of experts whose balancing loss is trained with whatever transformers returns.
+# For mixtures of experts whose balancing loss is always trained.
 ROUTER_OUTPUT = ignore_keys(
     "it asks transformers for an output; router_aux_loss_coef weighs the loss here anyway",
     "output_router_logits",
@@ -228,7 +228,7 @@ def layer_types(default: int, key: str | None = None) -> Row:
     """Return the row of layers of two kinds in a period.
 
     Args:
-      default: the period where the file does not list the kinds.
+      default: the period if the file does not list the kinds.
       key: of a period in older files, whose default is `default`; None: they have none.
     """
 
@@ -244,14 +244,14 @@ def layer_types(default: int, key: str | None = None) -> Row:
 
 
 def _read_global_every(config: ConfigFile, default: int) -> int:
-    """The period of layers of two kinds, which files may spell out; `default` where they do not."""
+    """Return the period of layers of two kinds, from the file's list or `default`."""
     num_layers, found = config.integer("num_hidden_layers"), config.content.get("layer_types")
     if found is None:
         return default
     if not _one_a_layer(config, found):
         config.reject(f"layer_types is no list of one kind for each of {num_layers} layers")
         return default
-    # Without a global layer any period does that is longer than the model.
+    # Without a global layer any period longer than the model works.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != _kinds(num_layers, every):
         config.reject("layer_types in no regular order; here every so manieth sees all tokens")
@@ -259,5 +259,5 @@ def _read_global_every(config: ConfigFile, default: int) -> int:
 
 
 def _kinds(num_layers: int, every: int) -> list[str]:
-    """Of which kind each layer is."""
+    """Return the kind of each layer."""
     return [LOCAL if number % every else GLOBAL for number in range(1, num_layers + 1)]

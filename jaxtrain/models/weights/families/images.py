@@ -82,7 +82,7 @@ _VIT = Family(
 
 _WIDENING = {"basic": 1, "bottleneck": 4}  # channels after a stage over its width
 _NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
-_NORM_EPS = 1e-5  # of PyTorch's batch norms; no config.json says another
+_NORM_EPS = 1e-5  # of PyTorch's batch norms; config.json never sets another
 
 
 def _convolution_and_norm(theirs: str, ours: str) -> Iterator[Name]:
@@ -108,14 +108,14 @@ def _resnet_names(model: ResNet) -> tuple[Name, ...]:
 
 
 def _counts(model: ResNet) -> tuple[str, ...]:
-    """How many batches statistics are of, which PyTorch reads where a norm has no momentum."""
+    """PyTorch's count of batches, which it uses for norms without momentum."""
     means = (name.theirs for name in _resnet_names(model) if name.theirs.endswith(".running_mean"))
     return tuple(mean.replace("running_mean", "num_batches_tracked") for mean in means)
 
 
 def _read_resnet(config: ConfigFile) -> dict[str, Any]:
     kind = _kind(config.content.get("layer_type") != "basic")
-    if kind == "bottleneck":  # there it puts the stride into the first convolution, of 1x1
+    if kind == "bottleneck":  # there the stride is in the first 1x1 convolution
         config.only("downsample_in_bottleneck", [False], default=False)
     depths = {
         depth: list(counts)

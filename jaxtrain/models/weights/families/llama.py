@@ -16,7 +16,7 @@ from jaxtrain.models.weights.families.grouped_query import (
 )
 from jaxtrain.models.weights.names import Name, one_after_the_other
 
-# Llama 1 to 3.2, and models like it such as SmolLM2.
+# Llama 1 to 3.2, and similar models such as SmolLM2.
 _LLAMA = family(
     architecture="LlamaForCausalLM",
     model_type="llama",

@@ -90,7 +90,7 @@ def _rows(*mixer: Row, tied: Row) -> tuple[Row, ...]:
         integer("hidden_size", "embed_dim"),
         *mixer,
         integer("conv_kernel", "conv_width", 4),
-        # Not theirs: they have no limit, and the published ones were trained on 2,048 tokens.
+        # Our default: they have no limit, and the published ones were trained on 2,048 tokens.
         integer("max_position_embeddings", "context_length", 2048),
         number("layer_norm_epsilon", "norm_eps", 1e-5),
         constant("hidden_act", "silu", "swish"),

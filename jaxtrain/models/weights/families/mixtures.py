@@ -142,7 +142,7 @@ _GPT_OSS_NAMES = (
     Name(f"{_MLP}.experts.down_proj", f"{_OURS}/down", "LEFD->EFD"),
     Name(f"{_MLP}.experts.down_proj_bias", f"{_OURS}/down_bias", "LED->ED"),
 )
-# What transformers takes where a config.json has no rotary positions.
+# transformers' default for a config.json without rotary positions.
 _UNSAID_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -150,7 +150,7 @@ _UNSAID_ROPE = {
 
 
 def _read_balance(config: ConfigFile) -> dict[str, Any]:
-    """The published 0.9 is in no loss there, unless the router's logits are asked for."""
+    """The published 0.9 is unused there, unless router logits are requested."""
     weight = config.number("router_aux_loss_coef", 0.001)
     return {"balance_weight": weight if config.flag("output_router_logits", False) else 0.0}
 
@@ -165,7 +165,7 @@ _GPT_OSS = family(
             head_dim=integer("head_dim", "head_dim", 64),
             rotary={"whole_pairs": False, "unsaid": _UNSAID_ROPE},
         ),
-        # null would mean what transformers takes where there is nothing.
+        # null would mean transformers' default.
         Row(write=lambda model: {} if model.rope_scaling != 1 else {
             "rope_scaling": {"rope_type": "default"}
         }),

@@ -17,7 +17,7 @@ from jaxtrain.models.weights.config_file import (
     write_rows,
 )
 
-# Where config.json has rotary positions.
+# Keys of rotary positions in config.json.
 KEYS = read_keys(
     "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
     "original_max_position_embeddings",
@@ -38,7 +38,7 @@ _EVERY = {key for keys in _OF_TYPE.values() for key in keys}
 
 
 def _turns(key: str, setting: str, default: float) -> Row:
-    """The row of a number of turns, of which 0 means the default."""
+    """Row of a number of turns; 0 means the default."""
     return Row(
         read_keys(key),
         lambda rope: {setting: rope.number(key, default) or default},
@@ -78,11 +78,11 @@ def rotary(
     """Return the row of rotary positions of a model with `RopeSettings`.
 
     Args:
-      theta: the base where the file has none.
-      context_length: the longest context where the file has none.
-      fraction: whether a part of each head may be turned alone; such positions have no scaling.
+      theta: the base if the file has none.
+      context_length: the longest context if the file has none.
+      fraction: whether only a part of each head may be rotated; such positions have no scaling.
       whole_pairs: as in `nn.transformer.rotary.Yarn`.
-      unsaid: the object where the file has none.
+      unsaid: the object if the file has none.
     """
     types = ("default",) if fraction else tuple(SCALINGS)
 
@@ -116,7 +116,7 @@ def rotary(
 
 
 def reject_fraction(rope: ConfigFile) -> None:
-    """Collect positions that turn a part of each head alone."""
+    """Reject rotary positions of only a part of each head."""
     rope.only("partial_rotary_factor", [1.0], default=1.0)
 
 
@@ -128,16 +128,17 @@ def standardize(
     types: tuple[str, ...],
     unsaid: Mapping[str, Any] | None = None,
 ) -> tuple[str, ConfigFile]:
-    """Return the type of the rotary positions, and all that is said of them as one object.
+    """Return the type of the rotary positions, and their settings merged into one object.
 
-    `rope_scaling` is taken before `rope_parameters`, and what both lack from config.json itself.
+    `rope_scaling` overrides `rope_parameters`; settings that both lack come from config.json
+    itself.
 
     Args:
       config: the config.json; collects keys and types that are not supported.
-      theta: the base where the file has none.
-      context_length: the longest context, which a scaling extends where it does not say another.
+      theta: the base if the file has none.
+      context_length: the longest context, which a scaling extends unless it has its own.
       types: the supported values of rope_type.
-      unsaid: the object where the file has neither.
+      unsaid: the object if the file has neither.
     """
     scaling, parameters = config.table("rope_scaling"), config.table("rope_parameters")
     if unsaid is not None and config.content.get("rope_parameters") is None:
@@ -168,7 +169,7 @@ def validate_type(config: ConfigFile, rope: Mapping[str, Any], types: tuple[str,
 
 
 def _table(kind: str) -> KeyTable:
-    """The keys of an object of one type; what other types have says nothing in it."""
+    """Return the keys of an object of one type; those of other types are ignored."""
     unread = Only((None,), reason=f"rope_type {kind!r} does not read it")
     return {
         **dict.fromkeys(_EVERY, unread),

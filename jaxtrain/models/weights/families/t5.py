@@ -32,7 +32,7 @@ def _attention(theirs: str, ours: str) -> Iterator[Name]:
 
 
 def _stack(stack: str, positions: str, *, gated: bool, crosses: bool) -> Iterator[Name]:
-    """All of the encoder's names, or of the decoder's."""
+    """Yield the encoder's names, or the decoder's."""
     block, ours = f"{stack}.block.{{L}}.layer", f"{stack}_layers"
     first = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     yield Name(first, f"{positions}_distances", "RN->RN")
@@ -62,7 +62,7 @@ def _names(model: T5) -> tuple[Name, ...]:
 
 
 def _read_scale(config: ConfigFile) -> dict[str, Any]:
-    """Files of transformers before 5 say it by the tie alone."""
+    """Files of transformers before 5 imply it by tied embeddings."""
     tied = config.flag("tie_word_embeddings", True)
     return {"scale_outputs": config.flag("scale_decoder_outputs", tied)}
 
@@ -74,7 +74,7 @@ _T5 = Family(
     model=T5,
     rows=(
         Row(config_keys.LANGUAGE),
-        # transformers scales none of an output matrix of its own.
+        # transformers does not scale with a separate output matrix.
         requires(lambda model: model.tie_embeddings or not model.scale_outputs),
         integer("vocab_size", "vocab_size"),
         integer("num_layers", "num_layers"),
@@ -122,7 +122,7 @@ _T5 = Family(
         "decoder.embed_tokens.weight": _EMBEDDING,
         "lm_head.weight": _EMBEDDING,
     },
-    # Of attention to the source, in the first files: nothing ever read it.
+    # Cross-attention bias in early files: never used.
     buffers=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )
 

@@ -2,7 +2,7 @@
 
 A layer [out, in] is three tensors there: `qweight` int32 [in, out / 8], `qzeros` int32
 [in / group, out / 8] and `scales` float16 [in / group, out]; its weight is (code - zero) scale. An
-int32 has the codes of 8 neighbours of out, in its least bits that of number 0, then of 2, 4, 6, 1,
+int32 has the codes of 8 neighbors along out, from the lowest bits those of numbers 0, 2, 4, 6, 1,
 3, 5 and 7.
 """
 
@@ -42,7 +42,7 @@ class AwqTensor:
     """The weight of a linear layer.
 
     Attributes:
-      codes, zeros, scales: the three tensors that it is made of.
+      codes, zeros, scales: its three tensors.
     """
 
     codes: Tensor
@@ -51,7 +51,7 @@ class AwqTensor:
 
     @property
     def dtype(self) -> str:
-        """What `open` gives, as safetensors write it."""
+        """Dtype of the tensor, as in safetensors."""
         return "F32"
 
     @property
@@ -72,10 +72,10 @@ class AwqTensor:
 
 
 def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | AwqTensor]:
-    """The same tensors, codes with their zeros and scales as one, called `weight`.
+    """Merge codes, zeros and scales into one tensor, called `weight`.
 
     Raises:
-      UserError: codes without zeros or scales, or of other shapes.
+      UserError: codes without zeros or scales, or of inconsistent shapes.
     """
     found: dict[str, Tensor | AwqTensor] = dict(stored)
     for name in [name for name in stored if name.endswith(f".{CODES}")]:

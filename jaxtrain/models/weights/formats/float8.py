@@ -1,7 +1,7 @@
 """Dequantization of block-scaled float8 weights (DeepSeek-V3) to float32.
 
 Section 3.3 of arXiv 2412.19437: a value of the file is e4m3 (arXiv 2209.05433) and represents
-itself times the scale of its block of 128 rows and 128 columns; the blocks at the ends are smaller.
+itself times the scale of its block of 128 rows and 128 columns; the last blocks may be smaller.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _DTYPE = "F8_E4M3"
 
 @dataclasses.dataclass(frozen=True)
 class Float8Tensor:
-    """A matrix in 8 bits.
+    """A matrix in float8.
 
     Attributes:
       codes: [rows, columns].
@@ -36,7 +36,7 @@ class Float8Tensor:
 
     @property
     def dtype(self) -> str:
-        """What `open` gives, as safetensors write it."""
+        """Dtype of the tensor, as in safetensors."""
         return "F32"
 
     @property
@@ -49,7 +49,7 @@ class Float8Tensor:
         rows, columns = self.block
         codes = np.memmap(self.codes.file, jnp.float8_e4m3fn, "r", self.codes.begin, self.shape)
         out = codes.astype(np.float32)
-        # A row of blocks at a time: the scales are never spread over a whole second matrix.
+        # One row of blocks at a time: the scales are never expanded to a whole second matrix.
         for number, scales in enumerate(self.scales.open().astype(np.float32)):
             out[number * rows :][:rows] *= np.repeat(scales, columns)[: out.shape[1]]
         return out
@@ -58,10 +58,10 @@ class Float8Tensor:
 def merge(
     stored: Mapping[str, Tensor], settings: Mapping[str, Any], *, where: str
 ) -> dict[str, Tensor | Float8Tensor]:
-    """The same tensors, matrices and their scales as one.
+    """Merge matrices with their scales.
 
     Args:
-      stored: what the files hold.
+      stored: the files' tensors.
       settings: config.json's quantization_config.
       where: the folder, for the message.
 

@@ -2,10 +2,10 @@
 
 A file is a header (magic, version, counts), key-value pairs, a row for each tensor, and their bytes
 from the next multiple of the alignment on. Queries and keys are stored in it with the two halves of
-each head interleaved, for another way of turning them; here they are put back.
+each head interleaved, for another rotary convention; here they are reordered.
 
 Types other than floats, Q8_0, Q4_0 and Q4_1 (Q4_K_M and its like) are dequantized by the package
-`gguf`, of jaxtrain[gguf]. Its `GGUFReader` is not used: it believes every count, so that a file of
+`gguf`, of jaxtrain[gguf]. Its `GGUFReader` is not used: it trusts every count, so that a file of
 73 bytes fills the memory (`tests/test_gguf_types.py`), and takes 20 times as long for a vocabulary.
 Source: the format's description in ggml, docs/gguf.md, and the blocks of ggml-quants.
 """
@@ -44,7 +44,8 @@ def _q8_0(block: np.ndarray) -> np.ndarray:
 
 
 def _nibbles(block: np.ndarray) -> np.ndarray:
-    """The first 16 numbers of a block are the low halves of its bytes, the others the high ones."""
+    """The first 16 elements of a block are the low halves of its bytes, the others the high
+    ones."""
     return np.concatenate([block["q"] & 15, block["q"] >> 4], axis=1).astype(np.float32)
 
 
@@ -62,7 +63,7 @@ def _plain(block: np.ndarray) -> np.ndarray:
 
 
 _Kind = tuple[np.dtype, int, Callable[[np.ndarray], np.ndarray]]
-# Number of a kind -> the form of a block, the numbers in it, and what gives them back.
+# Type id -> the dtype of a block, the elements in it, and the dequantizer.
 _KINDS: dict[int, _Kind] = {
     0: (np.dtype("<f4"), 1, _plain),
     1: (_HALF, 1, _plain),
@@ -75,7 +76,7 @@ _KINDS: dict[int, _Kind] = {
 
 @functools.cache
 def _kind(number: int) -> _Kind:
-    """Return a row as in `_KINDS`, from the package gguf where there is none.
+    """Return a row as in `_KINDS`, from the package gguf if there is none.
 
     Raises:
       ValueError: gguf cannot dequantize it either.
@@ -102,9 +103,9 @@ class GgufTensor:
     Attributes:
       file: the file.
       begin: its first byte, from the start of the file.
-      kind: how its numbers are kept, of ggml's types.
+      kind: its ggml type.
       shape: its shape, the contiguous dimension last.
-      heads: as many have their halves interleaved; 0: it has no heads.
+      heads: number of heads with interleaved halves; 0: it has no heads.
     """
 
     file: Path
@@ -115,7 +116,7 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """What `open` gives, as safetensors write it."""
+        """Dtype of the tensor, as in safetensors."""
         return "F32"
 
     def open(self) -> np.ndarray:
@@ -143,7 +144,7 @@ _IN_LAYER = {
 
 
 def _name(name: str) -> str:
-    """What a tensor is called in a Hugging Face folder; its own name where it is not known."""
+    """Return a tensor's name in a Hugging Face folder; its own name if unknown."""
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if found is not None and found[2] in _IN_LAYER:
         return f"model.layers.{found[1]}.{_IN_LAYER[found[2]]}.weight"
@@ -152,7 +153,7 @@ def _name(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, with what a `folder.Folder` gives.
+    """A GGUF file, with the interface of `folder.Folder`.
 
     Attributes:
       path: the file.
@@ -178,7 +179,7 @@ class GgufFile:
 
     @functools.cached_property
     def content(self) -> Mapping[str, Any]:
-        """What config.json would hold; UserError names what of the metadata is not supported."""
+        """The equivalent config.json; UserError names unsupported metadata."""
         metadata, tensors = self._read
         tied = "lm_head.weight" not in tensors
         return {
@@ -188,16 +189,16 @@ class GgufFile:
 
     @functools.cached_property
     def family_and_model(self) -> tuple[Family, Model]:
-        """The family and the sizes; UserError says what cannot be done here."""
+        """The family and the sizes; UserError for what is not supported."""
         return model_of(self.content, where=str(self.path))
 
     @property
     def read_otherwise(self) -> str | None:
-        """As of `folder.Folder`."""
+        """As in `folder.Folder`."""
         return read_otherwise(self._read[0])
 
     def tensors(self) -> dict[str, GgufTensor]:
-        """Every tensor by the name that it has in a Hugging Face folder."""
+        """Every tensor by its name in a Hugging Face folder."""
         heads = {
             "self_attn.q_proj": self.content["num_attention_heads"],
             "self_attn.k_proj": self.content["num_key_value_heads"],
@@ -210,13 +211,13 @@ class GgufFile:
         return found
 
     def extra_files(self) -> dict[str, bytes]:
-        """config.json, and the tokenizer and its chat template where they are known here."""
+        """config.json, and the tokenizer and its chat template if supported."""
         config = json.dumps(self.content, indent=2).encode()
         return {"config.json": config, **tokenizer_files(self._read[0], where=str(self.path))}
 
 
 class _Reader:
-    """Reads a file from its beginning to the tensors' bytes; all that it claims is checked."""
+    """Reads a file from its beginning to the tensors' bytes; all counts and sizes are checked."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream, self._size = file, stream, file.stat().st_size
@@ -262,7 +263,7 @@ class _Reader:
         if kind not in _SCALARS:
             raise ValueError(f"a value of kind {kind}")
         found = self._number(_SCALARS[kind])
-        # As it was written before it was narrowed: 1e-05, not 9.999999747378752e-06.
+        # The shortest decimal of the float32: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(found))) if kind == 6 else found
 
     def _row(self) -> tuple[str, tuple[int, ...], int, int]:

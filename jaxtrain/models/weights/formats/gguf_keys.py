@@ -84,7 +84,7 @@ _TOKENIZER: KeyTable = {
     **ignore_keys("the keys of tokenizer.ggml say the same", "tokenizer.huggingface.json"),
 }  # fmt: skip
 
-# The rest of a key behind the architecture's name.
+# The rest of a key after the architecture's name.
 _SIZES = (
     "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
     "attention.head_count", "attention.head_count_kv", "attention.key_length",
@@ -166,7 +166,7 @@ def key_in_table(key: str) -> str:
 
 
 def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[str, Any]:
-    """Return what config.json would hold.
+    """Return the equivalent config.json.
 
     Args:
       metadata: the key-value pairs of the file.
@@ -220,10 +220,10 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
 
 
 def read_otherwise(metadata: Mapping[str, Any]) -> str | None:
-    """Return why transformers' reading of a file is not llama.cpp's; None where it is.
+    """Return why transformers reads a file differently from llama.cpp; None if it does not.
 
-    Its `load_gguf_checkpoint` turns queries and keys back only where both counts of heads are
-    there, has the width of a head from the rotary positions, and knows no scaling of a Llama's.
+    Its `load_gguf_checkpoint` reorders queries and keys only if both counts of heads are
+    present, takes a head's width from the rotary positions, and ignores Llama's scaling.
     """
     own = {key.removeprefix(f"{ARCHITECTURE}."): value for key, value in metadata.items()}
     if own.get("attention.head_count_kv") is None:
@@ -239,7 +239,7 @@ def read_otherwise(metadata: Mapping[str, Any]) -> str | None:
 
 
 def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> int:
-    """A number that a file has once, or once per layer; the layers here are alike."""
+    """Read a number that a file has once, or once per layer; the layers here are alike."""
     value = config.content.get(key)
     if not isinstance(value, list):
         return config.integer(key, default)
@@ -250,7 +250,7 @@ def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> 
 
 
 def _rope_scaling(config: ConfigFile) -> dict[str, Any] | None:
-    """A factor without a type is linear, and 0 is none."""
+    """A factor without a type is linear, and 0 means none."""
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 0.0))
     kind = config.content.get("rope.scaling.type") or "linear"
     config.only("rope.scaling.type", ["none", "linear", "yarn"], default="linear")

@@ -1,6 +1,6 @@
 """GGUF tokenizer, converted to the files of a Hugging Face folder.
 
-Read are byte-level BPE tokenizers (`tokenizer.ggml.model` = 'gpt2') whose split into words is known
+Supported are byte-level BPE tokenizers (`tokenizer.ggml.model` = 'gpt2') with a pre-tokenizer known
 here (`tokenizer.ggml.pre`).
 """
 
@@ -11,25 +11,25 @@ from typing import Any
 from jaxtrain.config.errors import UserError
 
 _PREFIX = "tokenizer.ggml."
-# What splits a text before its words are, by llama.cpp's names, as tokenizer.json has it.
+# Pre-tokenizers by llama.cpp's names, in the form of tokenizer.json.
 _SPLITS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [],
     "smollm": [{"type": "Digits", "individual_digits": True}],
 }
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-# Kinds of tokens there.
+# Token types.
 _CONTROL, _USER_DEFINED = 3, 4
-# Names of the ids there -> what tokenizer_config.json calls the tokens.
+# Names of the ids -> names of the tokens in tokenizer_config.json.
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-# Each ends an answer: of a text, of a turn, of a message.
+# Ids that end an answer: end of text, of turn, of message.
 _ENDS = ("eos", "eot", "eom")
 
 
 def read_special_ids(metadata: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return what config.json says of special tokens; several ends are a list.
+    """Return config.json's entries for special tokens; several ends are a list.
 
     Raises:
-      UserError: an id is none of the file's tokens.
+      UserError: an id is not one of the file's tokens.
     """
     named = [_id(metadata, end, where=where) for end in _ENDS]
     ends = list(dict.fromkeys(one for one in named if one is not None))
@@ -40,14 +40,14 @@ def read_special_ids(metadata: Mapping[str, Any], *, where: str) -> dict[str, An
 
 
 def tokenizer_files(metadata: Mapping[str, Any], *, where: str) -> dict[str, bytes]:
-    """Return tokenizer.json and the files next to it; none of a tokenizer that is not read here.
+    """Return tokenizer.json and the files next to it; none for an unsupported tokenizer.
 
     Args:
       metadata: the key-value pairs of the file.
       where: the file, for messages.
 
     Raises:
-      UserError: the parts of the tokenizer do not fit together.
+      UserError: the parts of the tokenizer are inconsistent.
     """
     split = metadata.get(f"{_PREFIX}pre", "gpt-2")
     if metadata.get(f"{_PREFIX}model") != "gpt2" or split not in _SPLITS:
@@ -108,7 +108,7 @@ def _added_token(number: int, name: str, *, special: bool) -> dict[str, Any]:
 def _post_processor(
     special: Mapping[str, str], added: Mapping[str, bool], vocab: Mapping[str, int], *, where: str
 ) -> dict[str, Any] | None:
-    """What puts the beginning and the end of a text around it."""
+    """Post-processor that adds begin and end tokens around a text."""
     names = {token: special.get(f"{token}_token") for token, one in added.items() if one}
     if None in names.values():
         raise UserError(

@@ -1,8 +1,8 @@
 """Dequantization of MXFP4 weights (GPT-OSS) to bfloat16.
 
-MXFP4 (OCP Microscaling Formats 1.0, sections 5.2 and 6.3): 32 numbers of a row, two in a byte, the
-lower half of it first, share the scale 2^(s - 127). Each number has a sign, two bits of exponent
-and one of mantissa. bfloat16 holds every such number exactly.
+MXFP4 (OCP Microscaling Formats 1.0, sections 5.2 and 6.3): 32 elements of a row, two in a byte, the
+lower half of it first, share the scale 2^(s - 127). Each element has a sign, two bits of exponent
+and one of mantissa. bfloat16 represents them exactly.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Mxfp4Tensor:
 
     @property
     def dtype(self) -> str:
-        """What `open` gives, as safetensors write it."""
+        """Dtype of the tensor, as in safetensors."""
         return "BF16"
 
     @property
@@ -51,7 +51,7 @@ class Mxfp4Tensor:
             np.memmap(one.file, np.uint8, "r", one.begin, one.shape)
             for one in (self.blocks, self.scales)
         )
-        # One matrix at a time: the numbers are four times as large on their way in float32.
+        # One matrix at a time: the intermediate float32 values are four times as large.
         for numbers, halves, exponents in zip(out, blocks, scales, strict=True):
             scale = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)[..., None]
             numbers[..., 0::2] = _NUMBERS[halves & 15] * scale
@@ -60,7 +60,7 @@ class Mxfp4Tensor:
 
 
 def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Mxfp4Tensor]:
-    """The same tensors, blocks and their scales as one.
+    """Merge blocks with their scales.
 
     Raises:
       UserError: blocks without scales, or of other shapes.

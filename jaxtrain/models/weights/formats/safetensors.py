@@ -1,8 +1,8 @@
 """The safetensors format: read single tensors, write files.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
-begin and end of its bytes after the header), and the bytes. A header is data from elsewhere:
-whatever it claims is checked against the file before a byte is read.
+begin and end of its bytes after the header), and the bytes. A header is untrusted:
+it is checked against the file before any data is read.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-# Besides: the codes of quantized weights, and counts.
+# Also: the codes of quantized weights, and counts.
 _KNOWN = {**DTYPES, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8,
     "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "C64": 64,
 }  # fmt: skip
-_MOST_DIMENSIONS = 64  # as NumPy has it
+_MOST_DIMENSIONS = 64  # NumPy's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Tensor:
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """Its size in the file, in bytes."""
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
     def open(self) -> np.ndarray:
         """The tensor, memory-mapped: only the parts that are used are read.
 
-        The mapping ends with the last view of it, so that what was read does not stay in memory.
+        The mapping is released with its last view, so that read pages do not stay in memory.
         """
         if not math.prod(self.shape):
             return np.empty(self.shape, _KNOWN[self.dtype])
@@ -67,10 +67,10 @@ class Tensor:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name.
+    """Return the tensors of a file by name.
 
     Raises:
-      UserError: it is no safetensors file, or its header claims what cannot be.
+      UserError: it is not a safetensors file, or its header is invalid.
     """
     with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -125,16 +125,16 @@ def write(
     dtype: str | Mapping[str, str],
     tensors: Iterable[np.ndarray],
 ) -> None:
-    """Writes a file, one tensor after the other.
+    """Write a file, tensor by tensor.
 
     Args:
-      file: where to; none with this name is there.
+      file: the path, which does not exist yet.
       shapes: of each tensor, by name, in the order in which they come.
       dtype: of all of them, or of each by name; one of DTYPES, or I32, I64.
-      tensors: themselves, of any dtype of the kind; taken one at a time.
+      tensors: the arrays, of any dtype of the kind; consumed one at a time.
 
     Raises:
-      FullDiskError: there is no room; nothing is left of the file.
+      FullDiskError: there is no room; the file is removed.
     """
     dtypes = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -158,10 +158,10 @@ def write(
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number of a dtype that is written."""
+    """Bytes per element of a dtype."""
     return _KNOWN[dtype].itemsize
 
 
 def raw(tensor: np.ndarray) -> Any:
-    """The bytes of a tensor as a file has them, a buffer."""
+    """The bytes of a tensor in file order, as a buffer."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
