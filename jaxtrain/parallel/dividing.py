@@ -163,7 +163,7 @@ def _padding(size: int, tile: int) -> float:
 
 
 def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[str]:
-    """Yield a note for each array on more devices than the configuration says.
+    """Yield a note for each array that is replicated more than configured.
 
     Args:
       layout: how everything is sharded.

@@ -64,7 +64,7 @@ def gather(parameter: nnx.Param, groups: Groups | None = None) -> jax.Array:
 
     Args:
       parameter: the parameter.
-      groups: of its dimensions, which are transposed to this order and merged; None leaves them.
+      groups: of its dimensions, which are transposed to this order and merged; None is off.
         Only the first of a group may be split. Merged before it is gathered: each device moves its
         shard.
     """

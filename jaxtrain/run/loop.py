@@ -167,7 +167,7 @@ class Loop:
         Raises:
           Preempted: the run was asked to stop; the state is saved.
           BadStepError: a step's numbers are bad, and Guard.policy says to stop.
-          CorruptionError: devices disagree about what they should hold alike.
+          CorruptionError: devices disagree about replicated values.
           CheckpointError: a checkpoint cannot be written.
         """
         self._close_own_log()

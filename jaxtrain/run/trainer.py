@@ -401,7 +401,7 @@ class Trainer:
           UserError: there are too few steps to profile.
           Preempted: the run was asked to stop; the state is saved.
           BadStepError: a step's numbers are bad, and Guard.policy says to stop.
-          CorruptionError: devices disagree about what they should hold alike.
+          CorruptionError: devices disagree about replicated values.
           CheckpointError: a checkpoint cannot be written.
         """
         last = self.config.train.steps if steps is None else self.steps_done + steps

@@ -62,7 +62,7 @@ def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with these weights in all its replicas and stages; moments stay.
 
     Args:
-      step: whose state it is.
+      step: the step of this state.
       state: the state.
       given: as of `weights`, for every name.
 
@@ -81,7 +81,7 @@ def with_trained(step: Step, state: TrainState, given: Weights) -> TrainState:
     """The state with other values of all that is trained; the rest of it stays.
 
     Args:
-      step: whose state it is.
+      step: the step of this state.
       state: the state.
       given: arrays by name, of the right names, shapes and dtypes.
     """

@@ -19,13 +19,13 @@ Arrays = list[jax.Array]
 class CompiledStep:
     """A `Step` for `jax.jit`: compiled when it is first called, or `lower`ed.
 
-    A run calls it, a plan compiles it for devices that are not there, a profile names its
+    A run calls it, a plan compiles it for absent devices, a profile names its
     operations, and `verify` proves it. The parameters and moments of a TrainState are objects,
-    which Python takes apart before a step and makes anew after it, and whose metadata it compares:
-    longer than all the rest of giving a step to the devices (benchmarks/overhead.py). So what is
-    compiled takes the arrays alone.
+    which Python flattens before a step and rebuilds after it, and whose metadata it compares:
+    longer than the rest of dispatching a step (benchmarks/overhead.py). So the compiled
+    function takes the arrays alone.
 
-    All its methods are to be called with the step's layout active.
+    Call all methods with the step's layout active.
 
     Where a part of the state is offloaded to files, the compiled step takes the arrays in memory
     and leaves that part's update to the code `around` it.
@@ -33,15 +33,15 @@ class CompiledStep:
     Attributes:
       structure: of a TrainState of the step, whose arrays these are.
       options: of XLA, by name.
-      on_arrays: arrays, batch -> arrays, metrics; takes the arrays away from its caller. They go
-        out exactly as they came in, so that one compilation serves the whole run.
+      on_arrays: arrays, batch -> arrays, metrics; donates the arrays. Outputs are sharded
+        exactly like inputs, so that one compilation serves the whole run.
     """
 
     def __init__(self, step: Step, options: Mapping[str, str] | None = None) -> None:
         """Prepare the step for `jax.jit`; nothing is compiled yet.
 
         Args:
-          step: what is compiled.
+          step: the step to compile.
           options: of XLA, by name: `compilation.options_of_run`. None: XLA's own.
         """
         shapes = step.shapes()
@@ -107,7 +107,7 @@ class CompiledStep:
         compiled = {batch.inputs.shape: self.lower(batch).compile() for batch in batches}
 
         def of_its_shape(arrays: Arrays, batch: Batch) -> tuple[Any, ...]:
-            # A batch of your own of another length is compiled for when it comes.
+            # A user-provided batch of another length is compiled at its first use.
             return compiled.get(batch.inputs.shape, self._jitted)(arrays, batch)
 
         self.on_arrays = self.wrap(of_its_shape)
@@ -151,7 +151,7 @@ class Stepper:
     """A compiled train step, and the arrays of the state it steps on.
 
     Attributes:
-      train_step: arrays, batch -> arrays, metrics; takes the arrays away from its caller. To be
+      train_step: arrays, batch -> arrays, metrics; donates the arrays. To be
         called with the layout active.
     """
 
@@ -159,9 +159,9 @@ class Stepper:
         """Take over the state; nothing is compiled yet.
 
         Args:
-          step: what it takes.
+          step: the step.
           state: the state before the first step; the stepper's from now on.
-          corruption: how often `step_and_check` looks for it.
+          corruption: settings of `step_and_check`.
         """
         self._step, self._corruption = step, corruption
         self._arrays = jax.tree.leaves(state)
@@ -195,7 +195,7 @@ class Stepper:
         """Run step `step`; where it is due, check for silent data corruption.
 
         Raises:
-          CorruptionError: devices disagree about what they should hold alike.
+          CorruptionError: devices disagree about replicated values.
         """
         replay, compare = self._corruption.replay_every, self._corruption.compare_replicas_every
         with jax.profiler.StepTraceAnnotation("train", step_num=step):

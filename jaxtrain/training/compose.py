@@ -25,7 +25,7 @@ from jaxtrain.training.transforms import biases, speed_of
 if TYPE_CHECKING:
     from jaxtrain.nn.matmul.grouped import Grouped
 
-# What needs all gradients at once, and what updates each parameter on its own.
+# Transformations of all gradients together, and of each parameter separately.
 _Parts = tuple[list[optax.GradientTransformation], list[optax.GradientTransformation]]
 
 
@@ -33,13 +33,13 @@ def compose(config: Config, layout: Layout, workdir: Path | None = None) -> Step
     """Return the train step of a configuration on a layout.
 
     Accumulation, pipelines, adapters, freezing and unfreezing are fields of its setup: they are
-    inside of the gradient. All else is a transform, which is left out where its setting is at its
+    inside of the gradient. All else is a transform, omitted if its setting is at its
     default. 'auto' is resolved for the layout's devices, or for this process's where it has none.
 
     Args:
       config: the configuration.
       layout: from `layouts`.
-      workdir: where the files of what is offloaded to disks are; None: in a temporary folder.
+      workdir: folder of files of offloaded state; None: a temporary folder.
     """
     if config.attention.kernel == "auto":
         config = resolve_config(config, platform_of(layout.mesh))
@@ -54,31 +54,31 @@ def compose(config: Config, layout: Layout, workdir: Path | None = None) -> Step
 def _transforms(
     config: Config, parts: _Parts, workdir: Path | None
 ) -> list[tuple[Any, Callable[[], Transform]]]:
-    """Whether each transform applies, and what makes it, from the innermost on. Each sees the
-    gradient and the update of those before it."""
+    """Yield whether each transform applies, and its constructor, from the innermost on. Each sees
+    the gradient and the update of those before it."""
     optimizer, exchange, offload = config.optimizer, config.exchange, config.offload
     every, radius = config.train.noise_scale_every, optimizer.sharpness_radius
     speed = speed_of(config.train.model)
     judges = config.guard.in_step or config.precision.loss_scale == "dynamic"
     return [
-        # At the parameters themselves, as the next one brings them to the devices.
+        # At the parameters themselves, which the next one moves to the devices.
         (hasattr(optimizer.rule, "curvature"), lambda: _estimate_curvature(config)),
-        # All after these two see a step on the devices.
+        # All later ones see a step on the devices.
         (offload != Offload(), lambda: _offload_to_host(offload)),
         (offload.optimizer_state == "disk", lambda: _offload_to_disk(parts, workdir)),
-        # An update that the guard decides on too.
+        # An update that the guard judges too.
         (speed is not None, lambda: _balance_experts(speed)),
-        # Several gradients of all before, at the master parameters.
+        # Takes several gradients, at the master parameters.
         (radius, lambda: _minimize_sharpness(radius)),
         (every, lambda: _measure_noise(every)),
-        # Judges, once, the gradient that the update is taken with.
+        # Judges the gradient of the update, once.
         (judges, lambda: _guard_update(config.guard)),
-        # Each replica takes such a step, or such a gradient, on its own.
+        # Each replica takes its own step or gradient.
         (exchange.method != "synchronous", lambda: _exchange_with(exchange)),
     ]
 
 
-# A run imports the transforms that it takes.
+# Imported here: a run needs few transforms.
 
 
 def _estimate_curvature(config: Config) -> Transform:

@@ -1,8 +1,8 @@
 """Silent data corruption: compare replicas, and repeat steps.
 
-A device that computes wrongly without saying so leaves two traces. Devices that hold the same shard
-of an array no longer hold the same bits, because every one of them updates its own copy; and the
-same step taken again from the same state has another result. Large runs have met both (Llama 3,
+A device that silently computes wrong values leaves two traces. Devices with the same shard
+of an array no longer have the same bits, because every one of them updates its own copy; and the
+same step repeated from the same state has another result. Large runs have observed both (Llama 3,
 arXiv 2407.21783, section 3.3.4, counts 6 of 419 interruptions; Gemini, arXiv 2312.11805, section 4,
 replays steps to find such devices). The first costs one pass over the state, the second a step and
 a copy of the state; neither changes the program of an ordinary step.
@@ -41,10 +41,10 @@ class Corruption:
     """Checks of the devices for silent data corruption; periods in optimizer steps, 0 is never.
 
     Attributes:
-      replay_every: every so often a step is taken twice and the results compared: the time of a
+      replay_every: steps between two steps that are repeated and compared: costs the time of a
         step, and a second copy of the state in device memory.
-      compare_replicas_every: every so often devices that hold the same part of the state compare
-        its bits: the time of reading the state once. Finds nothing in what only one device holds.
+      compare_replicas_every: steps between two comparisons of devices that hold the same part of
+        the state: costs reading the state once. Does not cover what only one device holds.
     """
 
     replay_every: int = 0
@@ -78,9 +78,9 @@ class Difference:
 
     Attributes:
       leaf: its name in the state.
-      devices: ids of the devices that hold other bits than most; where there is no majority, of all
-        that should hold the same.
-      majority: whether the other devices are more.
+      devices: ids of the devices that differ from the majority; without a majority, of all
+        devices with a copy.
+      majority: whether there is a majority.
     """
 
     leaf: str
@@ -109,7 +109,7 @@ def replicated_fraction(state: Any) -> float:
 def compare_replicas(state: Any, step: int) -> None:
     """Compare the bits of all devices that hold the same part of a state.
 
-    Every process has to call it at the same step, and every one comes to the same result.
+    Every process has to call it at the same step, and gets the same result.
 
     Args:
       state: a tree of arrays on one mesh.
@@ -151,7 +151,7 @@ def differing_replicas(state: Any) -> list[Difference]:
 
 
 def replica_digests(state: Any) -> jax.Array:
-    """Return a digest of each device's own shard of each array; no copy on another device is used.
+    """Return a digest of each device's own shard of each array, never of another device's copy.
 
     One change of any single element changes the number (see `_digest`).
 
@@ -171,7 +171,7 @@ def _digests(leaves: list[jax.Array], mesh: jax.sharding.Mesh, specs: tuple[P, .
     def of_one(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_digest(x) for x in shards])[None]
 
-    # Manual over all axes: the compiler may not take one copy for the other.
+    # Manual over all axes: the compiler must not substitute one copy for another.
     of_all = jax.shard_map(
         of_one, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=False
     )
@@ -179,10 +179,10 @@ def _digests(leaves: list[jax.Array], mesh: jax.sharding.Mesh, specs: tuple[P, .
 
 
 def _digest(x: jax.Array) -> jax.Array:
-    """Return the sum, modulo 2**32, of the elements' bits times an odd number drawn from each
+    """Return the sum, modulo 2**32, of the elements' bits times an odd number derived from each
     position.
 
-    An odd factor has an inverse modulo 2**32: no change of a single element goes unseen.
+    An odd factor has an inverse modulo 2**32: any change of a single element is detected.
     """
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
@@ -202,9 +202,9 @@ def replay_step(
     """Run a step twice, from the state and from a copy of it, and compare all bits.
 
     The copy and the first result are in device memory together: twice the state. Both times the
-    run's own compiled step is called: nothing is compiled for it, and both states are donated.
+    run's own compiled step is called: nothing else is compiled, and both states are donated.
     The step has to be a function of its arguments: on GPUs some operations add in any order, and
-    two results differ without anybody's fault, unless XLA_FLAGS has --xla_gpu_deterministic_ops.
+    results differ without an error, unless XLA_FLAGS has --xla_gpu_deterministic_ops.
 
     Args:
       train_step: the compiled step, which donates the state.
@@ -220,7 +220,7 @@ def replay_step(
     """
     copy = jax.device_put(state, jax.tree.map(lambda x: x.sharding, state), may_alias=False)
     after, metrics = train_step(state, batch)
-    # Taken one after the other: two steps in flight would need the memory of both.
+    # In sequence: two steps in flight would need the memory of both.
     first_KL = np.asarray(jax.device_get(replica_digests(after)))
     again, _ = train_step(copy, batch)
     second_KL = np.asarray(jax.device_get(replica_digests(again)))

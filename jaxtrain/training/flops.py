@@ -1,4 +1,4 @@
-"""Floating-point operations of a configuration's step, as the mathematics needs them."""
+"""Model FLOPs of a configuration's step."""
 
 import math
 
@@ -16,11 +16,11 @@ from jaxtrain.training.setup import parameter_shapes
 
 
 def flops_per_step(config: Config) -> float:
-    """Return the FLOPs of a step by the model's mathematics: 6 N a token and causal attention,
+    """Return the model FLOPs of a step: 6 N per token and causal attention,
     without recomputation (arXiv 2204.02311, appendix B).
 
     A frozen weight of a model that reads tokens needs 4 N: it has no gradient. The backward pass
-    that nothing before the first trained weight needs is not taken off.
+    before the first trained weight, which is not needed, is counted all the same.
     """
     train = config.train
     example = example_shape(train.data.abstract_batch(1))
@@ -37,7 +37,7 @@ def flops_per_step(config: Config) -> float:
 
 
 def _count_frozen(model: Model, tuning: Tuning) -> float:
-    """Return the number of frozen weights that a token is multiplied with; of experts, those that
+    """Return the number of frozen weights used per token; of experts, those that
     it is routed to.
     """
     shapes = parameter_shapes(model.build)

@@ -1,7 +1,7 @@
 """Bad steps: loss scaling, non-finite and spiking losses, skip or rewind.
 
-A step is bad where its loss or its gradient's norm is not finite, or rises out of what the last
-good steps were like. Both are scalars that the step has anyway and that all devices have alike, so
+A step is bad if its loss or its gradient's norm is not finite, or is a spike compared with the last
+good steps. Both are scalars that every step computes and that are equal on all devices, so
 the verdict costs no communication and is the same everywhere. Dynamic loss scaling is part of it:
 one mechanism keeps the old state, whatever the reason.
 """
@@ -18,8 +18,8 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.training.objectives.losses import Sums
 
 # Dynamic loss scaling (arXiv 1710.03740, section 3.2). Below the smallest scale there is nothing to
-# win: a gradient that overflows unscaled is a bad step, not a scale too large. Above the largest
-# one float16 (65,504 = 2^16) only overflows.
+# gain: a gradient that overflows unscaled is a bad step, not a scale that is too large. Above the
+# largest one float16 (65,504 = 2^16) only overflows.
 FIRST_LOSS_SCALE, GOOD_STEPS_TO_DOUBLE = 2.0**15, 1000
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 1.0, 2.0**24
 
@@ -30,17 +30,17 @@ class Guard:
     """Reaction to a bad step: a loss or a gradient norm that is not finite, or a spike.
 
     Attributes:
-      policy: 'stop' ends the run; 'skip' leaves the update out, the state bit for bit as it was,
-        and goes on with the next batch; 'rewind' goes back to an earlier checkpoint and skips
+      policy: 'stop' ends the run; 'skip' omits the update, leaving the state bit for bit unchanged,
+        and continues with the next batch; 'rewind' goes back to an earlier checkpoint and skips
         the batches around the bad one (PaLM, arXiv 2204.02311, section 5.1).
       spike_sigma: a loss or gradient norm above the mean of the last good steps by more than this
-        many of their standard deviations is bad too; None: only numbers that are not finite are.
-      window: how many good steps that mean is taken over; spikes are looked for once half of them
+        many of their standard deviations is bad too; None: only non-finite values are.
+      window: number of good steps of that mean; spikes are detected once half of them
         are there.
-      rewind_steps: how many steps before the bad one 'rewind' goes back to, at least.
-      skip_batches: how many batches 'rewind' skips from there, the bad one among them.
-      max_bad_steps: the run stops at that many bad steps in a row, or, with 'rewind', where it
-        would go back more often than that without getting past the bad step.
+      rewind_steps: minimum number of steps that 'rewind' goes back.
+      skip_batches: number of batches that 'rewind' skips from there, including the bad one.
+      max_bad_steps: the run stops after this many consecutive bad steps, or, with 'rewind', if it
+        would go back more often than that without passing the bad step.
     """
 
     policy: Literal["stop", "skip", "rewind"] = "stop"
@@ -140,7 +140,7 @@ class History:
 
         Args:
           values: `losses` or `grad_norms`.
-          settings: how many deviations, and how few steps are too few.
+          settings: number of deviations, and minimum number of steps.
         """
         assert settings.spike_sigma is not None, "a history, but no spikes to look for"
         filled = jnp.arange(settings.window) < self.count
@@ -157,11 +157,11 @@ class Verdict:
 
     Attributes:
       good: bool scalar: whether the update counts.
-      history: what is remembered from now on; () where nothing is.
-      loss_scale: the scale and its good steps from now on, float32 [2].
-      metrics: what the step has to say of it: `bad` (0 or 1); with spikes looked for
+      history: the new history; () if unused.
+      loss_scale: the new scale and its good steps, float32 [2].
+      metrics: `bad` (0 or 1); with spike detection
         `loss_threshold` and `grad_norm_threshold`; with a dynamic scale `loss_scale` and `skipped`
-        (1 where a gradient overflowed at a scale that can be lowered, which is not bad).
+        (1 if a gradient overflowed at a scale that can be lowered, which is not bad).
     """
 
     good: jax.Array
@@ -181,10 +181,10 @@ def judge(
     """Judge a step by its metrics `loss` and `grad_norm`, both unscaled.
 
     Args:
-      settings: what is bad.
+      settings: the guard's.
       metrics: the step's.
-      history: of the good steps before; () unless spikes are looked for.
-      loss_scale: what the loss was multiplied by, and good steps since it last changed.
+      history: of the previous good steps; () without spike detection.
+      loss_scale: the loss scale, and good steps since it last changed.
       dynamic: whether an overflow halves that scale.
     """
     loss, grad_norm = metrics["loss"], metrics["grad_norm"]
@@ -193,7 +193,7 @@ def judge(
     overflow = jnp.zeros_like(good)
     more: Sums = {}
     if dynamic:
-        # The loss itself is not scaled: where it is not finite, no scale will help.
+        # The loss itself is not scaled: if it is not finite, no scale helps.
         overflow = finite_loss & ~good & (loss_scale[0] > SMALLEST_LOSS_SCALE)
         more |= {"loss_scale": loss_scale[0], "skipped": overflow.astype(jnp.float32)}
     if isinstance(history, History):
@@ -254,9 +254,9 @@ class BadStepError(FloatingPointError):
 
         Args:
           step: the bad step.
-          why: what `what_is_bad` says of it.
-          policy: the policy that the run was under.
-          in_a_row: bad steps (rewinds, under 'rewind') since the last good one, this one included.
+          why: from `what_is_bad`.
+          policy: the guard's policy.
+          in_a_row: bad steps (rewinds, with 'rewind') since the last good one, this one included.
         """
         way_out = (
             "lower Optimizer.learning_rate, lengthen Schedule.warmup_steps or set "
@@ -290,7 +290,7 @@ class Rewinds:
         """Return the step to go back to; the checkpoint restored is this one or an earlier one.
 
         Raises:
-          BadStepError: it went back too often without getting past the bad step.
+          BadStepError: it went back too often without passing the bad step.
         """
         self._count = self._count + 1 if rewind.step <= self._farthest else 1
         self._farthest = max(self._farthest, rewind.step)

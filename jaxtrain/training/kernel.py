@@ -13,8 +13,8 @@ def resolve_kernel(config: Config, platform: str) -> Choice | None:
     a model without attention.
 
     Args:
-      config: the configuration; a Mesh.context of -1 counts as one that splits sequences.
-      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu': of the devices that it is for.
+      config: the configuration; a Mesh.context of -1 is treated as splitting sequences.
+      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu': of the target devices.
     """
     request = kernel_request(config, platform)
     if request is None:
@@ -27,8 +27,8 @@ def kernel_request(config: Config, platform: str) -> Request | None:
     """Return the requirements of a configuration's model on an attention kernel; None without
     attention over text.
 
-    Of pairs it is the target's attention to the source: a kernel that can do that without a causal
-    mask can do theirs to themselves.
+    For pairs it is the cross-attention: a kernel that supports that without a causal
+    mask also supports self-attention.
     """
     model, batch = config.train.model, config.train.data.abstract_batch(1)
     attention = model.attention
@@ -54,7 +54,7 @@ def kernel_request(config: Config, platform: str) -> Request | None:
 
 
 def resolve_config(config: Config, platform: str) -> Config:
-    """Return the configuration with the kernel that runs in place of 'auto'."""
+    """Return the configuration with 'auto' replaced by the chosen kernel."""
     if config.attention.kernel != "auto":
         return config
     choice = resolve_kernel(config, platform)

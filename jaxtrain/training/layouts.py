@@ -1,8 +1,8 @@
 """Layout of a configuration: on devices, or on an abstract mesh; batches filled up to it.
 
 A filled batch has rows past its last that have zero weight: the last row again, with a loss mask
-of 0 and of no document. Losses, gradients and router statistics are those of the rows before
-them; the work on them is idle.
+of 0 and no document. Losses, gradients and router statistics are those of the other rows;
+the work on them is wasted.
 """
 
 import dataclasses
@@ -58,8 +58,8 @@ def layout(config: Config, devices: Sequence[jax.Device] | None = None) -> Layou
 def shared_mesh(config: Config, device_count: int) -> Mesh:
     """Return the mesh with `fsdp` as large as all sizes allow, and the rest in `data`.
 
-    Shards are shared by 16 of 48 devices where embed_dim is 2048, and there are 3 copies of each:
-    exactly what Mesh.data=3 and Mesh.fsdp=16 are. Where nothing divides, or where `data` means more
+    With embed_dim 2048 on 48 devices there are 16 shards and 3 copies of each:
+    exactly Mesh.data=3 and Mesh.fsdp=16. If nothing divides, or if `data` means more
     than copies (replicas of an exchange, slices), it is unchanged.
 
     Raises:
@@ -77,8 +77,8 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
-    """Return notes on arrays on more devices than the configuration says, on zero-weight rows, and
-    on experts that multiply more rows than their own.
+    """Return notes on arrays that are replicated more than configured, on zero-weight rows, and
+    on experts that multiply more rows than assigned.
     """
     sizes, model = config.mesh.sizes(layout.mesh.size), config.train.model
     found = [*dividing.notes(layout, sizes, model), *notes_of_filling(config, layout)]
@@ -107,15 +107,15 @@ def _notes_of_masters(config: Config, layout: Layout) -> list[str]:
 def shapes_of(model: Model) -> nnx.State:
     """Return the shapes of a model's parameters; no array is made.
 
-    Made once of a model: a search asks for thousands of layouts of one.
+    Cached per model: a search needs them for thousands of layouts.
     """
     return parameter_shapes(model.build)
 
 
 def _keeps_plainly(config: Config) -> bool:
-    """Whether all that is kept of a parameter is of its own shape, on the devices of its shards.
+    """Whether all state of a parameter has its shape and sharding.
 
-    Blocks of eight or four bits, factored moments and preconditioners are of sizes and layouts of
+    8-bit and 4-bit blocks, factored moments and preconditioners have sizes and layouts of
     their own, as adapters, what replicas exchange and what is in a host's memory.
     """
     if config.finetune.lora_rank is not None or config.exchange.method != "synchronous":
@@ -218,13 +218,13 @@ def notes_of_filling(config: Config, layout: Layout) -> Iterator[str]:
 def validate_batch(
     settings: Train, layout: Layout | None, *, microbatches: int, exchange: str
 ) -> Iterator[str]:
-    """Yield an error message if the batch does not divide and may not or cannot be filled.
+    """Yield an error message if the batch does not divide and cannot be filled.
 
     Args:
       settings: the batch and its accumulation.
-      layout: over how many devices the batch is split; None: that is not known.
+      layout: determines how many devices split the batch; None: unknown.
       microbatches: of a pipeline.
-      exchange: the method by which replicas agree.
+      exchange: the exchange method.
     """
     batch, accumulation = settings.global_batch_size, settings.accumulation
     devices = 1 if layout is None else layout.batch_devices()
@@ -269,7 +269,7 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
         )
 
 
-@functools.lru_cache(maxsize=16)  # a search asks it of thousands of layouts of one model
+@functools.lru_cache(maxsize=16)  # a search calls it for thousands of layouts of one model
 def _has_statistics(model: Model) -> bool:
     module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
     return bool(jax.tree.leaves(nnx.state(module, Statistic)))

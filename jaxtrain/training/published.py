@@ -1,7 +1,7 @@
-"""Configuration of a published model: `hf:DIR` in place of a .gin file.
+"""Configuration of a published model: `hf:DIR` instead of a .gin file.
 
 Its sizes are those of DIR's config.json and its first parameters DIR's; everything else is a
-starting point for fine-tuning, to be bound otherwise as anything. Without a tokenizer.json its data
+starting point for fine-tuning and can be overridden. Without a tokenizer.json its data
 are random tokens, until a source and a tokenizer are bound.
 """
 
@@ -25,14 +25,14 @@ from jaxtrain.models.weights.preprocessor import image_settings
 from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
-_USUAL_SIDE = 224  # of ImageNet's, where nothing is said
+_USUAL_SIDE = 224  # ImageNet's, as the default
 
 
 def config_text(name: str) -> str:
     """Return the gin text for the Hugging Face folder or GGUF file of `hf:DIR`.
 
     Raises:
-      UserError: there is no such folder, or its config.json asks for what is not done here.
+      UserError: there is no such folder, or its config.json has unsupported settings.
     """
     source = open_published(name.removeprefix(HUGGING_FACE), named=HUGGING_FACE)
     return "\n".join(_lines(source)) + "\n"
@@ -45,7 +45,7 @@ def _lines(source: Published) -> Iterator[str]:
     for field in dataclasses.fields(model):
         yield f"{kind}.{field.name} = {getattr(model, field.name)!r}"
     yield f"Train.start_from = {str(source.path)!r}"
-    # A learning rate of a tenth of pretraining's.
+    # A tenth of the pretraining learning rate.
     yield "Train.steps = 1000"
     yield "Train.global_batch_size = 8"
     yield "Optimizer.learning_rate = 2e-5"
@@ -99,12 +99,12 @@ def _text(source: Published, published: Model) -> Iterator[str]:
     has_tokenizer = (source.path / TOKENIZER).is_file()
     if has_tokenizer:
         yield f"TextData.tokenizer = {str(source.path / TOKENIZER)!r}"
-    # Bytes would be other tokens than those that it was trained on; an encoder of sentences is used
-    # as it is, and its vocabulary may have no room for a mask's token.
+    # Bytes would differ from its training tokens; a sentence encoder is used
+    # unchanged, and its vocabulary may have no room for a mask token.
     if not has_tokenizer or pooling_of(model) is not None:
         yield "TextData.source = 'synthetic'"
         yield f"TextData.synthetic_vocab_size = {model.vocab_size - reserved_tokens(model)}"
-    # A row is as long as the usual fine-tuning's, or as what the encoder was trained on.
+    # Rows have the usual length for fine-tuning, or the encoder's training length.
     longest = _read_json(source, SENTENCES).get("max_seq_length")
     usual = longest if isinstance(longest, int) and longest > 0 else 1024
     yield f"TextData.sequence_length = {min(model.context_length, usual)}"

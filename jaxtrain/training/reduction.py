@@ -1,10 +1,11 @@
 """Local gradient accumulation: gradients are summed over the mesh once per step.
 
 A device's gradient of its own rows, and of its own positions in them, is summed over microbatches
-without a word to the others along `data`, `expert` and `context` (and along `fsdp`, where that axis
-shards no gradient). One exchange follows: an all-reduce, or, where a device updates a shard alone,
-a reduce-scatter along `fsdp` and an all-reduce of the shard along the others (arXiv 1910.02054,
-section 7). What an axis splits, as `expert` the experts, is not summed over it.
+without communication along `data`, `expert` and `context` (and along `fsdp`, if that axis
+does not shard gradients). One exchange follows: an all-reduce, or, if a device updates only a
+shard, a reduce-scatter along `fsdp` and an all-reduce of the shard along the others (arXiv
+1910.02054, section 7). Parameters that an axis splits, such as experts along `expert`, are not
+summed over it.
 """
 
 import dataclasses
@@ -40,19 +41,19 @@ def reduce_once_axes(layout: Layout, passes: int) -> tuple[str, ...]:
     """Return the mesh axes over which gradients are reduced once per step; others of the batch,
     once a pass.
 
-    Of one pass these are none where a whole gradient is all-reduced, which overlaps each layer's
-    the backward pass of the layer before. Left to the compiler, a gradient that is scattered along
-    one axis and summed along another is summed whole over both.
+    With one pass there are none if a whole gradient is all-reduced, which overlaps
+    with the backward pass of the previous layer. Left to the compiler, a gradient that is scattered
+    along one axis and summed along another is all-reduced over both.
 
     Args:
       layout: the step's.
       passes: forward and backward passes in a step: microbatches.
     """
     if "data" in layout.manual:
-        return ()  # replicas that agree in another way: see `Exchange`
+        return ()  # replicas with their own exchange: see `Exchange`
     of_batch = [name for part in layout.activation(("batch", "length")) for name in parts_of(part)]
-    # A grid's rows of devices have rows of the batch too: their products sum over them. Several
-    # grids are as replicas.
+    # A grid's rows of devices split the batch too: their matmuls sum over them. Several
+    # grids are like replicas.
     replicas = (
         "data",
         "expert",
@@ -75,8 +76,8 @@ def local_gradients(
       layout: the step's.
       of_rows: (layout, rows, *arguments) -> gradients, sums and statistics of these rows alone; the
         statistics are those of the whole batch (see `sharding.mean_over_batch`).
-      batch: the global batch, laid out over the mesh as activations are.
-      arguments: pytrees of arrays that all devices along the axes have alike, or a part of each:
+      batch: the global batch, sharded like activations.
+      arguments: pytrees of arrays that are replicated along the axes, or split:
         first the parameters, trained and frozen, then the statistics.
     """
 
@@ -113,7 +114,8 @@ def _summed_axes(axes: tuple[str, ...], layout: Layout, names: tuple[str, ...]) 
 
 
 def _rows_of_devices(axes: tuple[str, ...], layout: Layout, batch: Batch) -> Batch:
-    """Return the batch [k, rows, ...], with k split over the axes that split rows; no row moves."""
+    """Return the batch [k, rows, ...], with k split over the axes that split rows; rows are not
+    moved."""
     over = parts_of(layout.activation(("batch",))[0])
     outer, inner = without(over, set(over) - set(axes)), without(over, axes)
     order = [over.index(axis) for axis in (*parts_of(outer), *parts_of(inner))]
@@ -139,8 +141,8 @@ def sum_gradients(axes: tuple[str, ...], layout: Layout, grads: nnx.State) -> nn
       grads: from `local_gradients`: [k, ...], k split over the axes.
 
     Returns:
-      Gradients laid out as the moments are, but for dimensions that other axes split too: fsdp
-      comes after those.
+      Gradients sharded like the moments, except dimensions that other axes split too: fsdp
+      is inner there.
     """
     leaves, structure = jax.tree.flatten(grads, is_leaf=is_variable)
     given = [_of_device(axes, layout, logical_axes(v)) for v in leaves]

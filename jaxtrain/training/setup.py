@@ -176,17 +176,17 @@ class Setup:
       objective: what the model is trained to do.
       optimizer: the optax transformation.
       schedule: steps taken -> learning rate, for the metrics.
-      layout: the mesh, and where each array is on it.
+      layout: the mesh, and how each array is sharded.
       precision: dtypes and loss scaling.
       loss: the loss's settings.
-      execution: how the model's mathematics is run.
+      execution: kernels, precision and dropout.
       accumulation: microbatches in one optimizer step.
-      pipeline: how microbatches go through the stages, where the mesh has more than one.
-      seed: of what training draws in its steps, as dropout does.
+      pipeline: the schedule, if the mesh has stages.
+      seed: of random numbers in training steps, such as dropout.
       tuning: which parameters are trained.
-      unfreezing: which of these wait, and for what step; the optimizer knows of it too.
+      unfreezing: when frozen parameters are unfrozen; used by the optimizer too.
       targets: what gradients are taken with respect to.
-      storage: where parameters are between steps.
+      storage: how parameters are stored between steps.
       apply: setup, state, gradients, good, extra -> `Applied`: as in `apply_on_devices`.
     """
 
@@ -241,7 +241,7 @@ class Setup:
         """Raise UserError with all reasons why a user-provided batch cannot be trained on.
 
         Args:
-          batch: the global batch. Arrays on devices are looked at for shape and dtype alone.
+          batch: the global batch. Only shape and dtype of arrays on devices are checked.
           model: the model's settings.
         """
         found = list(self.objective.validate(batch, model, self.loss, self.layout))
@@ -273,13 +273,13 @@ class Setup:
         Args:
           state: the state.
           batch: the global batch, or the rows of it that are one replica's.
-          counts: what the sums are divided by, as `Objective.counts` has them; None: this batch's.
+          counts: denominators of the sums, from `Objective.counts`; None: this batch's.
         """
         self.layout.check_active()
         counts = self.objective.counts(batch) if counts is None else counts
         batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
         # Counts are known before the first microbatch, so each contributes its share of the MEAN
-        # gradient: nothing is summed at a scale that a 16-bit gradient could not hold.
+        # gradient: no sum exceeds the range of a 16-bit gradient.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
         weights = to_compute(state.weights, self.precision.compute)
@@ -298,7 +298,7 @@ class Setup:
     def _of_batch(
         self, layout: Layout, batch: Batch, *arguments: Any
     ) -> tuple[nnx.State, Sums, nnx.State]:
-        """Return what `_of_rows` gives, for all devices that sum their gradients once."""
+        """Return the results of `_of_rows`, for all devices that sum their gradients once."""
         axes = () if self.tuning.splits_more(layout) else reduce_once_axes(layout, self.passes)
         if not axes:
             grads, sums, statistics = self._of_rows(layout, batch, *arguments)
@@ -319,14 +319,14 @@ class Setup:
         """Return the gradients and sums over all microbatches of these rows, and the new
         statistics.
 
-        Gradients of several microbatches are in Precision.gradients, one's as they are computed.
+        Gradients of several microbatches are in Precision.gradients, of one in the compute dtype.
 
         Args:
-          layout: where everything goes, these rows being all that it knows of.
+          layout: how everything is sharded, for these rows alone.
           batch: the rows.
           weights: the parameters in the compute dtype.
           statistics: the running statistics.
-          scales: for each count of the objective, what the sums over it are multiplied by.
+          scales: for each count of the objective, the factor of its sums.
           step: optimizer steps taken.
         """
         setup = self.replace(layout=layout)
@@ -365,14 +365,14 @@ class Setup:
         """Run the forward pass: return the objective's sums over a batch, and the new running
         statistics.
 
-        Of a whole model; through the stages of a pipeline goes `_through_stages`.
+        For a whole model; see `_through_stages` for pipelines.
 
         Args:
-          params: in the dtype to compute with.
+          params: in the compute dtype.
           statistics: the running statistics.
           batch: all rows, or a microbatch of them.
-          train: turns on what only training does.
-          step: whose random numbers are drawn, where rows are numbered; None draws none.
+          train: whether in training mode.
+          step: seeds random numbers, if rows are numbered; None: no random numbers.
         """
         model, execution = nnx.merge(self._graphdef(), params, statistics), self.execution
         if step is not None and batch.rows is not None:
@@ -383,9 +383,7 @@ class Setup:
     def _through_stages(
         self, weights: Weights, of: nnx.State, batch: Batch, scales: Sums, step: jax.Array | None
     ) -> tuple[nnx.State, Sums]:
-        """Return gradients and sums of a batch that goes through the pipeline in microbatches.
-
-        Without a step number it is evaluated.
+        """Return gradients and sums of a batch that is pipelined in microbatches.
 
         Without a step number it is evaluated.
         """
@@ -416,8 +414,6 @@ class Setup:
         respect to.
 
         `of` is like the trained parameters; None: no gradient is taken.
-
-        `of` is like the trained parameters; None: no gradient is taken.
         """
         trained, frozen = weights
         if of is not None:
@@ -433,7 +429,7 @@ class Setup:
         """Add a held-out batch's sums and counts to `total`, by the objective's names.
 
         The total passes through every batch, so that one batch runs after the other: programs
-        that do not depend on each other starve simulated devices of threads while they wait in
+        that are independent starve simulated devices of threads while they wait in
         reductions.
         """
         self.layout.check_active()
@@ -453,7 +449,7 @@ class Setup:
         return {**sums, **self.objective.counts(batch)}
 
     def no_sums(self, state: TrainState, batch: Batch) -> Sums:
-        """Return zeros in the form of `eval_step`'s sums, on every device."""
+        """Return zeros with the structure of `eval_step`'s sums, on every device."""
         with self.layout.active():
             shapes = jax.eval_shape(self._heldout_sums, state.weights, state.statistics, batch)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

@@ -22,11 +22,11 @@ class TrainState:
       params: the master parameters that are trained.
       opt_state: the optimizer's state.
       statistics: running statistics; empty for models that have none.
-      loss_scale: what the loss is multiplied by, and good steps since it last changed; float32 [2].
-      exchange: what an exchange over `data` other than the synchronous one remembers, or the
+      loss_scale: the loss scale, and good steps since it last changed; float32 [2].
+      exchange: state of an exchange over `data` other than the synchronous one, or the
         noise scale's running means.
-      guard: the last good steps' numbers, where spikes are looked for: `guard.History`, else ().
-      frozen: the parameters without a gradient, which stay as they are but for routers' biases.
+      guard: the last good steps' metrics for spike detection: `guard.History`, else ().
+      frozen: the parameters without a gradient, unchanged except routers' biases.
     """
 
     step: jax.Array
@@ -52,13 +52,13 @@ class Gradient(NamedTuple):
     """Result of a gradient pass, the input of the update.
 
     Attributes:
-      grads: float32, in the form of the trained parameters.
+      grads: float32, with the structure of the trained parameters.
       metrics: the step's metrics so far.
       statistics: the new running statistics.
       exchange: the new value of `TrainState.exchange`.
       extra: further arguments of the optimizer: `curvature`.
-      good: bool scalar, whether the update counts; None: it does. Where it is false the update
-        keeps the old bits of all that it would change but the count of steps.
+      good: bool scalar, whether the update counts; None: it does. If it is false the update
+        keeps the old values of everything except the step count.
     """
 
     grads: nnx.State
@@ -75,7 +75,7 @@ class Updated(NamedTuple):
     Attributes:
       state: the new state.
       metrics: the step's metrics.
-      pending: what the host has still to do (`Files`); () is nothing.
+      pending: remaining work of the host (`Files`); () is none.
     """
 
     state: TrainState

@@ -1,8 +1,8 @@
-"""The train step as a record of pure functions, built of a setup and changed by transforms.
+"""The train step as a record of pure functions, built from a setup and modified by transforms.
 
-A transform takes the builder of a step and gives the builder of another one: sharpness takes two
-gradients where the step inside of it takes one, a guard judges the gradient that it is given before
-the update inside of it. `compose.py` has them in their order.
+A transform maps the builder of a step to the builder of another one: sharpness takes two
+gradients where the inner step takes one, a guard judges the inner step's gradient before
+the inner update. `compose.py` has their order.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from jaxtrain.training.optimizers.schedule import rate_taken
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Gradient, TrainState, Updated, with_shardings
 
-MOST_BYTES = 2**44  # of a device: a misprint's model, whose creation would never come to an end
-_ADAPTERS = 0x10A  # folded into the key of the parameters: adapters draw their own numbers
+MOST_BYTES = 2**44  # of a device: larger models are typos, whose creation would not finish
+_ADAPTERS = 0x10A  # folded into the key of the parameters: adapters have their own random numbers
 
 
 class Files(Protocol):
-    """Part of a state in files, which no compiled program takes: offload to disk."""
+    """Part of a state in files, which compiled programs do not take: offload to disk."""
 
     def in_memory(self, state: TrainState) -> TrainState:
         """Return the part of the state that is not in files."""
@@ -47,8 +47,8 @@ class Files(Protocol):
 
         Args:
           state: in memory.
-          before: whose files keep their content, but for arrays of `state`;
-            None: they are made anew, for the optimizer's first state.
+          before: its files keep their content, except for arrays of `state`;
+            None: they are created, for the optimizer's first state.
         """
         ...
 
@@ -57,7 +57,7 @@ class Files(Protocol):
 
         Args:
           state: in memory.
-          read: reads a part of the whole state, that which its argument takes of the abstract one.
+          read: reads the part of the whole state that its argument selects of the abstract one.
         """
         ...
 
@@ -79,11 +79,11 @@ class Step(NamedTuple):
     """Pure functions of a train step and of its state.
 
     Attributes:
-      setup: what it is composed of.
-      build: makes the same composition of another setup.
-      init: key, parameters to start from or None -> a fresh state; the same key gives the same bits
+      setup: its ingredients.
+      build: returns the same composition for another setup.
+      init: key, parameters to start from or None -> a new state; the same key gives the same bits
         on every mesh. Parameters, and running statistics with them, are in the form of a state of
-        `base_step`; those that are missing are drawn.
+        `base_step`; missing ones are initialized.
       shardings: state or its shapes -> a NamedSharding for every array.
       gradient: state, batch, counts or None -> Gradient. The counts are what sums are divided by,
         as in `Objective.counts`; None: this batch's.
@@ -93,8 +93,8 @@ class Step(NamedTuple):
       eval_state: state -> the base step's, with the parameters that are evaluated, generated with
         and exported: averages, if any.
       set_weights: state, parameters, statistics in the form of `current_state`'s -> the state with
-        them; moments stay, averages of the parameters and what is kept of them restart.
-      files: of a state of which a part is in files; None: all of it is in memory.
+        them; moments are kept, averages of the parameters restart.
+      files: the part of a state in files; None: all of it is in memory.
     """
 
     setup: Setup
@@ -116,7 +116,7 @@ class Step(NamedTuple):
         """Run one optimizer step.
 
         Args:
-          state: what compiled programs take of it (`in_memory`); donate it.
+          state: the part for compiled programs (`in_memory`); donated.
           batch: the global batch.
 
         Returns:
@@ -145,11 +145,11 @@ class Step(NamedTuple):
         return with_shardings(shapes, self.shardings(shapes))
 
     def create(self, seed: int, params: nnx.State | None = None) -> TrainState:
-        """Create a fresh state, sharded from the start: no device ever holds more than its shards.
+        """Create a new state, sharded from the start: no device ever holds more than its shards.
 
         Args:
-          seed: of what is drawn.
-          params: the parameters to start from, as in `init`, which are taken away.
+          seed: of initialization.
+          params: the parameters to start from, as in `init`; donated.
         """
 
         def init(key: jax.Array, params: nnx.State | None) -> TrainState:
@@ -159,7 +159,7 @@ class Step(NamedTuple):
         out = self.shardings(shapes)
         _require_possible_size(shapes, out)
         made = jax.jit(init, out_shardings=out, donate_argnums=1)
-        # Traced without an ambient mesh: XLA then spreads the drawing of random numbers itself.
+        # Traced without an ambient mesh: XLA then shards the random number generation itself.
         with contextlib.nullcontext() if params is None else self.setup.layout.active():
             return self.attach_files(made(jax.random.key(seed), params))
 
@@ -171,7 +171,7 @@ Transform = Callable[[Build], Build]
 def transform(function: Callable[..., Step]) -> Callable[..., Transform]:
     """Turn `function(step, *settings) -> step` into `function(*settings) -> Transform`.
 
-    The step that it gives is rebuilt with the transform: without this a `rebuild` would lose it.
+    The resulting step is rebuilt with the transform: otherwise `rebuild` would lose it.
     """
 
     @functools.wraps(function)
@@ -296,7 +296,7 @@ def _to_stages(setup: Setup, params: nnx.State) -> nnx.State:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _to_parameter_sharding(moments: nnx.State, layout: Layout) -> nnx.State:
-    """Reshard in one program: with several gathering ones, each simulated device may
+    """Reshard in one program: with several gathering programs, each simulated device may
     start another.
     """
     return reshard(moments, layout.parameter, layout)
@@ -305,7 +305,7 @@ def _to_parameter_sharding(moments: nnx.State, layout: Layout) -> nnx.State:
 def _require_possible_size(shapes: Any, shardings: Any) -> None:
     """Raise UserError if a device's part of the state exceeds the memory of any device.
 
-    What is too much for these devices alone, XLA says when it has tried.
+    XLA reports smaller excesses when it allocates.
     """
     pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     count = sum(math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to in pairs)

@@ -65,7 +65,7 @@ def update_biases(
 
     Args:
       frozen: what is not trained.
-      load_LE: of the experts of each layer in the whole batch, those outside of the stack last;
+      load_LE: of the experts of each layer in the whole batch, unstacked layers last;
         None: no router has biases.
       speed: as in `speed_of`.
       order: the layer at each index of stacked arrays, -1 for padding; None: the model's.
@@ -86,13 +86,13 @@ def update_biases(
 
 
 def update_bias(bias_LE: jax.Array, load_LE: jax.Array, speed: float) -> jax.Array:
-    """Return the biases after a step, each moved by `speed` against its expert's load error.
+    """Return the biases after a step, each changed by `speed` against its expert's load error.
 
     Source: arXiv 2408.15664, algorithm 1.
 
     Args:
       bias_LE: of the experts of each layer.
-      load_LE: tokens that went to them in the whole batch, or what is proportional to that.
+      load_LE: tokens routed to them in the whole batch, or a multiple.
       speed: its update rate u; 1e-3 there.
     """
     error_LE = load_LE.mean(-1, keepdims=True) - load_LE
@@ -116,9 +116,9 @@ def _when_due(
     estimate: Estimate, every: int, setup: Setup, state: TrainState, batch: Batch
 ) -> tuple[jax.Array, nnx.State]:
     due = state.step % every == 0
-    # One microbatch, the first, is the part of the batch that the paper takes.
+    # The first microbatch is the paper's sub-batch.
     micro = jax.tree.map(lambda x: x[0], split_microbatches(batch, setup.accumulation))
-    # Its gradients stay on the devices, as the parameters that it is given.
+    # Its gradients stay on the devices, like its parameters.
     one = setup.replace(accumulation=1, targets=ON_DEVICES)
 
     def zeros() -> nnx.State:
@@ -152,7 +152,7 @@ def hutchinson(setup: Setup, state: TrainState, batch: Batch) -> nnx.State:
         parts = jax.tree.map(lambda g, u: (g * u).sum(), jax.grad(loss)(params), u)
         return sum(jax.tree.leaves(parts), start=jnp.zeros(()))
 
-    # H is symmetric: the gradient of u^T g is H u. Forward mode would stop at custom rules.
+    # H is symmetric: the gradient of u^T g is H u. Forward mode fails at custom derivative rules.
     return jax.tree.map(jnp.multiply, u, jax.grad(along_u)(state.params))
 
 
@@ -173,8 +173,6 @@ def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.
     distribution.
 
     On average it is the diagonal of the Gauss-Newton matrix (arXiv 2305.14342, section 2.3).
-
-    On average it is the diagonal of the Gauss-Newton matrix (arXiv 2305.14342, section 2.3).
     """
     drawn = dataclasses.replace(batch, targets=draw_targets(setup, state, batch))
     gradients, _, _ = setup.gradients(state, drawn)
@@ -183,9 +181,9 @@ def gauss_newton_bartlett(setup: Setup, state: TrainState, batch: Batch) -> nnx.
 
 
 def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
-    """Draw targets in the form of a batch's from the softmax of the model's logits.
+    """Sample targets shaped like a batch's from the softmax of the model's logits.
 
-    The largest of logits + Gumbel noise is such a draw. The noise is a hash of the position and of
+    The argmax of logits + Gumbel noise is such a sample. The noise is a hash of the position and of
     the step: the same on every mesh.
     """
     objective: Any = setup.objective
@@ -194,7 +192,7 @@ def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     bits = place_in_array(logits, state.step, _LABELS)
     uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
     drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
-    if drawn.ndim < batch.targets.ndim:  # all labels of an example are the one that was drawn
+    if drawn.ndim < batch.targets.ndim:  # all labels of an example are the sampled one
         drawn = jnp.repeat(drawn[:, None], batch.targets.shape[1], 1)
     return jax.sharding.reshard(drawn, setup.layout.activation(("batch",)))
 
@@ -217,7 +215,7 @@ def estimate_curvature(step: Step, estimate: Callable[[Setup, TrainState, Batch]
     """Return the step whose optimizer receives an estimate of the Hessian's diagonal (Sophia).
 
     Args:
-      step: whose gradient is at the same parameters.
+      step: its gradient is at the same parameters.
       estimate: as in `curvature.estimate_of`.
     """
 
@@ -233,8 +231,8 @@ def balance_experts(step: Step, speed: float | None) -> Step:
     """Return the step that updates the frozen router biases by the batch's expert load.
 
     Args:
-      step: whose metrics have the load.
-      speed: by how much; see `balancing`. None: they stay.
+      step: its metrics include the load.
+      speed: the update rate; see `balancing`. None: no update.
     """
 
     def update(state: TrainState, found: Gradient) -> Updated:
@@ -252,11 +250,11 @@ def balance_experts(step: Step, speed: float | None) -> Step:
 def guard_update(step: Step, settings: Guard) -> Step:
     """Return the step that judges the gradient before the update, and scales the loss dynamically.
 
-    `TrainState.guard` has the last good steps' numbers, where spikes are looked for.
+    `TrainState.guard` has the last good steps' metrics for spike detection.
 
     Args:
-      step: whose update keeps the old bits where `Gradient.good` is false.
-      settings: which steps are bad.
+      step: its update keeps the old values if `Gradient.good` is false.
+      settings: the guard's.
     """
     layout, dynamic = step.setup.layout, step.setup.precision.loss_scale == "dynamic"
 
@@ -296,12 +294,12 @@ _LEAST_NORM = 1e-12  # of a gradient that is divided by it
 def minimize_sharpness(step: Step, radius: float) -> Step:
     """Return the step with gradients at w + radius g / |g|, for g the gradient at w (SAM).
 
-    Metrics are those of the loss at w; `grad_norm` is of the gradient that the step is taken with,
-    and `sharpness` how much more the loss is there.
+    Metrics are those of the loss at w; `grad_norm` is of the gradient of the update,
+    and `sharpness` the increase of the loss there.
 
     Args:
-      step: whose gradient it takes twice.
-      radius: rho, in the parameters' own units, over all of them together.
+      step: its gradient is computed twice.
+      radius: rho, a distance in parameter space over all parameters.
     """
     layout = step.setup.layout
 
@@ -322,7 +320,7 @@ def minimize_sharpness(step: Step, radius: float) -> Step:
     return step._replace(gradient=gradient)
 
 
-# Of the moving means of both estimates: one of a step alone is mostly noise itself.
+# From the moving means of both estimates: a single step's estimate is mostly noise.
 _DECAY = 0.95
 
 
@@ -332,7 +330,7 @@ def measure_noise(step: Step, every: int) -> Step:
 
     Its metrics have `noise_scale`, in rows of the batch: the quotient of the means so far, 0 before
     the first. `TrainState.exchange` has the moving means of |G|^2 and of tr(S), float32 [2], and
-    how much of them is there, since they begin with nothing, float32.
+    their total weight for debiasing, float32.
 
     Args:
       step: of several microbatches.
@@ -388,10 +386,10 @@ def signal_and_noise(
     """Return unbiased estimates of |G|^2 and of tr(S), either of which may be negative.
 
     Args:
-      small: |g|^2 of a batch of few examples.
-      large: |g|^2 of one of many.
-      few: examples of the one.
-      many: examples of the other.
+      small: |g|^2 of a small batch.
+      large: |g|^2 of a large batch.
+      few: examples of the small batch.
+      many: examples of the large batch.
     """
     signal = (many * large - few * small) / (many - few)
     return signal, (small - large) / (1 / few - 1 / many)

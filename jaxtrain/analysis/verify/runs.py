@@ -36,7 +36,7 @@ class MeshRun:
 
     Attributes:
       config: the configuration, with this mesh.
-      layout: where everything goes.
+      layout: how everything is sharded.
       setup: the facts of its step, whose optimizer keeps its gradients.
       program: the step of one gradient at the parameters, all replicas alike.
       training: the step that trains: `program`, or another one.

@@ -31,8 +31,6 @@ class Document(Protocol):
         text.
 
         It is at the fraction itself if no line break follows but a final one.
-
-        It is at the fraction itself if no line break follows but a final one.
         """
         ...
 

@@ -106,7 +106,7 @@ def write_quantized(
       trainer: of the run.
       out: the new folder.
       weight_format: what the weights are held in.
-      group: numbers of int4 that share a scale.
+      group: elements that share a scale in int4.
       text: a file by whose text int4 is calibrated; None: by none.
       report: called with each line to print.
 

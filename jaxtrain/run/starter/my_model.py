@@ -39,7 +39,7 @@ class MyModel(LanguageModel):
       mlp_dim: width inside the MLP.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: factor that slows them for a longer context; 1 leaves them.
+      rope_scaling: factor that slows them for a longer context; 1 is off.
       sliding_window: tokens that a query sees back; None: all of them.
       norm_eps: epsilon of the RMS norms.
       tie_embeddings: the embedding is the output matrix too.

@@ -1,9 +1,9 @@
 """Gradient compression: int8 blocks and top-k with error feedback, votes of signs.
 
-All replicas have the same parameters; only what they tell each other about their gradients is
-compressed. What a message leaves out or rounds away stays with its replica and is added to its next
-gradient (error feedback, arXiv 1901.09847): what was sent up to a step, summed, is the sum of the
-true gradients less what is left at that step. Letters: k replicas, M blocks, N block length.
+All replicas have the same parameters; only the gradients that they exchange are
+compressed. What a message drops or rounds away stays with its replica and is added to its next
+gradient (error feedback, arXiv 1901.09847): the sum of all messages up to a step is the sum of the
+true gradients minus the residual at that step. Letters: k replicas, M blocks, N block length.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from jaxtrain.training.step import Step, transform
 
 BLOCK = 256  # entries that share a scale: 4 bytes on 256 make the messages 1.6 % longer
 Arrays = list[jax.Array]
-# Codes of two bits: 0, 1 and -1, and one that makes NaN of the result, so that a gradient which
-# overflowed is seen by the guard and by a dynamic loss scale.
+# Two-bit codes: 0, 1 and -1, and one for NaN, so that a gradient which
+# overflowed is detected by the guard and by dynamic loss scaling.
 _IN_A_BYTE, _NOT_FINITE = 4, 3
 
 
@@ -40,7 +40,7 @@ class Codec(Protocol):
     """Encoding of the messages that a device sends to the others along `data`.
 
     Attributes:
-      keeps_rest: whether what a message leaves out is kept for the next.
+      keeps_rest: whether the residual of a message is added to the next.
     """
 
     keeps_rest: ClassVar[bool]
@@ -49,22 +49,22 @@ class Codec(Protocol):
         """Return the sum of all replicas' messages, the same on each, and the residual still to be
         sent: [] if the codec keeps none.
 
-        Called on every device with its own shards, inside `jax.shard_map`; what an array becomes
+        Called on every device with its own shards, inside `jax.shard_map`; the result of an array
         does not depend on the other arrays, so that devices along other mesh axes that hold the
-        same array go on holding the same.
+        same array keep equal values.
 
         Args:
-          pending: float32 gradients, what was left before added.
+          pending: float32 gradients plus earlier residuals.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8:
-    """8-bit integers, a float32 scale a block: a reduce-scatter and a gather of such messages.
+    """int8 codec with a float32 scale per block: a reduce-scatter and a gather of such messages.
 
     For n numbers per device sends 2n(k-1)/k bytes (and 4/256 of that for scales), a quarter of what
-    an all-reduce of float32 sends. Rounding is to nearest: error feedback makes up for its bias.
+    an all-reduce of float32 sends. Rounding is to nearest: error feedback compensates for its bias.
     """
 
     keeps_rest: ClassVar[bool] = True
@@ -78,7 +78,7 @@ class Int8:
         blocks_kMN = jnp.pad(flat, ((0, -len(flat) % k), (0, 0))).reshape(k, -1, BLOCK)
         codes_kMN, scales_kM = quantize(blocks_kMN)
         left_kMN = blocks_kMN - dequantize(codes_kMN, scales_kM)
-        # Rank r gets everybody's r-th part.
+        # Rank r receives the r-th part of all ranks.
         codes_kMN = jax.lax.all_to_all(codes_kMN, "data", 0, 0)
         scales_kM = jax.lax.all_to_all(scales_kM, "data", 0, 0)
         sum_MN = dequantize(codes_kMN, scales_kM).sum(0)
@@ -96,12 +96,12 @@ class Int8:
 class TopK:
     """Top-k: the entries with the largest magnitudes, sent to the owners of their parts and back.
 
-    Each replica owns a k-th part of every array. An owner adds what it receives for its part to its
-    own values, which are complete, and sends the largest of the sum to all. It keeps the residual,
-    as every replica keeps what it sent to no owner: compressed in both directions, with a residual
-    for each (DoubleSqueeze, arXiv 1905.05957, its server shared out). A device sends 16 c (k-1)/k
-    bytes
-    where c of n entries are kept: less than an all-reduce of float32 where `keep` is below a half.
+    Each replica owns 1/k of every array. An owner adds what it receives for its part to its
+    own uncompressed values, and sends the largest entries of the sum to all. It keeps the residual,
+    as every replica keeps the entries it did not send: compressed in both directions, with a
+    residual for each (DoubleSqueeze, arXiv 1905.05957, its server shared out). A device sends 16 c
+    (k-1)/k bytes
+    for c of n entries: less than an all-reduce of float32 if `keep` is below a half.
 
     Attributes:
       keep: the fraction of each part's entries that is sent in either direction, at least one
@@ -126,7 +126,7 @@ class TopK:
             ]
             return added, None
 
-        # One replica after the other: the order of a sum into one element is then the same on every
+        # Replica by replica: the order of a sum into one element is then the same on every
         # device that holds the array, and with it the parameters. What an owner sent to itself is
         # added back to the residual of its own part.
         messages = [jnp.concatenate(x, -1) for x in (values_kC, indices_kC)]
@@ -157,11 +157,11 @@ class TopK:
 class Signs:
     """signSGD with majority vote (arXiv 1810.05291): sign(sum over replicas of sign(gradient)).
 
-    As in `torch.sign`, 0 has the sign 0: what no replica reads does not move, as rows of an
-    embedding, experts and positions without a token. Where as many replicas vote up as down the
+    As in `torch.sign`, 0 has the sign 0: parameters without a gradient do not change, such as rows
+    of an embedding, experts and positions without a token. For a tied vote the
     result is 0 too. For n elements per device sends n/4 bytes (k-1)/k twice: its votes to the
     owners of their parts, and each owner's result to all; 1/16 of an all-reduce of float32. Nothing
-    is kept of what is lost.
+    is kept of the rounding error.
     """
 
     keeps_rest: ClassVar[bool] = False
@@ -177,7 +177,7 @@ class Signs:
 
 
 class Reduction(Protocol):
-    """Gradient reduction over replicas, with the state that it keeps for the next step."""
+    """Gradient reduction over replicas, with state between steps."""
 
     def init(self, params: nnx.State, replicas: int) -> Any:
         """Return the state before the first step; () for a reduction without state."""
@@ -194,7 +194,7 @@ class Reduction(Protocol):
           grads: each replica's part of the mean over all targets, float32 [k, ...], sharded as the
             moments are.
           params: the parameters.
-          kept: of the step before.
+          kept: the state from the previous step.
         """
         ...
 
@@ -203,11 +203,12 @@ class Reduction(Protocol):
 def compress_gradients(step: Step, reduction: Reduction) -> Step:
     """Return the synchronous step with a compressed reduction of the replicas' gradients.
 
-    Its metrics are those of the gradient as it arrived. `TrainState.exchange` has what is kept.
+    Its metrics are those of the decompressed gradient. `TrainState.exchange` has the reduction's
+    state.
 
     Args:
-      step: whose gradient each replica takes of its own rows.
-      reduction: the other way.
+      step: each replica computes its gradient on its own rows.
+      reduction: the reduction that replaces the all-reduce.
     """
     setup, replicas = step.setup, replicas_of(step.setup)
 
@@ -220,7 +221,7 @@ def compress_gradients(step: Step, reduction: Reduction) -> Step:
         return step.shardings(state).replace(exchange=kept)
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
-        # With the counts of all replicas, what each gives is its part of the mean over all.
+        # With the counts of all replicas, each one's gradient is its part of the mean over all.
         counts = setup.objective.counts(batch) if counts is None else counts
         dims: dict[str, Any] = {
             "step": None, "params": 0, "opt_state": None, "statistics": 0, "loss_scale": None,
@@ -248,7 +249,7 @@ def compress_gradients(step: Step, reduction: Reduction) -> Step:
         done = step.update(state, found)
         if "skipped" not in done.metrics:
             return done
-        # A gradient that overflowed is not kept for the next step.
+        # An overflowed gradient is not added to the residual.
         skipped = done.metrics["skipped"] > 0
         kept = jax.tree.map(
             lambda old, new: jnp.where(skipped, old, new), state.exchange, found.exchange
@@ -259,7 +260,7 @@ def compress_gradients(step: Step, reduction: Reduction) -> Step:
         return state.replace(exchange=())
 
     def set_weights(state: TrainState, *weights: Any) -> TrainState:
-        # What is kept is of gradients, and stays.
+        # The residual is of gradients, and is kept.
         return step.set_weights(base_state(state), *weights).replace(exchange=state.exchange)
 
     return step._replace(
@@ -320,7 +321,7 @@ def quantize(x_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantize blocks of values to int8 with a float32 scale each, largest magnitude / 127.
 
     Args:
-      x_N: float32 [..., N]; every block's numbers are off by at most half its scale.
+      x_N: float32 [..., N]; the error is at most half of the block's scale.
     """
     scales = jnp.abs(x_N).max(-1) / 127.0
     steps = jnp.where(scales > 0, scales, 1.0)

@@ -11,7 +11,7 @@ from jaxtrain.parallel.sharding import Layout
 
 Graph = Literal["ring", "torus", "exponential"]
 
-# Which settings a method reads; the others must stay at their defaults.
+# Settings of each method; the others must stay at their defaults.
 _READS: dict[str, tuple[str, ...]] = {
     "synchronous": (),
     "local_sgd": ("period",),
@@ -47,26 +47,28 @@ class Exchange:
       method: 'synchronous' reduces every step's gradients; 'local_sgd' (arXiv 1805.09767) averages
         parameters and moments every `period` steps; 'diloco' (arXiv 2311.08105) gives the mean
         movement of that many steps to an outer Nesterov optimizer; 'int8' and 'top_k' compress the
-        gradients on both ways, with error feedback (arXiv 1905.05957); 'power_sgd' sends two narrow
-        matrices of `rank` columns of each, also with error feedback (arXiv 1905.13727); 'sign_sgd'
-        votes on the sign of each element, 1, 0 or -1 (arXiv 1810.05291); 'gossip' averages
-        parameters with the neighbours in a graph after every step (D-PSGD, arXiv 1705.09056);
-        'asynchronous' takes gradients at the parameters of `staleness` steps ago, on any mesh.
+        gradients in both directions, with error feedback (arXiv 1905.05957); 'power_sgd' sends two
+        narrow matrices of `rank` columns of each, also with error feedback (arXiv 1905.13727);
+        'sign_sgd' votes on the sign of each element, 1, 0 or -1 (arXiv 1810.05291); 'gossip'
+        averages parameters with the neighbors in a graph after every step (D-PSGD, arXiv
+        1705.09056); 'asynchronous' computes gradients at the parameters of `staleness` steps ago,
+        on any mesh.
       period: inner steps between two exchanges, for local_sgd and diloco.
       outer_learning_rate: diloco's; 1 with no momentum is plain averaging.
       outer_momentum: diloco's Nesterov decay rate.
       fragments: number of parts of diloco's parameters, each with every `fragments`-th layer: each
-        is exchanged once a period, at a step of its own (streaming DiLoCo, arXiv 2501.18512).
-      delay: steps that a fragment of diloco is on its way, while training goes on.
-      mixing: the part of its own parameters that a replica of diloco keeps when a fragment comes.
+        is exchanged once per period, at its own step (streaming DiLoCo, arXiv 2501.18512).
+      delay: steps during which a fragment of diloco is in transit, while training continues.
+      mixing: the fraction of its own parameters that a replica of diloco keeps when a fragment
+        arrives.
       keep: the fraction of each gradient's entries that top_k sends.
       rank: columns of the factors that power_sgd sends of a matrix; a matrix that is no larger is
         sent whole.
-      graph: who is whose neighbour in gossip: 'ring'; 'torus', a grid as square as Mesh.data
+      graph: the graph of gossip: 'ring'; 'torus', a grid as square as Mesh.data
         allows; 'exponential', those 1, 2, 4, ... ranks on (arXiv 2110.13363).
-      staleness: of asynchronous gradients, in steps; with 0 it is the synchronous step.
-      compensation: lambda of the way that parameters have gone since, which asynchronous gradients
-        are corrected by to first order (DC-ASGD, arXiv 1609.08326), such as 0.04; 0 corrects none.
+      staleness: of asynchronous gradients, in steps; 0 is the synchronous step.
+      compensation: lambda of the first-order correction of asynchronous gradients
+        (DC-ASGD, arXiv 1609.08326), such as 0.04; 0 is no correction.
     """
 
     method: Method = "synchronous"
@@ -100,7 +102,7 @@ class Exchange:
 
     @property
     def streams(self) -> bool:
-        """Whether diloco's parameters come in fragments, late, or not whole."""
+        """Whether diloco exchanges fragments, delayed, or mixed."""
         return self.fragments > 1 or self.delay > 0 or self.mixing > 0
 
 
@@ -125,7 +127,7 @@ def validate(settings: Exchange, layout: Layout | None) -> Iterator[str]:
 
 
 def _validate_torus(replicas: int) -> Iterator[str]:
-    """Yield an error where the number of replicas does not form a grid."""
+    """Yield an error if the number of replicas does not form a grid."""
     if replicas > 1 and 1 in sides(replicas):
         yield (
             f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
@@ -134,7 +136,7 @@ def _validate_torus(replicas: int) -> Iterator[str]:
 
 
 def _validate_turns(settings: Exchange) -> Iterator[str]:
-    """Yield errors where a period is too short for the turns of all fragments or for the delay."""
+    """Yield errors if a period is too short for all fragments or for the delay."""
     period = settings.period
     if settings.fragments > period:
         yield (
@@ -149,14 +151,14 @@ def _validate_turns(settings: Exchange) -> Iterator[str]:
 
 
 def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
-    """Return for each permute of an exchange the replica that each one sends to; none twice.
+    """Return the destination replica of each replica for each permute of an exchange; none twice.
 
-    In each graph every replica has as many neighbours as every other, and the mean of all stays.
+    In each graph all replicas have equally many neighbors, and the mean of all is preserved.
 
     Args:
       graph: 'ring': both next ones; 'torus': the next ones along both sides of a grid, row by row;
         'exponential': those 1, 2, 4, ... ranks on, below their number.
-      replicas: how many there are.
+      replicas: their number.
     """
     everyone = range(replicas)
     if graph == "torus":

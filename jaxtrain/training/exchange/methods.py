@@ -1,8 +1,8 @@
 """The transform of each exchange method, and that of asynchronous data parallelism itself.
 
 A parameter server takes each worker's gradient when it comes; by then the parameters have moved on.
-With as many workers as take turns, each gradient is `staleness` steps old. Here all devices take
-that step together, in one program whose numbers are those of such a run, on any mesh.
+With staleness + 1 workers taking turns, each gradient is `staleness` steps old. Here all devices
+take that step together, in one program with the same results, on any mesh.
 """
 
 from typing import Any
@@ -33,9 +33,9 @@ def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
 
     Args:
       step: the synchronous one.
-      staleness: how many steps old the parameters are that a gradient is taken at.
-      compensation: lambda of what is added to a gradient for the way since, g g (w(t) - w(t -
-        staleness)) times lambda, the diagonal of its outer product standing for the Hessian
+      staleness: age, in steps, of the parameters at which gradients are computed.
+      compensation: lambda of the correction of a gradient, g g (w(t) - w(t -
+        staleness)) times lambda, with the diagonal of its outer product as the Hessian
         (DC-ASGD, arXiv 1609.08326, equation 10).
     """
     layout = step.setup.layout
@@ -66,7 +66,7 @@ def delay_gradients(step: Step, staleness: int, compensation: float) -> Step:
         return state.replace(exchange=())
 
     def set_weights(state: TrainState, *weights: Any) -> TrainState:
-        # Gradients of other parameters would mean nothing to these.
+        # Gradients at other parameters would be meaningless for these.
         return with_past(step.set_weights(base_state(state), *weights))
 
     return step._replace(

@@ -1,7 +1,7 @@
 """Per-replica functions and arrays: run by each replica along `data` on its own data.
 
-What each replica has its own of carries a leading "replica" dimension, sharded over `data`, so that
-checkpoints hold every replica. Letter: k replicas.
+Per-replica arrays have a leading "replica" dimension, sharded over `data`, so that
+checkpoints contain every replica. Letter: k replicas.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from jaxtrain.parallel.sharding import Layout, along, is_variable, logical_axes
 from jaxtrain.training.setup import Setup, with_row_ids
 from jaxtrain.training.step import Step
 
-# The spec, inside and outside `jax.shard_map`, of what every replica has its own of.
+# The spec, inside and outside `jax.shard_map`, of per-replica arrays.
 REPLICA = P("data")
 
 
@@ -49,8 +49,8 @@ def on_each_replica(
     Args:
       step: which the function gets rebuilt to reduce over every mesh axis but `data`: its losses
         and gradients are means over the replica's own targets.
-      function: what one replica does, with parameters that have no "replica" dimension.
-      in_axes: as in `jax.vmap`: 0 for what has a leading "replica" dimension, else None.
+      function: of one replica, with parameters that have no "replica" dimension.
+      in_axes: as in `jax.vmap`: 0 for arrays with a leading "replica" dimension, else None.
       out_axes: the same of the results.
     """
 
@@ -66,7 +66,7 @@ def on_each_replica(
         return _where(out_axes, lambda x: jnp.expand_dims(x, 0), results)
 
     def all_replicas(*arguments: Any) -> Any:
-        # What one replica alone makes of its part says how the results are sharded.
+        # The results of one replica determine how they are sharded.
         shapes = jax.eval_shape(run, *_where(in_axes, _of_one, arguments))
         own = jax.tree.map(lambda shape: shape.sharding.spec, shapes)
         specs = _where(out_axes, lambda spec: P("data", *spec), own)
@@ -155,8 +155,8 @@ def shares(weight: jax.Array) -> jax.Array:
 def means(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the means over replicas of metrics [k], weighted with `weight` [k].
 
-    Where replicas take steps without waiting for one another this is what makes them meet, so it
-    is called for the steps that are written and for no other.
+    It synchronizes replicas that otherwise take steps without communication, so it
+    is called only for logged steps.
     """
     share = shares(metrics["weight"])
     return {

@@ -43,7 +43,8 @@ class Narrow(NamedTuple):
 
 
 def narrow(shape: tuple[int, ...], axes: tuple[str, ...], rank: int) -> Narrow | None:
-    """Return how a parameter of this shape is sent; None: whole, as a vector or a small matrix.
+    """Return how a parameter of this shape is compressed; None: not compressed, as a vector or a
+    small matrix.
 
     Args:
       shape: of the parameter.
@@ -62,9 +63,10 @@ class PowerSGD:
     """PowerSGD (arXiv 1905.13727, algorithms 1 and 2), with error feedback and its warm start.
 
     With M the sum of the replicas' matrices and Q the last step's: P = M Q, its columns made
-    orthonormal; Q = M^T P; what arrives is P Q^T, the projection of M on P's columns, and what is
-    left stays with each replica: its own matrix less its own projection. A device puts 4 r (rows +
-    columns) bytes into two all-reduces in place of 4 rows x columns. An M of rank r arrives itself.
+    orthonormal; Q = M^T P; the result is P Q^T, the projection of M on P's columns, and the
+    residual stays with each replica: its own matrix minus its own projection. A device puts 4 r
+    (rows + columns) bytes into two all-reduces instead of 4 rows x columns. An M of rank r is
+    exact.
 
     Attributes:
       rank: r.
@@ -151,7 +153,7 @@ def _orthonormal(p: jax.Array, stack: int, parts: list[Any]) -> jax.Array:
     size = (*p.shape[:stack], _product(p.shape, range(stack, p.ndim - 1)), p.shape[-1])
     spec = P(*parts[:stack], None, None)
     whole = reshape(jax.sharding.reshard(p, P(*gathered)), size, list(spec))
-    # Each device's own: JAX's QR does not carry how a stack, such as experts, is split.
+    # Per device: JAX's QR does not propagate the sharding of a stack, such as experts.
     found = on_each_device(lambda a: jnp.linalg.qr(a)[0], (spec,), spec)(whole)
     return jax.sharding.reshard(reshape(found, p.shape, gathered), P(*parts))
 

@@ -1,11 +1,11 @@
 """Replicas with their own parameters: local SGD, DiLoCo, gossip.
 
 Every replica takes ordinary steps on its own rows, its loss the mean over its own targets, without
-any collective over `data`. A rule then brings the replicas together. Means over replicas weigh each
+any collective over `data`. A rule then combines the replicas. Means over replicas weight each
 by the targets it has seen since the last exchange (as FedAvg does, arXiv 1602.05629): where the
 update is linear in the gradient, a step with an exchange after it is then exactly the synchronous
-step, however the targets are spread; but for auxiliary losses, whose means are over a replica's own
-tokens. Letter: k replicas.
+step, however the targets are distributed; except for auxiliary losses, whose means are over a
+replica's own tokens. Letter: k replicas.
 """
 
 import functools
@@ -42,12 +42,12 @@ from jaxtrain.training.step import Step, transform
 def agree(step: Step, rule: Agreement) -> Step:
     """Train replicas with their own parameters, which agree by the rule every `rule.period` steps.
 
-    Metrics have one number [k] for each replica: of its own loss, of its own gradient's norm, and
-    `replica_spread`, its relative distance from what was agreed on at the last exchange.
+    Metrics have one value per replica [k]: its own loss, its own gradient's norm, and
+    `replica_spread`, its relative distance from the result of the last exchange.
 
     Args:
-      step: that each replica takes.
-      rule: how and how often they agree.
+      step: of each replica.
+      rule: how and how often they are combined.
     """
     alone = separate(step, rule)
 
@@ -68,13 +68,13 @@ def agree(step: Step, rule: Agreement) -> Step:
 def separate(step: Step, rule: Agreement) -> Step:
     """Train replicas with their own parameters and optimizer state, without communication.
 
-    Metrics have one number [k] for each replica. `weight`, its targets that count, is what their
-    means are to be weighed with. `TrainState.exchange` has, beside the rule's memory, the `targets`
+    Metrics have one value per replica [k]. `weight`, its targets that count, is the weight for
+    their means. `TrainState.exchange` has, in addition to the rule's memory, the `targets`
     that each replica has seen since the last exchange and its `spread` at it, both float32 [k].
 
     Args:
-      step: that each replica takes.
-      rule: whose memory it makes.
+      step: of each replica.
+      rule: its memory is initialized.
     """
     setup, replicas = step.setup, replicas_of(step.setup)
     layout = setup.layout
@@ -115,7 +115,7 @@ def separate(step: Step, rule: Agreement) -> Step:
         after, metrics = run(inner, found._replace(exchange=()))
         exchange = dict(found.exchange)
         exchange["targets"] += expand_per_replica(metrics["weight"], exchange["targets"])
-        # The same for all: a scalar needs no mean.
+        # The same on all replicas: a scalar needs no mean.
         metrics["learning_rate"] = jnp.asarray(setup.schedule(state.step), jnp.float32)
         return Updated(after.replace(exchange=exchange), metrics)
 
@@ -186,7 +186,7 @@ def _mean(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
     """Return one model: the plain mean of the replicas' parameters, or of their weight averages if
     any.
 
-    The result has no optimizer state, which nothing there reads.
+    The result has no optimizer state.
     """
     layout = setup.layout
     average = averaged_params(state.opt_state, state.params) if of_averages else None

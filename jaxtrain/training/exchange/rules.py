@@ -1,4 +1,4 @@
-"""Agreement of replicas: averaging, outer optimizer (DiLoCo), gossip.
+"""Rules to combine replicas: averaging, outer optimizer (DiLoCo), gossip.
 
 Means over replicas weigh each by the targets it has seen since the last exchange (as FedAvg does,
 arXiv 1602.05629). Letter: k replicas.
@@ -21,7 +21,7 @@ Memory = dict[str, Any]
 
 
 class Agreement(Protocol):
-    """Rule by which replicas with their own parameters agree.
+    """Rule that combines replicas with their own parameters.
 
     Attributes:
       period: steps between two exchanges.
@@ -31,7 +31,7 @@ class Agreement(Protocol):
     def period(self) -> int: ...
 
     def first_memory(self, params: nnx.State) -> Memory:
-        """Return the rule's initial state between exchanges, from the parameters of a fresh train
+        """Return the rule's initial memory, from the parameters of a new train
         state.
         """
         ...
@@ -39,7 +39,8 @@ class Agreement(Protocol):
     def exchange(
         self, state: TrainState, memory: Memory, weights: jax.Array
     ) -> tuple[TrainState, Memory, nnx.State]:
-        """Return the replicas' states after an exchange, the new memory, and what they agreed on.
+        """Return the replicas' states after an exchange, the new memory, and the combined
+        parameters.
 
         Args:
           state: every array [k, ...], parameters in the moments' layout.
@@ -53,7 +54,7 @@ class Agreement(Protocol):
 class Averaging:
     """Local SGD (arXiv 1805.09767): parameters, moments and statistics become their means.
 
-    The moments too, so that a period of 1 equals the synchronous step also with momentum.
+    Moments are averaged too, so that a period of 1 equals the synchronous step also with momentum.
     """
 
     period: int
@@ -117,14 +118,14 @@ class DiLoCo:
 
 @dataclasses.dataclass(frozen=True)
 class Gossip:
-    """D-PSGD (arXiv 1705.09056): the mean with all neighbours in a graph, after every step.
+    """D-PSGD (arXiv 1705.09056): the mean with all neighbors in a graph, after every step.
 
-    The mixing matrix has 1 / (1 + neighbours) on the diagonal and where there is an edge: the mean
-    over all replicas stays, and the distance from it shrinks by the largest singular value below
-    1: on a ring |1/3 + 2/3 cos(2 pi / k)| or more.
+    The mixing matrix has 1 / (1 + neighbors) on the diagonal and on edges: the mean
+    over all replicas is preserved, and the distance from it shrinks by the largest singular value
+    below 1: on a ring |1/3 + 2/3 cos(2 pi / k)| or more.
 
     Attributes:
-      graph: who is whose neighbour.
+      graph: the name of the graph.
     """
 
     graph: Graph = "ring"

@@ -1,10 +1,10 @@
 """Streaming DiLoCo (arXiv 2501.18512): fragments synchronized in turn, overlapped with steps.
 
-DiLoCo sends all parameters at once, and all replicas wait. Here each fragment has its turn once a
-period, at a step of its own. Its mean is computed during the next steps, and the result of the
+DiLoCo sends all parameters at once, and all replicas wait. Here each fragment is exchanged once per
+period, at its own step. Its mean is computed during the next steps, and the result of the
 outer step is mixed into the replicas' parameters when it arrives. Fragments are equal in size and
-sharded on every device. Letters: k replicas, P fragments, S numbers of a fragment in an array, over
-all devices.
+sharded on every device. Letters: k replicas, P fragments, S elements of a fragment in an array,
+over all devices.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ Arrays = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Fragments:
-    """Strided fragments: each has every `count`-th layer, from its own on (as in arXiv 2501.18512).
+    """Strided fragments: each has every `count`-th layer (as in arXiv 2501.18512).
 
-    If an array has no layers, or a number that `count` does not divide, its first dimension that
-    divides on a device is split instead: rows of a table, features of a vector. If there is none,
-    its flattened elements are: fragments then depend on the mesh. Elementwise update rules do not
-    mind, and every fragment has the same size.
+    If an array has no layers, or their number is not a multiple of `count`, its first dimension
+    that divides on a device is split instead: rows of a table, features of a vector. If there is
+    none, its flattened elements are: fragments then depend on the mesh. Elementwise update rules do
+    not depend on the split, and every fragment has the same size.
 
     Attributes:
-      count: of fragments.
+      count: number of fragments.
     """
 
     count: int
@@ -49,7 +49,7 @@ class Fragments:
 
         Args:
           tree: of named arrays.
-          fragment_index: which fragment, an int32 scalar from 0.
+          fragment_index: int32 scalar.
         """
         wholes, parts = _specs(tree)
 
@@ -64,7 +64,7 @@ class Fragments:
         return on_each_device(on_one, (wholes, P()), parts)(jax.tree.leaves(tree), fragment_index)
 
     def paste(self, tree: Any, fragment: Arrays, fragment_index: jax.Array) -> Any:
-        """Return the tree with a fragment in place of the one that `cut` returns."""
+        """Return the tree with a fragment replaced: the inverse of `cut`."""
         wholes, parts = _specs(tree)
 
         def on_one(arrays: Arrays, fragment: Arrays, fragment_index: jax.Array) -> Arrays:
@@ -92,7 +92,7 @@ class Fragments:
 def _specs(tree: Any) -> tuple[list[P], list[P]]:
     """Return the PartitionSpec of each array and of a fragment of it.
 
-    A fragment has different parts on as many devices as the array has.
+    A fragment is sharded over the same devices as the array.
     """
     wholes, parts = [], []
     for variable in jax.tree.leaves(tree, is_leaf=is_variable):
@@ -108,18 +108,18 @@ def _specs(tree: Any) -> tuple[list[P], list[P]]:
 def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixing: float) -> Step:
     """Run DiLoCo on one fragment at a time: a step sends at most one, and receives at most one.
 
-    The outer step is taken as soon as a fragment's mean is there, with nobody looking: until it
-    comes, `delay` steps after it was sent, the outer parameters alone have it. They are part of the
-    state, and so is what is on its way. State and metrics are as in `agree`, but for `targets`
-    [k, P], which are those since each fragment's last turn; `replica_spread` is of the last
-    fragment that was sent.
+    The outer step is taken as soon as a fragment's mean is available: until it
+    arrives, `delay` steps after it was sent, only the outer parameters have it. They are part of
+    the state, and so are fragments in transit. State and metrics are as in `agree`, except
+    `targets` [k, P], which are those since each fragment's last turn; `replica_spread` is of the
+    last fragment that was sent.
 
     Args:
-      step: that each replica takes.
-      rule: the outer step, and after how many steps a fragment has its turn again.
-      fragments: how many there are, one's turn being at most one's a step.
-      delay: steps from when a fragment is sent to when it comes.
-      mixing: the part of what they have that replicas keep when it comes.
+      step: of each replica.
+      rule: the outer step and the period of a fragment.
+      fragments: their number; a step sends at most one.
+      delay: steps between sending and receiving a fragment.
+      mixing: the fraction of their own parameters that replicas keep when it arrives.
     """
     alone, layout, pieces = separate(step, rule), step.setup.layout, Fragments(fragments)
 
@@ -130,7 +130,7 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
 
     def gradient(state: TrainState, batch: Batch, counts: Sums | None = None) -> Gradient:
         if delay:
-            # What is sent is there as the step begins, and the step does not wait for it.
+            # The sent values exist when the step begins, and the step does not wait for them.
             state = in_turn(apply_outer_step, state.step, state)
         return alone.gradient(state, batch, counts)
 
@@ -148,7 +148,7 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
     ) -> TrainState:
         fragment_index, due = turn(count, period=rule.period, fragments=fragments)
         if fragments == rule.period:
-            # Every step has one's turn: without a branch, which the compiler runs as a whole.
+            # Every step sends one: no branch, which would not overlap with other operations.
             return function(state, fragment_index, due)
         return jax.lax.cond(
             due, lambda state: function(state, fragment_index, True), lambda state: state, state
@@ -203,11 +203,11 @@ def stream_fragments(step: Step, rule: DiLoCo, fragments: int, delay: int, mixin
 def turn(step: jax.Array, *, period: int, fragments: int) -> tuple[jax.Array, jax.Array]:
     """Return which fragment is sent after `step` steps, and whether one is.
 
-    Fragment p's turn is where steps and floor(p period / P) leave the same rest over periods.
+    Fragment p is sent at steps congruent to floor(p period / P) modulo the period.
 
     Args:
       step: int32 scalar.
-      period: steps after which a fragment has its turn again.
+      period: steps between two exchanges of a fragment.
       fragments: P.
     """
     rest = step % period

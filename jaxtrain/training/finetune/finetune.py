@@ -24,31 +24,33 @@ class Finetune:
     weights.
 
     Attributes:
-      freeze: patterns of parameters that stay as they are, by the names that `Trainer.table` gives:
+      freeze: patterns of frozen parameters, by their names in `Trainer.table`:
         `('layers/*', 'token_embedding')`; `*` matches any characters, slashes too. They have no
         gradient and no optimizer state.
-      unfreeze: how many steps leave parameters as they are before they are trained too, by pattern
-        or role, such as {'layers/*[0:6]': 200, 'layers/*': 100}; the first that fits counts, what
-        none fits is trained from the start. 'layers/*[0:6]' are the first six layers.
-      reinitialize: patterns of parameters that are drawn and not taken from Train.start_from, such
-        as a new head, `('output',)`; there they may be missing, or have another shape.
-      lora_rank: the rank of adapters, which alone are trained (LoRA, arXiv 2106.09685); None: there
-        are none.
-      lora_alpha: what an adapter adds is multiplied by this over what `lora_scale` says.
-      lora_scale: 'rank' divides by the rank, 'sqrt_rank' by its root (rsLoRA, arXiv 2312.03732).
-      lora_dropout: the share of what an adapter reads that is dropped in training, as
-        `torch.nn.Dropout` drops it.
-      lora_magnitudes: whether an adapter also trains the norm of each row that makes one number of
-        the result, apart from its direction (DoRA, arXiv 2402.09353).
+      unfreeze: number of steps before frozen parameters are trained too, by pattern
+        or role, such as {'layers/*[0:6]': 200, 'layers/*': 100}; the first match counts, other
+        parameters are trained from the start. 'layers/*[0:6]' are the first six layers.
+      reinitialize: patterns of parameters that are initialized instead of taken from
+        Train.start_from, such as a new head, `('output',)`; there they may be missing, or have
+        another shape.
+      lora_rank: the rank of adapters, the only trained parameters (LoRA, arXiv 2106.09685); None:
+        there are none.
+      lora_alpha: an adapter's output is multiplied by this over the divisor of `lora_scale`.
+      lora_scale: 'rank' divides by the rank, 'sqrt_rank' by its square root (rsLoRA, arXiv
+        2312.03732).
+      lora_dropout: dropout rate of an adapter's input in training, as
+        in `torch.nn.Dropout`.
+      lora_magnitudes: whether an adapter also trains the norm of the weights of each output
+        feature, separately from their direction (DoRA, arXiv 2402.09353).
       lora_targets: which weights have an adapter: 'attention', 'mlp', or patterns of names.
       quantize_bits: the format of a transformer's layer weights while adapters are trained, or in
         a run of `jaxtrain quantize`, which trains nothing: 'nf4' is 4 bits in blocks of 64
-        (QLoRA, arXiv 2305.14314), 'int8' a scale for each number of the result (LLM.int8(), arXiv
-        2208.07339), 'int4' 16 even steps for each group (AWQ, arXiv 2306.00978); 'none': in
+        (QLoRA, arXiv 2305.14314), 'int8' a scale per output feature (LLM.int8(), arXiv
+        2208.07339), 'int4' 16 even steps per group (AWQ, arXiv 2306.00978); 'none': in
         Precision.params.
-      quantize_group: numbers of 'int4' that share a scale.
-      adapter: a folder of PEFT's that a new run's adapters start from, of the same rank, scale and
-        targets; None draws A and leaves B zero.
+      quantize_group: elements that share a scale in 'int4'.
+      adapter: a PEFT folder from which a new run's adapters are initialized, of the same rank,
+        scale and targets; None: random A and zero B.
     """
 
     freeze: tuple[str, ...] = ()
@@ -117,11 +119,11 @@ def validate(
     """Yield an error message for each reason why these settings cannot be used.
 
     Args:
-      settings: what is trained.
-      shapes: of the model's parameters; only asked for where something is not trained.
-      layout: where parameters go; None: that is not known.
+      settings: the fine-tuning settings.
+      shapes: of the model's parameters; used only if something is not trained.
+      layout: how parameters are sharded; None: unknown.
       starts_from: `Train.start_from`.
-      trains: whether anything is to be trained.
+      trains: whether the run trains.
     """
     if settings.reinitialize:
         if starts_from is None:
@@ -174,7 +176,7 @@ def _validate_unmatched(
 
 
 def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | None) -> Iterator[str]:
-    """Yield errors that adapters and quantized weights have in common."""
+    """Yield errors common to adapters and quantized weights."""
     # Imported here, as below: most runs train all parameters, unchanged.
     from jaxtrain.training.finetune.quantized_base import can_adapt, validate_blocks
 
@@ -207,7 +209,7 @@ def _validate_adapters(settings: Finetune, shapes: nnx.State) -> Iterator[str]:
     if not settings.lora_targets:
         yield "Finetune.lora_targets=(): nothing is left to train; use ('attention', 'mlp')"
     groups = [name for name, found in targets_of(("attention", "mlp"), shapes) if found]
-    known = [*groups, *able]  # experts are no mlp
+    known = [*groups, *able]  # experts are not an MLP
     for wanted, found in targets_of(settings.lora_targets, shapes):
         if not found:
             yield (
@@ -224,9 +226,9 @@ def tuning_of(
     """Return the trainable/frozen partition of a model's parameters.
 
     Args:
-      settings: which parameters are.
+      settings: the fine-tuning settings.
       build: key -> the model.
-      untrained: names of parameters that nothing trains, as `balancing.biases`.
+      untrained: names of parameters without gradients, from `balancing.biases`.
 
     Raises:
       UserError: a pattern matches none.
@@ -234,7 +236,9 @@ def tuning_of(
     if settings.lora_rank is None and not settings.freeze and settings.quantize_bits == "none":
         return Tuning(untrained)
     shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
-    own = dataclasses.replace(settings, reinitialize=())  # which no part of a model depends on
+    own = dataclasses.replace(
+        settings, reinitialize=()
+    )  # which the model's structure does not depend on
     found = list(validate(own, lambda: shapes))
     if found:
         raise UserError("\n".join(found))

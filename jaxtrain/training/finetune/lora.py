@@ -1,7 +1,7 @@
 """LoRA and DoRA adapters (arXiv 2106.09685, 2402.09353) next to frozen weights.
 
 With magnitudes it is DoRA (arXiv 2402.09353): a weight acts as m V / ||V|| with V = W + scale A B,
-the norm being that of what makes one number of the result, and m is trained too.
+with the norm over the weights of each output feature, and m is trained too.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from jaxtrain.training.finetune.quantized_base import QuantizedBase, can_adapt, 
 from jaxtrain.training.finetune.tuning import Weights
 
 DOWN, UP = "lora_a", "lora_b"  # A and B, under the name of their weight
-MAGNITUDE = "lora_magnitude"  # m, likewise
+MAGNITUDE = "lora_magnitude"  # m, under the same name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,11 @@ class LoRA(QuantizedBase):
     """Trained LoRA adapters; all parameters of the model are frozen.
 
     Attributes:
-      targets: names of the weights that have one.
+      targets: names of the weights with adapters.
       rank: R.
-      scale: of what an adapter adds.
-      magnitudes: whether each target has one (DoRA).
-      dropout: of what adapters read in training.
+      scale: factor of an adapter's output.
+      magnitudes: whether each target has a magnitude (DoRA).
+      dropout: of adapters' inputs in training.
     """
 
     targets: frozenset[str] = frozenset()
@@ -52,11 +52,9 @@ class LoRA(QuantizedBase):
 
         The model's outputs are unchanged at first.
 
-        The model's outputs are unchanged at first.
-
         Args:
           shapes: of the model's parameters, its layers in their order.
-          key: of what is drawn; every weight's adapter draws its own.
+          key: the random key; each weight's adapter uses its own.
         """
         found: dict[Any, Any] = {}
         for name, variable in by_name(shapes).items():
@@ -70,7 +68,7 @@ class LoRA(QuantizedBase):
             found[*path, DOWN] = nnx.Param(down, axes=one.down_axes, role=None)
             found[*path, UP] = nnx.Param(jnp.zeros(one.up), axes=one.up_axes, role=None)
             if self.magnitudes:
-                empty = jnp.zeros(one.magnitude)  # `begin` has the weights that it is the norm of
+                empty = jnp.zeros(one.magnitude)  # initialized in `begin` from the weights' norm
                 found[*path, MAGNITUDE] = nnx.Param(empty, axes=one.magnitude_axes, role=None)
         return nnx.from_flat_state(found)
 
@@ -78,7 +76,7 @@ class LoRA(QuantizedBase):
         """Split the weights into trained adapters and frozen parameters, the codes of quantized
         ones.
 
-        Magnitudes are the norms of their weights: the model begins as it was.
+        Magnitudes are initialized to the norms of their weights: the model is unchanged.
         """
         if self.magnitudes:
             adapters = self._with_norms(params, adapters)
@@ -181,7 +179,7 @@ class _Adapter:
 
 
 def number_of(name: str) -> int:
-    """Return the number that separates the draws of a weight's adapter from others."""
+    """Return the dropout site of a weight's adapter."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 

@@ -21,7 +21,7 @@ from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.training.finetune.tuning import Tuning, Weights
 
-# A weight of these dimensions besides embed is multiplied with in a transformer's layers.
+# Logical axes, besides embed, of weights in a transformer's layers.
 _SIDES = {"mlp", "heads", "kv_heads", "head_dim", "qkv"}
 
 
@@ -44,9 +44,9 @@ class QuantizedBase(Tuning):
     """Frozen, quantized parameters, without adapters.
 
     Attributes:
-      quantized: names of the weights that are held so.
+      quantized: names of the quantized weights.
       kind: the format.
-      group: numbers of int4 that share a scale.
+      group: elements that share a scale in int4.
     """
 
     quantized: frozenset[str] = frozenset()
@@ -107,9 +107,6 @@ class QuantizedBase(Tuning):
 
 def sides_of(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the contracted dimensions of a layer's weight, and its other dimensions.
-
-    Weights that read the residual stream contract embed; those that write to it contract all
-    others.
 
     Weights that read the residual stream contract embed; those that write to it contract all
     others.

@@ -9,10 +9,10 @@ from flax import nnx
 
 from jaxtrain.parallel.sharding import Layout, shardings
 
-# What is trained, and what is held as it is: each a tree of named arrays.
+# Trained and frozen parameters: each a tree of named arrays.
 Weights = tuple[nnx.State, nnx.State]
 
-TEACHER = "teacher"  # under this name a model holds another one that it learns from
+TEACHER = "teacher"  # name of the teacher in a student model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Tuning:
     """Partition of a model's parameters into trained and frozen ones, and its inverse.
 
     Attributes:
-      frozen: names of the parameters that are held as they are, such as `layers/up`.
-      teacher_zero: as in `Layout.zero`, for a teacher's parameters; None: as the layout has it.
+      frozen: names of the frozen parameters, such as `layers/up`.
+      teacher_zero: as in `Layout.zero`, for a teacher's parameters; None: the layout's.
     """
 
     frozen: frozenset[str] = frozenset()
@@ -43,21 +43,21 @@ class Tuning:
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, for which rows are counted."""
+        """Whether training uses random numbers, for which rows are numbered."""
         return False
 
     def splits_more(self, layout: Layout) -> bool:
         """Whether a teacher is sharded over fsdp while gradients are summed over it once per step:
-        in that sum each device has all parameters, so they are summed in order."""
+        each device then has all parameters, so sums have the same order."""
         return layout.zero < 2 and self.teacher_layout(layout).zero == 3
 
     def draw(self, shapes: nnx.State, key: jax.Array) -> nnx.State:
-        """Return freshly drawn parameters that are trained in addition to the model's own: none
+        """Initialize parameters that are trained in addition to the model's own: none
         here.
 
         Args:
           shapes: of the model's parameters, its layers in their order.
-          key: of what is drawn.
+          key: the random key.
         """
         del shapes, key
         return nnx.State({})
@@ -67,7 +67,7 @@ class Tuning:
 
         Args:
           params: the model's.
-          adapters: what `draw` gave, laid out and ordered as the parameters are.
+          adapters: from `draw`, sharded and ordered like the parameters.
         """
         del adapters
         return partition(params, lambda name, _: name not in self.frozen)

@@ -1,6 +1,6 @@
 """Base of objectives with one output per example.
 
-Letters: B batch, C classes or numbers.
+Letters: B batch, C classes or regression outputs.
 """
 
 import abc
@@ -62,7 +62,7 @@ class AnswerObjective(Objective[Predictor]):
         mask_B = _examples(batch)
 
         def mask_rows(x_BC: jax.Array) -> jax.Array:
-            # Whole: few numbers, of which the losses look one up.
+            # Replicated: few values, of which the losses look one up.
             return jnp.where(mask_B[:, None] != 0, shard(x_BC, ("batch", "classes")), 0)
 
         answers_BC = jax.tree.map(mask_rows, answers_BC)
@@ -110,7 +110,7 @@ def countable(batch: Batch) -> jax.Array:
     """Return a batch's inputs for the model, with non-finite values of zero-weight examples set to
     0.
 
-    A batch norm sees the examples that do not count too, so they stay, but for what is no number:
+    Batch norms include zero-weight examples, so they are kept, except non-finite values:
     0 x NaN is NaN in every gradient.
     """
     counts = (_examples(batch) != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))

@@ -20,9 +20,9 @@ Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _scale(dtype: jnp.dtype) -> float:
-    """Return the factor that gradients have until the scale of the loss is known.
+    """Return the factor of gradients until the loss scale is known.
 
-    Those of logits are probabilities, and float16 has its full precision from 6e-5 on only.
+    Those of logits are probabilities, and float16 has full precision only above 6e-5.
     """
     return 256.0 if dtype == jnp.float16 else 1.0
 
@@ -40,17 +40,17 @@ def over_chunks(
     """Return the sum of losses(logits, targets, mask) over chunks of positions, one live at a time.
 
     A chunk's gradients are computed together with its loss, from the same logits: three matmuls,
-    and nothing is kept or computed again. Each device keeps its own parts of the gradients, the
+    and nothing is saved or recomputed. Each device keeps its own parts of the gradients, the
     matrix's summed in float32, and the devices' parts are added up once for all chunks.
 
     Args:
       losses: of the logits [B, C, V], targets and loss mask [B, C] of a chunk; float32 [B, C].
       size: positions of a chunk.
-      h_BTD: finished hidden states, whole along embed.
-      matrix_VD: the output matrix, whole along embed.
+      h_BTD: final hidden states, gathered along embed.
+      matrix_VD: the output matrix, gathered along embed.
       targets_BT: as in a batch.
       mask_BT: the loss mask.
-      bias_V: what is added to the logits; None: nothing.
+      bias_V: the output bias; None: none.
     """
 
     def add(total_BC: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
@@ -84,7 +84,7 @@ def _forward(
 
     chunks = tuple(_chunk(x, size) for x in (h_BTD, targets_BT, mask_BT))
     like = jax.eval_shape(lambda h: of_weights(_logits(h[0], matrix_VD, bias_V), h[0]), chunks[0])
-    # Losses of a device's own tokens too, summed at the end: a sum a chunk would be an exchange.
+    # Losses of a device's own tokens too, summed at the end: a sum per chunk would be an exchange.
     zeros = _zeros(chunks[-1][0]), jax.tree.map(_zeros, like)
     (total_BC, of_both), (of_h, of_mask) = lax.scan(add, zeros, chunks)
     return total_BC.sum(), (of_h, of_both, of_mask, jnp.zeros((), matrix_VD.dtype))
@@ -106,7 +106,7 @@ def _backward(losses: Losses, size: int, kept: tuple, gradient: jax.Array) -> tu
             (*parts[:axis], *parts[axis + 1 :]),
         )
 
-    # Rounded before devices exchange them, as the gradients of all weights are.
+    # Rounded before devices exchange them, like the gradients of all weights.
     of_h = _sum_first((merge_chunks(of_h, 3) * gradient).astype(like.dtype), 1)
     of_matrix = _sum_first((of_matrix * gradient).astype(like.dtype), 2)
     if of_bias is not None:
@@ -139,7 +139,7 @@ def _sum_first(x: jax.Array, count: int) -> jax.Array:
     if not axes:
         return x.reshape(x.shape[count:])
 
-    # Not as a sum that is left to the partitioner: in bfloat16 XLA's CPU compiler fails at that.
+    # Not left to the partitioner: in bfloat16 XLA's CPU compiler fails.
     def add(x: jax.Array) -> jax.Array:
         return lax.psum(x.reshape(x.shape[count:]), axes)
 

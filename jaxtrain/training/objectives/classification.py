@@ -25,7 +25,7 @@ from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses
 from jaxtrain.training.objectives.objective import LogitsObjective, Yardstick, uniform_guess
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 
-MOST_COUNTED = 1024  # classes: a matrix of 4 MB; of more none is counted
+MOST_COUNTED = 1024  # classes: a matrix of 4 MB; not counted for more
 MOST_TOLD = 100  # classes whose matrix stands among the metrics: some 30 kB per line
 TOP = 5
 
@@ -63,20 +63,20 @@ def confusion(predicted: jax.Array, targets: jax.Array, mask: jax.Array, classes
     """Count how often each label (row) was predicted as each class (column): int32 [C, C], on every
     device.
 
-    A label that counts is counted once, by how much it counts.
+    Labels are counted with their weight.
 
     Args:
       predicted: int32 [...], the predicted class.
       targets: int32 [...], the labels.
-      mask: float32 [...]; where it is 0 nothing is counted.
+      mask: float32 [...]; 0: not counted.
       classes: C.
     """
     class_ids = jnp.arange(classes)
     label = (targets[..., None] == class_ids) & (mask != 0)[..., None]
     is_predicted = predicted[..., None] == class_ids
     letters = "bt"[: predicted.ndim]
-    # Zeros and ones: exact in float32, and on a GPU or TPU in what its float32 products are made
-    # of, up to 2^24 of a kind in one batch.
+    # Zeros and ones: exact in float32, and on a GPU or TPU in the passes of its float32 matmuls,
+    # up to 2^24 of a kind in one batch.
     counts = jnp.einsum(
         f"{letters}c,{letters}d->cd",
         label.astype(jnp.float32),
@@ -101,8 +101,8 @@ def metrics_of(counts: np.ndarray) -> dict[str, Any]:
 def macro_f1(counts: np.ndarray) -> float:
     """Return the mean over classes of F1, the harmonic mean of precision and recall.
 
-    Of a class it is 2 right / (labels + predictions). A class that is no label and was never
-    predicted is left out.
+    For a class it is 2 correct / (labels + predictions). A class without labels and
+    predictions is excluded.
     """
     either = counts.sum(0) + counts.sum(1)
     return float(np.mean(2 * np.diagonal(counts)[either > 0] / either[either > 0]))
@@ -203,7 +203,7 @@ def labels(batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
 def label_loss(answers_BC: jax.Array, batch: Batch, settings: Loss, *, train: bool) -> jax.Array:
     """Return the sum of the cross entropies of all labels, weighted.
 
-    Of labels that count 1 together it is the cross entropy of their mixture: -sum_c q_c log p_c.
+    For labels whose weights sum to 1 it is the cross entropy of their mixture: -sum_c q_c log p_c.
     """
     of_labels = [
         losses(answers_BC, label_B, mask_B, settings, train=train).sum()

@@ -47,8 +47,8 @@ class Distillation(TokenObjective):
     Attributes:
       teacher: the folder of a run, its newest checkpoint, or a Hugging Face folder; it has the
         model's tokenizer.
-      temperature: what the logits of both are divided by.
-      share: of the divergence, 0 to 1.
+      temperature: divisor of both models' logits.
+      share: weight of the divergence, 0 to 1.
       teacher_zero: as in Sharding.zero, for the teacher's parameters: 3 splits them over fsdp, 0
         does not; None: as the model's.
     """
@@ -76,7 +76,7 @@ class Distillation(TokenObjective):
         """Teacher's settings, as read from its folder.
 
         Raises:
-          UserError: there is none, or it is no model for tokens.
+          UserError: there is none, or it is not a token model.
         """
         if self.teacher is None:
             raise UserError(
@@ -112,7 +112,7 @@ class Distillation(TokenObjective):
         )
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """Yield errors for settings that only a plain cross entropy reads."""
+        """Yield errors for settings that only a plain cross entropy uses."""
         yield from validate_unread(settings, "Train.objective=@Distillation()")
 
     def validate_run(self, model: Model, *, length: int) -> Iterator[str]:
@@ -159,7 +159,7 @@ class Distillation(TokenObjective):
         assert batch.positions is not None, "a batch of text has positions"
         teacher, arguments = _teacher_of(model), (batch.inputs, batch.positions, self.mask(batch))
         with jax.named_scope("teacher"):
-            # Nothing of it is differentiated: layers are neither kept nor run again.
+            # It is not differentiated: its layers are neither saved nor recomputed.
             h_of_teacher, _, _ = hidden_states(teacher, *arguments, execution)
         h_BTD, _, of_layers = hidden_states(model, *arguments, execution)
         with jax.named_scope("loss"):

@@ -24,7 +24,7 @@ from jaxtrain.training.objectives.tokens import TokenObjective, add_sums, token_
 
 
 class NextToken(TokenObjective):
-    """Next-token prediction (causal language modeling): cross entropy in nats a target, and
+    """Next-token prediction (causal language modeling): cross entropy in nats per target, and
     perplexity.
     """
 
@@ -38,15 +38,18 @@ class NextToken(TokenObjective):
         return {"loss": token_loss(model, h_BTD, batch, settings, train=train)}
 
 
-CHOSEN = 0.15  # of the tokens are targets
-HIDDEN, RANDOM = 0.8, 0.1  # of those: replaced by the mask's token, by any other; the rest stay
-EVALUATION_SEED = 0  # held-out examples are masked alike in every evaluation of every run
+CHOSEN = 0.15  # fraction of tokens that are targets
+HIDDEN, RANDOM = (
+    0.8,
+    0.1,
+)  # of those: replaced by the mask token, by a random one; the rest are unchanged
+EVALUATION_SEED = 0  # held-out examples have the same masks in every evaluation of every run
 
 
 class MaskedToken(TokenObjective):
     """Masked language modeling (BERT): cross entropy of the masked tokens in nats, and perplexity.
 
-    The last token of the model's vocabulary is the mask's, which the data do not have.
+    The last token of the model's vocabulary is the mask token, which does not occur in the data.
     """
 
     name: ClassVar[str] = "masked_token"
@@ -54,7 +57,7 @@ class MaskedToken(TokenObjective):
     reserved: ClassVar[int] = 1
 
     def dataset(self, dataset: Dataset, model: Model) -> Dataset:
-        """Return the dataset with tokens masked anew in each epoch.
+        """Return the dataset with new masks in each epoch.
 
         Raises:
           UserError: the vocabulary has no room for the mask's token.
@@ -85,7 +88,7 @@ class Masked:
 
     Attributes:
       rows: the text.
-      vocab_size: of the model; its last token is the mask's.
+      vocab_size: of the model; its last token is the mask token.
     """
 
     rows: Examples
@@ -95,7 +98,8 @@ class Masked:
         return len(self.rows)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Return row `index`, masked as `rng` draws, by seed and position in the stream of rows."""
+        """Return row `index`, masked by `rng`, which depends on the seed and the position in the
+        stream of rows."""
         if rng is None:
             rng = np.random.default_rng((EVALUATION_SEED, index))
         return mask_tokens(self.rows.example(index, None), rng, self.vocab_size)
@@ -104,13 +108,13 @@ class Masked:
 def mask_tokens(row: Batch, rng: np.random.Generator, vocab_size: int) -> Batch:
     """Mask tokens of a row [T]; the targets are its own tokens, and the masked positions count.
 
-    Each token of a document is chosen by itself; of the chosen, 8 of 10 become the mask's token, 1
-    of 10 any token but that, and 1 of 10 stays what it is.
+    Each token of a document is selected independently; of those, 8 of 10 become the mask token, 1
+    of 10 any other token, and 1 of 10 is unchanged.
 
     Args:
       row: one row of text.
       rng: the random generator.
-      vocab_size: of the model; its last token is the mask's.
+      vocab_size: of the model; its last token is the mask token.
     """
     tokens_T = row.inputs
     drawn_T, kind_T = rng.random((2, *tokens_T.shape))
@@ -134,11 +138,11 @@ class MultiToken(NextToken):
     after it: the mean over modules, times the weight.
 
     All are divided by the one count of next tokens, as in equation 24: a module's loss is summed
-    over fewer, since no module looks beyond a document's end.
+    fewer, since no module looks beyond a document's end.
 
     Attributes:
-      further_tokens: modules, the k-th of which predicts the token after the next k.
-      further_weight: what their mean loss is multiplied by.
+      further_tokens: number of modules; the k-th predicts the token after the next k.
+      further_weight: weight of their mean loss.
     """
 
     further_tokens: int = 1

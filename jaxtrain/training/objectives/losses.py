@@ -24,10 +24,10 @@ class Loss:
     """Cross-entropy loss settings: label smoothing, z-loss, chunk size.
 
     Attributes:
-      chunk_size: positions of the sequence whose logits exist at once; None makes all at once.
-        Where it does not divide the sequence, the nearest divisor below is taken.
+      chunk_size: positions of the sequence whose logits are live at once; None: all.
+        If it does not divide the sequence, the next smaller divisor is used.
       z_weight: weight of the squared log-partition function (PaLM's z-loss, arXiv 2204.02311).
-      label_smoothing: probability spread evenly over all classes (arXiv 1512.00567).
+      label_smoothing: probability distributed uniformly over all classes (arXiv 1512.00567).
     """
 
     chunk_size: int | None = None
@@ -45,13 +45,13 @@ def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list
     """Return the settings with a chunk size that divides the sequence, and a note if it was
     changed.
 
-    It bounds memory and changes no number, so that the nearest one below is what was meant. Where
+    It bounds memory and does not change results, so the next smaller divisor is a safe choice. If
     there is none the settings stay unchanged.
 
     Args:
-      settings: as they were written.
+      settings: as configured.
       length: tokens of a sequence.
-      context: devices that share a sequence, each of which holds its part of every chunk.
+      context: devices that share a sequence, each with its part of every chunk.
     """
     chunk = settings.chunk_size
     if chunk is None or (length % chunk == 0 and chunk % context == 0):
@@ -87,8 +87,8 @@ def losses(
       logits: [..., V]; finite where the mask is 0 too.
       targets: int32 [...].
       mask: float32 [...], a loss mask.
-      settings: what is added to the cross entropy.
-      train: whether it is: evaluation is without.
+      settings: further terms of the cross entropy.
+      train: whether they are added: not in evaluation.
       classes: as in `cross_entropy`.
       over: as in `cross_entropy`.
     """
@@ -101,7 +101,7 @@ def losses(
         label_smoothing=settings.label_smoothing if train else 0.0,
         over=over,
     )
-    # A choice, not only a product: 0 x NaN is NaN.
+    # Select, not only multiply: 0 x NaN is NaN.
     return jnp.where(counts, of_targets, 0.0) * mask
 
 
@@ -153,18 +153,18 @@ def cross_entropy(
     Args:
       logits: [..., V], any float dtype; V may be sharded.
       targets: int32 [...].
-      classes: how many of the V there are: the others are padding, which has no probability and
+      classes: number of classes: the other logits are padding, with no probability and
         no gradient. None: all.
       z_weight: as in Loss.
       label_smoothing: as in Loss.
-      over: what the last dimension means; None: 'vocab' of sequences, 'classes' of all else.
+      over: logical axis of the last dimension; None: 'vocab' for sequences, else 'classes'.
     """
     over = over or ("vocab" if logits.ndim == 3 else "classes")
     token_ids = shard(jnp.arange(logits.shape[-1]), (over,))
     size = logits.shape[-1] if classes is None else classes
     padded = size < logits.shape[-1]
     if padded:
-        # Before they are float32: the greatest of each device is sent in the logits' own dtype.
+        # Before the cast to float32: each device's maximum is sent in the logits' dtype.
         logits = jnp.where(token_ids < size, logits, -jnp.inf)
     logits = logits.astype(jnp.float32)
     top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
@@ -186,7 +186,7 @@ def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
     Args:
       targets: int32 [...].
       logits: float32 [..., V].
-      classes: 0 to V - 1, split as the logits are.
+      classes: 0 to V - 1, sharded like the logits.
     """
     platform = platform_of(jax.sharding.get_abstract_mesh())
     if platform == "tpu" or jax.typeof(classes).sharding.spec[0] is not None:
@@ -198,8 +198,8 @@ def _at(targets: jax.Array, logits: jax.Array, classes: jax.Array) -> jax.Array:
 
 def _where_target(targets: jax.Array, x: jax.Array, classes: jax.Array) -> jax.Array:
     """Return x at the targets' positions, 0 elsewhere."""
-    # Made from the targets: JAX moves a constant out of the loop over chunks, where it becomes an
-    # array of the logits' size that every chunk reads.
+    # Derived from the targets: JAX hoists a constant out of the loop over chunks, where it becomes
+    # an array of the logits' size that every chunk reads.
     zero = 0.0 * targets[..., None].astype(jnp.float32)
     return jnp.where(targets[..., None] == classes, x, zero)
 

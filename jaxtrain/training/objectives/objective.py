@@ -30,8 +30,8 @@ class Baseline:
 
     Attributes:
       metric: its name among those of training, such as `loss`.
-      label: what has this value, such as "the text's unigram entropy".
-      value: the metric of what the label names.
+      label: its name, such as "the text's unigram entropy".
+      value: its value of the metric.
     """
 
     metric: str
@@ -46,8 +46,8 @@ class Yardstick:
     Attributes:
       unit: of the loss, such as 'nats per token'; '' if it has none.
       metrics: the other metrics that are drawn, each in a panel below the loss.
-      baselines: what they are compared with; the first is named at a run's end.
-      scale: of the loss's axis; 'log' where it falls over several orders of magnitude.
+      baselines: of these metrics; the first is reported at a run's end.
+      scale: of the loss's axis; 'log' if it spans several orders of magnitude.
     """
 
     unit: str = ""
@@ -86,23 +86,23 @@ def uniform_guess(classes: int) -> tuple[Baseline, ...]:
     return Baseline("loss", label, math.log(classes)), Baseline("accuracy", label, 1 / classes)
 
 
-# The modules that it trains.
+# Type of the trained modules.
 M = TypeVar("M")
 
 
 class Objective(abc.ABC, Generic[M]):
-    """Training objective: validation of its batches, sums over a batch, and the metrics made of
-    them.
+    """Training objective: validation of its batches, sums over a batch, and the metrics derived
+    from them.
 
     Sums, not means: microbatches, stages and processes add theirs, and one division by the global
-    batch's counts follows, so that a token weighs the same wherever it lands. A sum is called what
-    its mean is called among the metrics.
+    batch's counts follows, so that all tokens have equal weight wherever they are. A sum has the
+    name of its mean among the metrics.
 
     Attributes:
-      name: what a model's `objective` says.
-      inputs: what a batch's inputs may be; one of them is its models'.
-      minimized: the sums whose means, added up, the gradient is of; those that a model gives.
-      draws: whether its models may draw random numbers in training, for which rows are counted.
+      name: its value of a model's `objective`.
+      inputs: supported kinds of inputs; one of them must be the model's.
+      minimized: the sums whose means are added up and differentiated, if the model returns them.
+      draws: whether its models may use random numbers in training, for which rows are numbered.
       refers: whether its batches have a reference model's log-probabilities.
       evaluated: the counts whose means are reported for held-out examples.
     """
@@ -115,7 +115,8 @@ class Objective(abc.ABC, Generic[M]):
     evaluated: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init_subclass__(cls, **settings: Any) -> None:
-        """Raise TypeError where a check has its name of 0.2.0, by which nobody calls it now."""
+        """Raise TypeError if a subclass defines a check by its name of 0.2.0, which is no longer
+        called."""
         super().__init_subclass__(**settings)
         for name in vars(cls):
             if name.partition("_")[0] == "refuse":
@@ -137,7 +138,7 @@ class Objective(abc.ABC, Generic[M]):
           model: the model's settings.
 
         Raises:
-          UserError: the model cannot take these data.
+          UserError: the model does not support these data.
         """
         del model
         return dataset
@@ -171,7 +172,7 @@ class Objective(abc.ABC, Generic[M]):
     def counts(self, batch: Batch) -> Sums:
         """Return the denominators of the sums over a batch, float32 scalars.
 
-        They are `weight`, the total weight of its targets, and more by name.
+        They are `weight`, the total weight of its targets, and others by name.
         """
 
     @abc.abstractmethod
@@ -192,16 +193,16 @@ class Objective(abc.ABC, Generic[M]):
         """Run the forward pass: return float32 sums over a batch, and the new running statistics.
 
         Args:
-          model: the module, its parameters in the dtype to compute with.
+          model: the module, its parameters in the compute dtype.
           statistics: its running statistics.
           batch: all rows, or a microbatch of them.
           execution: kernels, precision and dropout.
           settings: the loss's.
-          train: whether the loss carries its training terms.
+          train: whether the loss includes its training terms.
         """
 
     def arrange(self, batch: Batch, execution: Execution) -> Batch:
-        """Return a batch sharded like activations; unchanged where only rows are split."""
+        """Return a batch sharded like activations; unchanged if only rows are split."""
         del execution
         return batch
 
@@ -210,7 +211,7 @@ class Objective(abc.ABC, Generic[M]):
         """Yield why a user-provided batch is invalid, apart from its number of rows.
 
         Args:
-          batch: whatever its fields hold; see `own_batch` for what is looked at.
+          batch: with any fields; see `own_batch` for what is checked.
           model: the model's settings.
           settings: the loss's.
           layout: where the batch goes.
@@ -227,7 +228,7 @@ class Objective(abc.ABC, Generic[M]):
 
         Args:
           batch: arrays or their shapes.
-          named: what gives it, such as 'Train.data=@TextData()'.
+          named: its source, such as 'Train.data=@TextData()'.
         """
         if self.refers and batch.reference is None:
             yield (
@@ -241,7 +242,7 @@ class Objective(abc.ABC, Generic[M]):
             )
 
     def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:
-        """Yield why targets of this shape and dtype, which the data give, cannot be predicted."""
+        """Yield why the data's targets of this shape and dtype cannot be predicted."""
         del targets, model
         yield from ()
 
@@ -266,15 +267,13 @@ class Objective(abc.ABC, Generic[M]):
         examples.
 
         They are numbers, except the lists of `eval_confusion`.
-
-        They are numbers, except the lists of `eval_confusion`.
         """
         kept = (*self.evaluated, CONFUSION)
         found = [n for n in sums if n not in kept and self.over(n) in self.evaluated]
         means = {name: sums[name] / sums[self.over(name)] for name in found}
         metrics = {**means, **self.more_of_evaluation(means)}
         if CONFUSION in sums:
-            # Imported here: most objectives predict no classes.
+            # Imported here: most objectives do not predict classes.
             from jaxtrain.training.objectives.classification import metrics_of
 
             metrics |= metrics_of(sums[CONFUSION])
@@ -292,10 +291,10 @@ class Objective(abc.ABC, Generic[M]):
 
     @final
     def total(self, sums: Sums, scales: Sums) -> jax.Array:
-        """Return the scalar to minimize: each such sum times the scale of its count.
+        """Return the scalar to minimize: the minimized sums times the scales of their counts.
 
         Args:
-          sums: of the batch or of a part of it; those that are metrics alone are left out.
+          sums: of the batch or of a part of it; sums that are only metrics are ignored.
           scales: for each count, a factor over the global batch's.
         """
         return sum(
@@ -323,7 +322,7 @@ class LogitsObjective(abc.ABC, Generic[M]):
         Args:
           model: as in `Objective.sums`.
           statistics: its running statistics.
-          batch: from `reading`, or one of your own.
+          batch: from `reading`, or user-provided.
           execution: kernels, precision and dropout.
         """
 
@@ -338,7 +337,7 @@ def objective_named(name: str) -> Objective:
     module.
 
     Raises:
-      UserError: none has this name, or it cannot be had without settings.
+      UserError: none has this name, or it needs settings.
     """
     found = Named(Objective, jaxtrain.training.objectives)
     if name not in found:

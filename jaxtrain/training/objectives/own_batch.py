@@ -1,7 +1,7 @@
 """Validation of user-provided batches.
 
-Arrays of NumPy are looked into. Arrays on devices are asked for shape and dtype alone: their values
-would have to be waited for.
+The values of NumPy arrays are checked. Only shape and dtype of arrays on devices are checked: their
+values would have to be copied.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ def validate_form(batch: Batch, name: str, dtype: str, shape: Sequence[int | str
     Args:
       batch: the batch.
       name: the field.
-      dtype: of `DTYPES`; integers and floats of other sizes are taken too, as JAX takes them.
-      shape: what each dimension has to be; a letter means any size above 0.
+      dtype: of `DTYPES`; integers and floats of other sizes are accepted too, as in JAX.
+      shape: required dimensions; a letter means any size above 0.
     """
     x = getattr(batch, name)
     written = f"{dtype} [{', '.join(map(str, shape))}]"
@@ -51,11 +51,11 @@ def validate_values(
     """Yield an error with the first value of a field that is out of bounds.
 
     Args:
-      batch: of the right form.
+      batch: with valid dtypes and shapes.
       name: the field.
-      least, most: the bounds; None is none, but numbers are finite.
+      least, most: the bounds; None is none, but values must be finite.
       why: where the bound comes from, such as ' (GPT.vocab_size=256)'.
-      counted: whether values may be anything where the loss mask is 0; a mask on a device is not
+      counted: whether values are arbitrary where the loss mask is 0; a mask on a device is not
         read, so nothing is checked then.
     """
     x = getattr(batch, name)

@@ -28,11 +28,11 @@ from jaxtrain.training.objectives.tokens import TokenObjective
 class DPO(TokenObjective):
     """Direct preference optimization (DPO, arXiv 2305.18290): -log sigmoid(beta (r_chosen -
     r_rejected)). r is an answer's log-probability minus that by the reference model, from which the
-    run started; that is computed once. Metrics: `accuracy`, the share of pairs whose chosen answer
-    has gained more, and `margin`, by how many nats times beta.
+    run started; it is computed once. Metrics: `accuracy`, the fraction of pairs whose chosen answer
+    has gained more, and `margin`, the difference in nats times beta.
 
     Attributes:
-      beta: how strongly the model is held to the reference.
+      beta: strength of the regularization towards the reference.
     """
 
     beta: float = 0.1
@@ -46,7 +46,7 @@ class DPO(TokenObjective):
         require_positive(self, "beta")
 
     def validate_loss(self, settings: Loss) -> Iterator[str]:
-        """Yield errors for settings that only a plain cross entropy reads."""
+        """Yield errors for settings that only a plain cross entropy uses."""
         yield from validate_unread(settings, "Train.objective=@DPO()")
 
     def weight(self, batch: Batch) -> jax.Array:
@@ -89,6 +89,6 @@ class DPO(TokenObjective):
                 "accuracy": (pair_B & (margin_B > 0)).sum(dtype=jnp.float32),
                 "margin": margin_B.sum(),
             }
-            # Devices that have positions of one row have the same pairs, and their sums are added
+            # Devices with positions of one row have the same pairs, and their sums are added
             # up.
             return {name: value / split_before() for name, value in sums.items()}

@@ -77,7 +77,7 @@ class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):
                 exact_B |= _exact_matches(
                     _right(padded_logits(model, h_BTD), model, answer), answer
                 )
-            # A row of which nothing counts is there for the sake of the batch's size.
+            # A row without counted targets is padding of the batch.
             exact_B &= (batch.loss_mask != 0).any(-1)
             found["exact_match"] = exact_B.sum(dtype=jnp.float32)
         return found, statistics
@@ -89,13 +89,10 @@ class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):
 
         An exact match is a row whose targets all have the highest logit, which greedy decoding
         reproduces.
-
-        An exact match is a row whose targets all have the highest logit, which greedy decoding
-        reproduces.
         """
         mask_BT = batch.loss_mask
         with jax.named_scope("loss"):
-            # A hidden state that is not finite, where nothing counts, would reach the output
+            # A non-finite hidden state at a masked position would reach the output
             # matrix's gradient as 0 x NaN.
             h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
             logits_BTV, size = padded_logits(model, h_BTD), vocabulary(model)
@@ -188,7 +185,7 @@ def _right(logits_BTV: jax.Array, model: PairModule, batch: Batch) -> jax.Array:
 
 
 def _exact_matches(right_BT: jax.Array, batch: Batch) -> jax.Array:
-    """Return whether each row has targets that count, all of them predicted right, bool [B]."""
+    """Return whether each row has targets that count, all of them predicted correctly, bool [B]."""
     counts_BT = batch.loss_mask != 0
     return (right_BT | ~counts_BT).all(-1) & counts_BT.any(-1)
 

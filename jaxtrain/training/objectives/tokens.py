@@ -51,15 +51,15 @@ RESIDUAL = ("batch", "residual_length", "embed")
 class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
     """Base of objectives over the final hidden states of a `Transformer`.
 
-    Its parts are what a pipeline puts between its stages. Counts: `weight`, the targets that count,
-    for what it sums itself; `tokens`, those of documents, for what the layers sum beside their
-    activations, since every token goes through them whether a target counts there or not.
+    Its methods are also used by pipelines. Counts: `weight`, the targets that count,
+    for its own sums; `tokens`, those of documents, for the layers' sums,
+    since every token passes through them whether its target counts or not.
 
     Attributes:
-      causal: whether a token sees only those before it.
+      causal: whether a token sees only previous ones.
       own: the sums of `of_hidden`; all others are the layers'.
-      reserved: last tokens of the model's vocabulary that the data do not have.
-      labels: whether targets are labels, and no tokens.
+      reserved: number of last tokens of the model's vocabulary that do not occur in the data.
+      labels: whether targets are labels instead of tokens.
       multi_token_prediction: whether modules that predict tokens after the next one are trained.
     """
 
@@ -87,7 +87,7 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
         *,
         train: bool,
     ) -> Sums:
-        """Return the sums of extra layers behind the last, if the objective has any."""
+        """Return the sums of extra layers after the last, if the objective has any."""
         del model, h_BTD, batch, execution, settings, train
         return {}
 
@@ -219,9 +219,9 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
         """Yield errors unless the five fields are [B, T], segment_ids optional, with tokens in the
         vocabulary.
 
-        Inputs are looked at everywhere, in padding too; targets where they count.
+        Inputs are checked everywhere, in padding too; targets where they count.
         """
-        # Imported here, as below: a run's own data are what they should be.
+        # Imported here, as below: a run's own data are valid.
         from jaxtrain.training.objectives.own_batch import validate_form
 
         features = features_of(model)
@@ -302,12 +302,12 @@ def token_loss(
         return losses(logits_BTV, targets_BT, mask_BT, settings, train=train, classes=classes)
 
     with jax.named_scope("loss"):
-        # A hidden state that is not finite, where nothing counts, would reach the output matrix's
+        # A non-finite hidden state at a masked position would reach the output matrix's
         # gradient as 0 x NaN.
         h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
         if settings.chunk_size is None:
             return of_logits(padded_logits(model, h_BTD), batch.targets, mask_BT).sum()
-        # Imported here: most vocabularies are small enough for their logits to be kept.
+        # Imported here: most vocabularies are small enough for unchunked logits.
         from jaxtrain.training.objectives.chunks import over_chunks
 
         h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())

@@ -1,7 +1,7 @@
 """Optimizer update of offloaded state, block by block, with read-ahead.
 
-A block is a layer of a stack of parameters, or parameters of no layer, with all that the rule keeps
-for them: what a rule updates on its own. A device holds a few blocks at a time, and so does a host.
+A block is a layer of a stack of parameters, or parameters without layers, with the rule's state
+for them: what a rule updates separately. A device has a few blocks at a time, and so does a host.
 """
 
 import math
@@ -22,9 +22,9 @@ from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.offload.streaming import on_device, stacks
 from jaxtrain.training.optimizers.moments import apply_updates
 
-BLOCK_BYTES = 32 << 20  # on a device, of what a rule keeps; more where one parameter's layer is
-_WRITTEN_LATE = 2  # blocks computed that may wait to be written
-# Blocks that a device holds at most: one read ahead, one computed with, its results, those that
+BLOCK_BYTES = 32 << 20  # on a device, of a rule's state; more if one parameter's layer is larger
+_WRITTEN_LATE = 2  # computed blocks that may wait to be written
+# Maximum blocks on a device: one read ahead, one in computation, its results, those that
 # wait.
 BLOCKS_ALIVE = 3 + _WRITTEN_LATE
 
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
     Attributes:
       names: of the parameters.
-      layers: how many blocks there are of them, one a layer; None: one, of whole parameters.
+      layers: number of their blocks, one per layer; None: one block of whole parameters.
     """
 
     names: frozenset[str]
@@ -50,11 +50,11 @@ class Pending(NamedTuple):
     """Pending update of a step in memory.
 
     Attributes:
-      grads: what the rule is given, laid out as the moments are.
-      counts: the rule's state before, without its arrays.
+      grads: the rule's input, sharded like the moments.
+      counts: the rule's previous state, without its arrays.
       good: bool scalar, whether the update counts; None: it does.
       step: int32 scalar, optimizer steps taken before.
-      more: what the rule is given besides.
+      more: further inputs of the rule.
     """
 
     grads: nnx.State
@@ -69,7 +69,7 @@ def groups(params: nnx.State, kept: Any) -> list[Group]:
 
     Args:
       params: their shapes.
-      kept: what the rule keeps, or its shapes with shardings.
+      kept: the rule's state, or its shapes with shardings.
     """
     found = []
     for layers, names in stacks(params):
@@ -120,8 +120,8 @@ class Blocks:
 
         Args:
           rule: the optax transformation that updates each parameter on its own.
-          layout: where everything goes.
-          store: gives updated parameters the sharding that they have between steps.
+          layout: how everything is sharded.
+          store: moves updated parameters to their sharding between steps.
           options: of XLA, by name.
         """
         self._rule, self._layout, self._store = rule, layout, store
@@ -147,9 +147,9 @@ class Blocks:
         active.
 
         Args:
-          params: as a state has them between steps.
-          files: the rule's state, its arrays in files, which are another afterwards.
-          pending: what came of the step.
+          params: as stored between steps.
+          files: the rule's state, its arrays in files, which are overwritten.
+          pending: the step's pending update.
         """
         found = self._of(params, files)
         blocks = [(group, layer) for group in found for layer in group.places]
@@ -204,7 +204,7 @@ class Blocks:
         if layer is None:
             return None
         if layer not in self._layers:
-            with jax.transfer_guard("allow"):  # each process its own, once
+            with jax.transfer_guard("allow"):  # each process writes its own part once
                 self._layers[layer] = jax.make_array_from_callback(
                     (), self._layout.sharding_of(P()), lambda _: np.array(layer, np.int32)
                 )

@@ -1,7 +1,7 @@
 """Memory-mapped arrays of the train state, sharded by process.
 
-A file is mapped only while a part of it is copied, so that a process holds what it asked for and no
-page more. Its contents are worth nothing once the process has ended: an update may be half written
+A file is mapped only while a part of it is copied, so that a process holds only the requested
+pages. Its contents are invalid once the process has ended: an update may be half written
 then, and a run resumes from its checkpoint.
 """
 
@@ -25,7 +25,7 @@ FOLDER = "offload"  # in a run's folder
 class Scratch:
     """Scratch folder of this process, created at first use; older contents are deleted.
 
-    It is removed with the last that refers to it, or with the process.
+    It is removed with its last reference, or with the process.
 
     Attributes:
       workdir: the run's folder on a disk; None: a temporary folder (TMPDIR).
@@ -51,7 +51,7 @@ class Scratch:
 def _remove(folder: Path, *, in_run: bool) -> None:
     remove_tree(folder)
     if in_run:
-        with contextlib.suppress(OSError):  # others' are still there
+        with contextlib.suppress(OSError):  # others' files still exist
             folder.parent.rmdir()
 
 
@@ -60,8 +60,8 @@ class FileArray:
 
     Attributes:
       shape: of the whole array.
-      dtype: of its numbers.
-      sharding: which part is in the files of which device's process; a stack of layers is whole
+      dtype: of its elements.
+      sharding: which part is in the files of which device's process; a stack of layers is not split
         along its first dimension.
     """
 
@@ -69,8 +69,8 @@ class FileArray:
         """Create the files, filled with zeros.
 
         Args:
-          scratch: where; it stays as long as the array.
-          name: of the array, as files are called.
+          scratch: the folder; it exists as long as the array.
+          name: of the array, used in file names.
           like: shape, dtype and sharding.
 
         Raises:
@@ -81,7 +81,7 @@ class FileArray:
         self._part = tuple(self.sharding.shard_shape(self.shape))
         self._scratch = scratch
         files: dict[Any, Path] = {}
-        self._files: dict[jax.Device, Path] = {}  # devices that hold the same have one
+        self._files: dict[jax.Device, Path] = {}  # devices with the same part share one
         here: Any = self.sharding.addressable_devices_indices_map(self.shape)
         for device, index in here.items():
             bounds = tuple((one.start, one.stop) for one in index)
@@ -90,8 +90,8 @@ class FileArray:
         size = math.prod(self._part) * self.dtype.itemsize
         for path in files.values():
             with writing(path), path.open("wb") as file:
-                if hasattr(os, "posix_fallocate"):  # macOS has none
-                    # Now: a mapped page that finds no room later ends the process.
+                if hasattr(os, "posix_fallocate"):  # not on macOS
+                    # Allocate now: a mapped page without room later crashes the process.
                     os.posix_fallocate(file.fileno(), 0, size)
                 file.truncate(size)
 
@@ -120,7 +120,7 @@ class FileArray:
         computed.
 
         Args:
-          x: laid out as `sharding` says.
+          x: with the sharding `sharding`.
           layer: None: all of it.
         """
         _, part, offset = self._place(layer)
@@ -143,7 +143,7 @@ class FileArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the whole array, if this process has it."""
-        del copy  # it always is one
+        del copy  # always a JAX array
         return np.asarray(self.read(), dtype)
 
     def __repr__(self) -> str:

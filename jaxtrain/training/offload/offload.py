@@ -19,15 +19,15 @@ class Offload:
     layer at a time and writes it back; what is computed stays on the devices, bit for bit.
 
     Attributes:
-      optimizer_state: 'host' keeps every array of it there, 8 bytes per parameter of adamw's;
+      optimizer_state: 'host' keeps all of it in host memory, 8 bytes per parameter for adamw;
         'disk' in memory-mapped files in the run's folder (or in a temporary one where there is
-        none, or where it is in a bucket), updated in blocks while the next block is read.
-      parameters: 'host' keeps those that are trained there, 4 bytes per parameter in float32; a
+        none, or it is in a bucket), updated in blocks while the next block is read.
+      parameters: 'host' keeps trained parameters there, 4 bytes per parameter in float32; a
         step computes with a copy in Precision.compute on the devices. From ZeRO 1 on they are
-        sharded over fsdp as the optimizer's state is. 'disk' is rejected: a step computes with all
+        sharded over fsdp like the optimizer's state. 'disk' is rejected: a step computes with all
         of them.
-      gradients: 'host' takes those of each layer's matrices there as the backward pass makes them,
-        and sums them there over microbatches; the update has them back.
+      gradients: 'host' moves those of each layer's matrices there during the backward pass,
+        and sums them there over microbatches; the update reads them back.
     """
 
     optimizer_state: Where = "none"

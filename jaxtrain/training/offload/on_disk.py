@@ -32,15 +32,15 @@ def offload_to_disk(
 ) -> Step:
     """Return the step with the optimizer's arrays in files, which the host updates block by block.
 
-    In a `TrainState` they are `FileArray`s, which no program takes: what is compiled for a step, an
-    evaluation or anything else takes `in_memory` of a state. A step's program computes gradients
-    and clips them, and leaves the update of the parameters `Pending`.
+    In a `TrainState` they are `FileArray`s, which compiled programs cannot take: programs of a
+    step, an evaluation or anything else take `in_memory` of a state. A step's program computes
+    gradients and clips them, and leaves the update of the parameters `Pending`.
 
     Args:
       step: whose optimizer is the chain of `first` and `rule`.
-      scratch: where the files are.
-      first: what needs all gradients at once, such as a clip by their norm; they keep nothing.
-      rule: what updates each parameter, and each of its layers, on its own.
+      scratch: the folder of the files.
+      first: transformations of all gradients together, such as clipping by norm; stateless.
+      rule: transformation of each parameter, and each of its layers, separately.
     """
 
     def apply(
@@ -56,7 +56,7 @@ def offload_to_disk(
         if first:
             clip: Any = optax.chain(*first)
             grads, nothing = clip.update(grads, nothing, on_device(old.params), **extra)
-        # Of no parameters the rule still counts: every block's counts are these.
+        # Without parameters the rule still counts steps: every block shares these counts.
         none = part((grads, old.params, dict(extra)), _NONE)
         _, after = rule.update(none[0], before, none[1], **none[2])
         after = select(good, after, before)
@@ -68,7 +68,7 @@ def offload_to_disk(
 
     def update(state: TrainState, found: Gradient) -> Updated:
         done = step.update(state, found)
-        # The host has still to update the parameters.
+        # The host still has to update the parameters.
         return done._replace(state=done.state.replace(params=state.params))
 
     def eval_state(state: TrainState) -> TrainState:
@@ -95,9 +95,9 @@ class _OnDisk:
     """Optimizer state in files; implements `step.Files`.
 
     Attributes:
-      step: whose state it is.
-      scratch: where the files are.
-      first: how many parts of the optimizer's state, before those of the rule, keep nothing.
+      step: the step of this state.
+      scratch: the folder of the files.
+      first: number of stateless parts of the optimizer's state before the rule's.
       rule: as in `offload_to_disk`.
     """
 

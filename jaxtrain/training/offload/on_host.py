@@ -26,11 +26,11 @@ from jaxtrain.training.step import Step, transform
 
 @transform
 def offload_to_host(step: Step, offload: Offload) -> Step:
-    """Return the step that keeps what `offload` selects in pinned host memory between uses.
+    """Return the step that keeps state selected by `offload` in pinned host memory between uses.
 
     Args:
-      step: whose optimizer is `streaming.stream_update` where its state is offloaded.
-      offload: what is kept there.
+      step: its optimizer is `streaming.stream_update` if its state is offloaded.
+      offload: the offload settings.
     """
     changes: dict[str, Any] = {}
     if offload.optimizer_state != "disk":
@@ -77,7 +77,7 @@ def offload_to_host(step: Step, offload: Offload) -> Step:
         return step.eval_state(current_state(state).replace(opt_state=parts))
 
     def set_weights(state: TrainState, params: nnx.State, statistics: nnx.State) -> TrainState:
-        # What it makes anew is on the devices.
+        # New arrays are on the devices.
         return step.set_weights(state, on_device(params), statistics)
 
     return step._replace(
@@ -142,7 +142,7 @@ def _host_shardings(layout: Layout, params: nnx.State) -> nnx.State:
     return jax.tree.map(pin_to_host, shardings(params, layout.moment, layout))
 
 
-# The update writes them where they are.
+# The update writes them in place.
 _PINNED = Storage(_host_shardings, lambda layout, params: params)
 
 
@@ -167,7 +167,7 @@ def fetch_params(setup: Setup, state: TrainState) -> TrainState:
 def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
     """Return the update for state in host memory, like `apply_on_devices`.
 
-    A bad step never writes what is on a host.
+    A bad step never writes host memory.
     """
     streams, keeps_params = offload.optimizer_state == "host", offload.parameters == "host"
 
@@ -179,7 +179,7 @@ def _apply_from_host(offload: Offload) -> Callable[..., Applied]:
         extra: Mapping[str, Any],
     ) -> Applied:
         optimizer: Any = optax.with_extra_args_support(setup.optimizer)
-        # A rule that is not streamed wants them whole.
+        # A rule that is not streamed needs all of them.
         params = old.params if streams else on_device(old.params)
         updates, opt_state = optimizer.update(
             grads, old.opt_state, params, layers=setup.layer_order, good=good, **extra

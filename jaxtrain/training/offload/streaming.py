@@ -1,9 +1,9 @@
 """Layer-by-layer transfer of arrays between host and device memory.
 
 A loop over layers reads a slice of every array, computes, and writes the slices back where they
-came from, so that a device holds one layer's in addition to what it holds anyway, and a host
-nothing twice. Within a layer the compiler begins to read all arrays at once and writes each as soon
-as it is done, in both directions of the link at the same time. Letter: L layers.
+came from, so that a device holds one layer's slices at a time, and a host
+no second copy. Within a layer the compiler begins to read all arrays at once and writes each as
+soon as it is done, in both directions of the link at the same time. Letter: L layers.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,12 +33,12 @@ def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
     """Apply `function` to each layer in turn.
 
     Args:
-      function: takes slices [1, ...] on the devices, and int32 [1], which layer they are.
+      function: its arguments are slices [1, ...] on the devices, and the layer, int32 [1].
       kept: arrays [L, ...] that it changes, each written back in place.
       given: arrays [L, ...] that it reads, in any memory; scalars are the same for all layers.
 
     Returns:
-      What is kept, and what was made, [L, ...] on the devices.
+      The updated arrays, and new outputs [L, ...] on the devices.
     """
     homes = jax.tree.map(lambda x: jax.typeof(x).memory_space, kept)
     kept, given = (jax.tree.map(_join_if_small, tree) for tree in (kept, given))
@@ -63,7 +63,7 @@ def over_layers(function: OfLayer, kept: Any, given: Any) -> tuple[Any, Any]:
 
 
 def _join_if_small(x: jax.Array) -> jax.Array:
-    """Vectors of all layers go at once: a slice of them would be a row out of a tile of memory."""
+    """Vectors of all layers are moved at once: a slice would be a row of a memory tile."""
     return jax.device_put(x, DEVICE) if x.ndim < 3 else x
 
 
@@ -92,8 +92,8 @@ def stream_update(
     """Return `optax.chain` of both, with state in host memory streamed through the devices.
 
     Args:
-      first: what needs all gradients at once, such as a clip by their norm; it keeps nothing.
-      rest: what updates each parameter, and each of its layers, on its own.
+      first: transformation of all gradients together, such as clipping by norm; stateless.
+      rest: transformation of each parameter, and each of its layers, separately.
     """
     first, rest = tuple(first), tuple(rest)
     before: Any = optax.chain(*first) if first else None
@@ -105,7 +105,7 @@ def stream_update(
     def update(
         updates: Any, state: Any, params: Any = None, *, good: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """Update as in optax; where `good` is false the state stays as it was."""
+        """Update as in optax; if `good` is false the state is unchanged."""
         none = ()
         if first:
             updates, none = before.update(updates, state[: len(first)], on_device(params), **extra)
@@ -161,6 +161,6 @@ def _update(
 
 
 def _without_layers(extra: dict[str, Any]) -> dict[str, Any]:
-    """`layers` is the order of a pipeline's, which no state that is streamed has."""
+    """`layers` is a pipeline's layer order, which streamed state never has."""
     assert extra.get("layers") is None, "a pipeline's state is not streamed"
     return {name: value for name, value in extra.items() if name != "layers"}

@@ -29,7 +29,7 @@ class EvaluationParams(abc.ABC):
         """Return this part after the parameters were replaced: the new ones are evaluated.
 
         Args:
-          params: the new parameters, laid out as the optimizer's state.
+          params: the new parameters, sharded like the optimizer's state.
         """
 
 
@@ -39,7 +39,7 @@ class Average(EvaluationParams):
     """Optimizer state of `keep_average`.
 
     Attributes:
-      count: int32 scalar, updates averaged over.
+      count: int32 scalar, number of averaged updates.
       params: the average, float32, in the form of the parameters; before the first update they
         themselves.
     """
@@ -63,7 +63,7 @@ def keep_average(decay: float) -> optax.GradientTransformation:
 
     After t updates the average is sum_i decay^(t-i) p_i / sum_i decay^(t-i) over i = 1..t: Polyak
     averaging with exponential weights, debiased as Adam's moments are (arXiv 1412.6980, section 3),
-    so that the first parameters, which nobody trained, have no part in it.
+    so that the initial parameters do not contribute.
 
     Args:
       decay: above 0, below 1.
@@ -74,7 +74,7 @@ def keep_average(decay: float) -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         assert params is not None, "the average is over parameters"
-        # Not as the parameters are kept, which in bfloat16 are rounded: that is these on average.
+        # From the unrounded parameters: stored bfloat16 ones equal these on average.
         after = jax.tree.map(lambda p, u: p.astype(jnp.float32) + u, params, updates)
         # (1 - decay) / (1 - decay^t), the weight of p_t: 1 for the first. Written with expm1,
         # because decay^t is next to 1 and float32 has seven digits.
@@ -99,7 +99,7 @@ def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
 
     Args:
       opt_state: the state.
-      params: the new parameters, laid out as the state is.
+      params: the new parameters, sharded like the state.
     """
 
     def one(part: Any) -> Any:
@@ -130,7 +130,7 @@ class Iterates(EvaluationParams):
       taken: the updates so far.
       weight: float32 scalar, sum of the weights of the iterates averaged.
       largest: float32 scalar, the largest learning rate so far.
-      z: the iterates, float32, in the form of the parameters.
+      z: the iterates, float32, with the structure of the parameters.
       b1: interpolation of the parameters from z towards the average.
     """
 
@@ -163,7 +163,7 @@ class ScheduleFree(Rule):
     Attributes:
       b1: the parameters that gradients are taken at are (1 - b1) z + b1 x.
       b2: decay rate of the mean of the gradient's square.
-      epsilon: what the denominator is at least.
+      epsilon: added to the denominator.
     """
 
     name: ClassVar[str] = "schedule_free"

@@ -59,8 +59,6 @@ def factors_of(groups: Mapping[str, float], name: str, param: Any) -> list[tuple
     counts.
 
     None follow a part that includes all layers.
-
-    None follow a part that includes all layers.
     """
     found = []
     for written, value in groups.items():
@@ -79,7 +77,7 @@ def by_layer(
 
     Args:
       parts: with their values.
-      otherwise: of layers that are in none, [slots].
+      otherwise: value of other layers, [slots].
       layers: as in `moments.keep_moments`.
     """
     number = jnp.arange(otherwise.shape[0]) if layers is None else jnp.asarray(layers)
@@ -99,8 +97,8 @@ class Decay:
     """Weight decay of each parameter.
 
     Attributes:
-      of_matrices: of matrices that no group names; norm scales and biases do not decay.
-      groups: pattern -> of the parameters that it fits.
+      of_matrices: of matrices outside of groups; norm scales and biases do not decay.
+      groups: pattern -> weight decay of matching parameters.
     """
 
     of_matrices: float
@@ -135,8 +133,6 @@ def add_decay(decay: Decay) -> optax.GradientTransformation:
 
 def scale_groups(factors: Mapping[str, float]) -> optax.GradientTransformationExtraArgs:
     """Scale each parameter's update by the factor of its group, 1 outside of groups.
-
-    Its `layers` are those of `moments.keep_moments`.
 
     Its `layers` are those of `moments.keep_moments`.
     """
@@ -184,9 +180,9 @@ def validate(setting: str, groups: Mapping[str, float], params: Any) -> Iterator
     """Yield an error message for each pattern that matches no parameter.
 
     Args:
-      setting: what the groups are of.
+      setting: the setting of the groups.
       groups: pattern -> value.
-      params: the parameters, of which no array need be there.
+      params: the parameters; shapes suffice.
     """
     named = by_name(params)
     roles = {role for role in map(role_of, named.values()) if role is not None}

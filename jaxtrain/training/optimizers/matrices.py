@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import is_variable, logical_axes, parts_of
 
-# Leading dimensions that only stack parameters: each has its own norm, each matrix its own sides.
+# Leading dimensions that only stack parameters: norms and sides are per parameter.
 _STACKED = ("layers", "qkv", "experts")
 
 
@@ -21,7 +21,7 @@ class Sides(NamedTuple):
 
     Attributes:
       stack: leading ones that count matrices.
-      rows: those of a matrix's inputs; none where the parameter is no matrix.
+      rows: those of a matrix's inputs; none if the parameter is not a matrix.
       columns: those of its outputs: the last, or heads and head_dim together.
     """
 
@@ -42,7 +42,7 @@ def scale_by_trust_ratio() -> optax.GradientTransformation:
     """Scale each matrix's update by |w| / |update| (arXiv 1904.00962, algorithm 2, phi the
     identity).
 
-    Norm scales and biases are left alone, as in the authors' code.
+    Norm scales and biases are not scaled, as in the authors' code.
     """
 
     def one(update: Any, param: Any) -> Any:
@@ -83,11 +83,11 @@ def _own(axes: tuple[str, ...]) -> tuple[int, ...]:
 def on_whole(function: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Sides) -> jax.Array:
     """Apply `function` to whole matrices, and return the result sharded like `x`.
 
-    Where the layers divide over the axes that split a matrix, all-to-alls bring each device its own
-    layers and take them back. Where they do not, a loop gathers one layer after the other.
+    If the layers divide over the axes that split a matrix, all-to-alls give each device its own
+    layers and return them. If not, a loop gathers layer by layer.
 
     Args:
-      function: from matrices [..., rows, columns] to as many of the same size; it finds them whole.
+      function: maps unsharded matrices [..., rows, columns] to matrices of the same shape.
       x: stacked matrices, a side perhaps of several dimensions.
       dims: which dimensions count matrices and which are a matrix's sides.
     """

@@ -2,9 +2,10 @@
 
 bfloat16 has 8 bits of precision. A second moment moves by at most (1 - b2) of itself towards a
 steady gradient's square: with b2 = 0.999 that is less than half of its last bit, so that rounding
-to the nearest number leaves it where it is indefinitely. Rounded stochastically, a number goes to
-either neighbour with the probability that makes the expected value the exact one (arXiv 1502.02551,
-section 2): steps far below the last bit add up. It is reproducible on any mesh and after a restart.
+to nearest never changes it. With stochastic rounding, a value goes to
+either neighbor with the probability that makes the rounding unbiased (arXiv 1502.02551,
+section 2): steps far below the last bit accumulate. It is reproducible on any mesh and after a
+restart.
 """
 
 import zlib
@@ -31,7 +32,7 @@ class Rounded(NamedTuple):
     """Optimizer state of a rule whose moments are bfloat16.
 
     Attributes:
-      count: int32 scalar, updates so far: no two round alike.
+      count: int32 scalar, updates so far: seeds the rounding.
       rule: the rule's own state.
     """
 
@@ -45,7 +46,7 @@ def keep_moments(
     """Store the moments of a rule in `dtype`, whatever the parameters'; the rule computes in
     float32.
 
-    The update is that of the moments before they are rounded. The random bits are a hash of the
+    The update uses the moments before rounding. The random bits are a hash of the
     update's number and of the element's name and index in the whole array, so that they are the
     same on every mesh and after every restart.
 
@@ -89,7 +90,7 @@ def _round_all(state: Any, count: jax.Array, layers: Sequence[int] | None) -> An
 
     def rounding(moment: int) -> Callable[[Any, Any], Any]:
         def one(path: Any, variable: Any) -> Any:
-            # Two moments of an element take their halves of one number: hashed once for the two.
+            # Two moments of an element share the halves of one hash.
             bits = hash_bits(path, variable, count, moment // 2, layers) >> 16 * (moment % 2)
             rounded = round_to_bfloat16(variable.get_value(), bits & jnp.uint32(0xFFFF))
             return variable.replace(rounded)
@@ -122,7 +123,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 # The layer at each index of stacked arrays; None: the index itself.
 Layers = Sequence[int] | jax.Array | None
 
-# Which of an update's draws for an array is that of a parameter itself.
+# Index of the draw of a parameter itself among an update's draws for an array.
 _PARAMETER = 2**20 + 2
 
 
@@ -132,7 +133,7 @@ def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = 
     Args:
       params: named arrays, float32 or bfloat16.
       updates: like them.
-      count: of steps: no two round alike.
+      count: of steps: seeds the rounding.
       layers: the layer at each index of stacked arrays; None: the index itself.
     """
 
@@ -148,11 +149,11 @@ def apply_updates(params: Any, updates: Any, count: jax.Array, layers: Layers = 
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Round stochastically to one of the two bfloat16 neighbours; unbiased over uniform bits.
+    """Round stochastically to one of the two bfloat16 neighbors; unbiased over uniform bits.
 
     bfloat16 is the upper half of a float32. The lower half, in 65,536ths of the step between the
-    neighbours, is how far the number is from the one nearer zero; with as many random bits added
-    it carries into the upper half just so often. What is a bfloat16 already stays.
+    neighbors, is the distance from the one nearer zero; with as many random bits added
+    it carries into the upper half with that probability. Exact bfloat16 values are unchanged.
 
     Args:
       x: float32.
@@ -161,7 +162,7 @@ def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
     exact = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = (exact + bits) & jnp.uint32(0xFFFF0000)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.float32)
-    # The sum would make another number out of a NaN; infinity has nothing to carry.
+    # The sum would corrupt a NaN; infinity must not carry.
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
@@ -171,8 +172,8 @@ def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: L
     Args:
       path: its path in the tree.
       variable: the array.
-      count: of updates: no two draw alike.
-      number: which of an update's draws for the array it is.
+      count: of updates: seeds the random bits.
+      number: index of the draw for this array in the update.
       layers: as in `keep_moments`.
     """
     name = zlib.crc32(jax.tree_util.keystr(path).encode(), number)
@@ -204,8 +205,8 @@ def _index(x: jax.Array, layers: Layers) -> jax.Array:
 def _mix(x: jax.Array) -> jax.Array:
     """Permute 32-bit integers so that each bit depends on all others.
 
-    Three shifts and two products, out of a search for the least bias (C. Wellons, "Prospecting for
-    hash functions", lowbias32 of 2022).
+    Three shifts and two multiplications, from a search for the least bias (C. Wellons, "Prospecting
+    for hash functions", lowbias32 of 2022).
     """
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)

@@ -32,29 +32,29 @@ class Optimizer:
       rule: the update rule; its own settings are its own section, such as `AdamW.b2`.
       learning_rate: the peak that the schedule scales.
       weight_decay: matrices only, never norm scales and biases; times the learning rate in addition
-        to the gradient or in the gradient, as the rule says.
+        to the gradient or in the gradient, depending on the rule.
       learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
-        'layers/*_norm_*': 2.0}; the first that fits a parameter counts. 'layers/*[0:4]' are the
+        'layers/*_norm_*': 2.0}; the first match counts. 'layers/*[0:4]' are the
         first four layers of that stack, so that rates may differ from layer to layer.
-      weight_decays: decays in place of weight_decay in the same way, of vectors too if they are
+      weight_decays: decays instead of weight_decay in the same way, of vectors too if they are
         named.
-      l1: the sum of matrices' magnitudes is that much part of what is minimized, by its gradient;
-        the loss that is reported is without.
-      l2: likewise half the sum of their squares.
-      clip_value: every number of a gradient is brought to between -clip_value and clip_value; None
-        leaves them.
-      clip_ratio: the gradient of each column of a matrix is shortened to that part of the column's
-        own length (adaptive clipping, arXiv 2102.06171); None leaves them.
+      l1: weight of the sum of matrices' magnitudes in the objective, through its gradient;
+        the reported loss excludes it.
+      l2: the same for half the sum of their squares.
+      clip_value: gradients are clipped elementwise to between -clip_value and clip_value; None
+        is off.
+      clip_ratio: the gradient of each column of a matrix is clipped to this fraction of the
+        column's own length (adaptive clipping, arXiv 2102.06171); None is off.
       clip_norm: gradients whose global norm is larger are scaled down to it, after the other two;
         None never clips.
-      sharpness_radius: gradients are taken where the loss rises most within this distance of the
+      sharpness_radius: gradients are computed where the loss rises most within this distance of the
         parameters (sharpness-aware minimization, arXiv 2010.01412), such as 0.05, by a second pass;
-        0 takes them at the parameters.
+        0 is off.
       average_decay: the decay rate of an exponential moving average of the parameters, such as
         0.999, which evaluation and generation use instead of the parameters; None keeps none.
-        It costs 4 bytes per parameter, sharded as the moments are.
-      moments: the dtype of what the rule keeps, such as adamw's two moments, lion's and sgd's one;
-        'bfloat16' halves their bytes and their traffic, rounding stochastically. Which way is a
+        It costs 4 bytes per parameter, sharded like the moments.
+      moments: the dtype of the rule's moments, such as adamw's two, lion's and sgd's one;
+        'bfloat16' halves their bytes and their traffic, with stochastic rounding by a
         hash of the element and the update's number: the same on every mesh and after every restart.
     """
 
@@ -155,12 +155,12 @@ def make_optimizer(
     Its update takes `layers` too, as `moments.keep_moments` does.
 
     Args:
-      settings: the rule, and what all have in common.
+      settings: the rule and common settings.
       schedule: steps taken -> learning rate.
-      join: makes one of what needs all gradients at once, and of what updates each parameter on its
+      join: combines the transformation of all gradients together and that of each parameter
         own.
-      scaled: what multiplies the updates that the rule has made.
-      unfreezing: which parameters wait for their step; the update then takes `step` too.
+      scaled: transformation that scales the rule's updates.
+      unfreezing: when parameters are unfrozen; the update then takes `step` too.
     """
     first: Parts = []
     if settings.l1 or settings.l2:
@@ -183,7 +183,7 @@ def make_optimizer(
     return join(first, [*rule, *scaled, *average])
 
 
-# A unit's weights count as at least this long, so that one that is 0 can begin to grow.
+# Minimum norm of a unit's weights, so that zero weights can grow.
 _LEAST_NORM = 1e-3
 
 
@@ -199,8 +199,8 @@ def clip_each(largest: float) -> optax.GradientTransformation:
 def clip_adaptively(ratio: float) -> optax.GradientTransformation:
     """Clip each unit's gradient to `ratio` times the norm of its weights (AGC).
 
-    A unit is a column of a matrix, what one output is made of, or a whole vector; what makes logits
-    is left alone (arXiv 2102.06171, section 4.1).
+    A unit is a column of a matrix, that of one output, or a whole vector; the output matrix
+    is not clipped (arXiv 2102.06171, section 4.1).
     """
 
     def one(gradient: Any, param: Any) -> Any:

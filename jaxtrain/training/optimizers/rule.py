@@ -23,9 +23,9 @@ class Kept(NamedTuple):
 
     Attributes:
       shape: of the array.
-      axes: what its dimensions mean, by which it is sharded as a parameter of such axes would be
-        from ZeRO 1 on. A mean over a dimension has lost that dimension's name, and nothing else.
-      dtype: of its numbers; None: as `Optimizer.moments` says.
+      axes: its logical axes, by which it is sharded like a parameter
+        from ZeRO 1 on. A mean over a dimension drops that dimension's name, and nothing else.
+      dtype: of its elements; None: `Optimizer.moments`.
     """
 
     shape: tuple[int, ...]
@@ -41,10 +41,10 @@ class Rule(abc.ABC):
     """Update rule: a frozen dataclass with the rule's own settings.
 
     Attributes:
-      name: what `Optimizer.name` calls it.
+      name: its value of `Optimizer.name`.
       averages: whether it averages the parameters by itself.
-      dtype: what its moments are kept in whatever the settings say; None: as they say.
-      no_mean: why the mean of two of its states is none; None where it is one.
+      dtype: fixed dtype of its moments; None: the settings' dtype.
+      no_mean: why the mean of two of its states is invalid; None if it is valid.
     """
 
     name: ClassVar[str]
@@ -58,12 +58,12 @@ class Rule(abc.ABC):
     ) -> list[optax.GradientTransformation]:
         """Return the transformation from clipped gradients to updates of the parameters.
 
-        What a parameter's learning rate is times the others' is multiplied before the last part.
+        Per-parameter learning rate factors are applied before the last part.
 
         Args:
-          rate: updates already taken -> learning rate.
+          rate: updates taken -> learning rate.
           decay: of each parameter.
-          moments: the dtype that `keeps` are kept in.
+          moments: the dtype of `keeps`.
         """
 
     @abc.abstractmethod
@@ -74,7 +74,7 @@ class Rule(abc.ABC):
         """Yield an error message for each reason why the rule does not support this layout.
 
         Args:
-          params: the parameters, of which no array need be there.
+          params: the parameters; shapes suffice.
           layout: how they and the rule's state are sharded.
         """
         del params, layout
@@ -98,8 +98,8 @@ class DirectionRule(Rule):
     """Rule that turns gradients into a direction.
 
     Attributes:
-      kept: how many arrays like itself it keeps for a parameter.
-      decay_in_gradient: whether decay is added to the gradient, or to the direction.
+      kept: number of arrays of a parameter's shape that it stores.
+      decay_in_gradient: whether decay is added to the gradient instead of the direction.
     """
 
     kept: ClassVar[int] = 1
@@ -107,11 +107,10 @@ class DirectionRule(Rule):
 
     @abc.abstractmethod
     def direction(self) -> optax.GradientTransformation:
-        """Return the transformation from gradients to what the learning rate scales.
+        """Return the transformation from gradients to the direction, which the learning rate
+        scales.
 
-        Its state is as `keep_moments` wants it.
-
-        Its state is as `keep_moments` wants it.
+        Its state has the form that `keep_moments` needs.
         """
 
     def chain(
@@ -133,7 +132,7 @@ class AdamRule(DirectionRule):
     Attributes:
       b1: decay rate of the gradient's mean m.
       b2: decay rate of its square's mean v.
-      epsilon: what the denominator is at least.
+      epsilon: added to the denominator.
     """
 
     kept: ClassVar[int] = 2

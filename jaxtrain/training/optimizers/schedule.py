@@ -13,11 +13,11 @@ from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.guard import updates_taken
 
-# What a schedule does with decay_steps: it ends the run, it may be any length, it has to be given.
+# Use of decay_steps by schedules: at the run's end, any length, required.
 _TO_THE_END = ("wsd",)
 _OF_ANY_LENGTH = ("linear", "cosine", "polynomial", "exponential", "one_cycle")
 _IN_CYCLES = ("warm_restarts",)
-# Where one_cycle begins, as a fraction of the peak: PyTorch's div_factor.
+# Start of one_cycle, as a fraction of the peak: PyTorch's div_factor.
 _FIRST_OF_ONE_CYCLE = 1 / 25
 
 
@@ -27,30 +27,30 @@ class Schedule:
     """Learning rate schedule: decay and warmup, as a fraction of the peak, Optimizer.learning_rate.
 
     Steps count from 1. The warm-up's step s has s / warmup_steps of the peak, so that its first
-    step is not lost and its last has the peak; without a warm-up step 1 has it. A decay starts from
-    there, and its last step has final_fraction of the peak: in the run's last step, unless
+    step is not wasted and its last has the peak; without a warm-up step 1 has it. A decay starts
+    from there, and its last step has final_fraction of the peak: in the run's last step, unless
     decay_steps says otherwise.
 
     Attributes:
-      name: what comes after the warm-up: 'constant'; 'linear', 'cosine' (half a wave),
+      name: the schedule after the warm-up: 'constant'; 'linear', 'cosine' (half a wave),
         'polynomial' or 'exponential' decay; 'wsd': constant, then linear decay over the run's last
         decay_steps (arXiv 2404.06395); 'inverse_sqrt': sqrt(warmup_steps / s), at least
         final_fraction (arXiv 1706.03762); 'one_cycle': as 'cosine', the warm-up too half a wave,
-        from 1/25 (arXiv 1708.07120, its momentum left alone); 'warm_restarts': 'cosine' again and
-        again, decay_steps each, the next step at the peak (arXiv 1608.03983); 'piecewise': times a
-        factor from some steps on.
-      warmup_steps: steps of linear growth. A shorter run grows as far as it goes.
+        from 1/25 (arXiv 1708.07120, without its momentum schedule); 'warm_restarts': 'cosine' again
+        and again, decay_steps each, restarting at the peak (arXiv 1608.03983); 'piecewise':
+        multiplied by factor from some steps on.
+      warmup_steps: steps of linear growth. A shorter run ends during it.
       final_fraction: the fraction that decay ends at.
       decay_steps: the length of a decay. Of linear, cosine, polynomial, exponential and one_cycle:
-        counted from the peak, later steps stay at final_fraction; 0 is to the run's last step. With
-        it a run that is made longer keeps its learning rates.
-      power: of polynomial: (1 - progress)^power.
-      factors: of piecewise: after step -> what the learning rate is then multiplied by, such as
+        counted from the peak, later steps stay at final_fraction; 0: until the run's last step.
+        With it, an extended run keeps its learning rates.
+      power: for polynomial: (1 - progress)^power.
+      factors: for piecewise: step -> factor of the learning rate after it, such as
         {60: 0.1, 80: 0.1}; earlier factors stay.
       plateau_patience: on top of any schedule: once the mean loss of `plateau_window` steps has not
-        fallen by 1e-4 of the lowest for this many windows in a row, learning rates are multiplied
-        by `plateau_factor`, and so on; 0 never. The loss is that of training, known in the step.
-      plateau_factor: what they are multiplied by.
+        fallen by 1e-4 of the lowest for this many consecutive windows, learning rates are
+        multiplied by `plateau_factor`, repeatedly; 0: never. The loss is the training loss.
+      plateau_factor: that factor.
       plateau_window: steps whose mean loss is compared.
     """
 
@@ -203,7 +203,7 @@ def _fraction(settings: Schedule, step: jax.Array, start: int, length: int) -> j
             fraction = (1 - progress) ** settings.power
         case _:
             fraction = 1 - _rise(progress)
-    # Both ends exactly: a difference times what is left would round.
+    # Exact at both ends: a difference times the remainder would round.
     return fraction + final * (1 - fraction)
 
 
@@ -212,14 +212,14 @@ def _rise(progress: jax.Array) -> jax.Array:
     return (1 - jnp.cos(math.pi * progress)) / 2
 
 
-# A mean of losses is better where it is below the best by this part of it: PyTorch's threshold.
+# A mean loss is an improvement if it is below the best by this fraction: PyTorch's threshold.
 _BETTER = 1e-4
 
 
 def on_plateau(settings: Schedule) -> list[optax.GradientTransformation]:
     """Return the transformations that scale updates down when the loss plateaus; [] if disabled.
 
-    Its update takes `value`, the step's loss. What it knows is part of the optimizer's state.
+    Its update takes `value`, the step's loss. Its state is part of the optimizer's.
     """
     if settings.plateau_patience == 0:
         return []
@@ -239,7 +239,7 @@ def rate_taken(
     """Return the learning rate of an update, float32: the schedule's, reduced by plateaus.
 
     Args:
-      schedule: updates already taken -> learning rate; it does not move with those left out.
+      schedule: updates taken -> learning rate; skipped updates do not count.
       before: the optimizer's state before the update.
       after: the same after it.
       steps: optimizer steps taken before it.

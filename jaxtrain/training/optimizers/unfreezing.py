@@ -1,8 +1,9 @@
 """Gradual unfreezing: parameters that are frozen until a step.
 
-It is what PyTorch does with `requires_grad = False` until then: no gradient in any norm, no decay,
-no moment; and what a rule counts, such as for Adam's debiasing, counts from there. Layers of one
-array may wait for different steps. Source: Howard & Ruder 2018 (arXiv 1801.06146), section 3.3.
+Equivalent to PyTorch's `requires_grad = False` until then: no gradient in any norm, no decay,
+no moment; and a rule's counts, such as for Adam's debiasing, start then. Layers of one
+array may be unfrozen at different steps. Source: Howard & Ruder 2018 (arXiv 1801.06146), section
+3.3.
 """
 
 import dataclasses
@@ -26,8 +27,8 @@ class Waiting(NamedTuple):
     """Optimizer state of a rule whose parameters do not all start with the first step.
 
     Attributes:
-      rule: the rule's own, its counts those of what is trained from the start.
-      later: of each later step in order, what is counted from there on.
+      rule: the rule's own, with the counts of parameters that are trained from the start.
+      later: for each later step in order, the counts from there on.
     """
 
     rule: Any
@@ -39,8 +40,8 @@ class Unfreezing:
     """Steps at which frozen parameters start to be trained.
 
     Attributes:
-      steps: pattern, as in `Optimizer.learning_rates`, and how many steps leave what it fits as it
-        is; the first that fits counts, and what none fits does not wait.
+      steps: pattern, as in `Optimizer.learning_rates` -> number of frozen steps;
+        the first match counts, and others are trained from the start.
     """
 
     steps: tuple[tuple[str, int], ...] = ()
@@ -81,9 +82,7 @@ class Unfreezing:
 
         The rule must update each parameter and each of its layers on its own.
 
-        The rule must update each parameter and each of its layers on its own.
-
-        It is computed once for each of the steps, over the arrays that have a layer of that step.
+        It is computed once per step value, over the arrays with a layer of that value.
         """
         of_rule = optax.with_extra_args_support(rule)
         steps = sorted({0, *dict(self.steps).values()})
@@ -91,7 +90,7 @@ class Unfreezing:
         def init(params: Any) -> Waiting:
             state = of_rule.init(params)
             counts = jax.tree.leaves(part(state, _NONE))
-            # Copies: a step takes its state's buffers away, and may not be given one twice.
+            # Copies: a step donates its state's buffers, which must be distinct.
             return Waiting(
                 state, tuple([jnp.array(x, copy=True) for x in counts] for _ in steps[1:])
             )
@@ -200,9 +199,9 @@ def validate(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) 
 
     Args:
       steps: `Finetune.unfreeze`.
-      params: those that are trained, of which no array need be there.
+      params: the trained parameters; shapes suffice.
       last: the run's last step.
-      trains: whether anything is to be trained.
+      trains: whether the run trains.
     """
     if not steps:
         return

@@ -1,9 +1,10 @@
 """Backward pass of a stage: whole, or split into input and weight gradients.
 
 The zero-bubble schedules (arXiv 2401.10241) need the gradient of a stage's input early and those of
-its weights at any later time. Here the traced backward pass is cut between its operations: what the
-input's gradient needs runs first; what is left runs later, from the values that cross the cut. What
-each device does for itself (`shard_map`: experts, kernels) is one operation there, and is cut too.
+its weights at any later time. Here the traced backward pass is split between its operations: what
+the input's gradient needs runs first; the rest runs later, from the values that cross the split.
+What each device computes by itself (`shard_map`: experts, kernels) is one operation there, and is
+split too.
 """
 
 import dataclasses
@@ -15,10 +16,10 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
-# Operations that only call another traced function: the cut has to see inside them.
+# Operations that only call another traced function: they are inlined.
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 
-# Operations that are fused into what reads them.
+# Operations that are fused into their consumers.
 _FREE = {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "name"}
 _FREE |= {"convert_element_type", "neg"}
 
@@ -29,10 +30,10 @@ class Backward:
     """Forward and backward pass of `stage(params, x, context) -> outputs`, traced once.
 
     Attributes:
-      keep_residuals: whether the forward pass keeps its residuals; else backward computes the stage
-        again from x.
+      keep_residuals: whether the forward pass saves its residuals; else backward recomputes the
+        stage from x.
       outputs: shapes of the stage's outputs.
-      kept: shapes of what `forward` keeps of a microbatch, in addition to x.
+      kept: shapes of what `forward` saves of a microbatch, in addition to x.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Backward:
             flat = _inline(closed, jax.tree.leaves((params, x, context)))
             number_of_x = len(jax.tree.leaves(params))
             wanted = flat.jaxpr.outvars[len(jax.tree.leaves(self.outputs)) :]
-            # Those that parameters and context give without x (weights, masks) are not kept for
-            # every microbatch but made again.
+            # Residuals that depend only on parameters and context (weights, masks) are not saved
+            # for every microbatch but recomputed.
             of_x = flat.jaxpr.invars[number_of_x : number_of_x + len(jax.tree.leaves(x))]
             self._depends = _reachable(flat.jaxpr, of_x, wanted)
             again = [v for v, depends in zip(wanted, self._depends, strict=True) if not depends]
@@ -66,7 +67,7 @@ class Backward:
             self.kept = self._dependent(residuals)
 
     def forward(self, params: Any, x: Any, context: Any) -> tuple[Any, list[jax.Array]]:
-        """Run the stage; return its outputs, and what is kept for `transpose`."""
+        """Run the stage; return its outputs, and the residuals for `transpose`."""
         if not self.keep_residuals:
             return self._stage(params, x, context), []
         outputs, transpose = self._vjp(params, x, context)
@@ -89,8 +90,8 @@ class Backward:
     def halves(self, params: Any, x: Any, context: Any) -> "Halves":
         """Split `transpose` in two: x's gradient first, and later those of params.
 
-        Arguments are shapes. The halves take and give leaves: of params, what is kept, context, x
-        and the outputs' gradients; of the gradients of params and x.
+        Arguments are shapes. The halves map leaves: of params, residuals, context, x
+        and the outputs' gradients, to those of the gradients of params and x.
         """
         again = params, self.kept, context
         leaves, tree = jax.tree.flatten((*again, x, self.outputs))
@@ -119,9 +120,9 @@ class Halves:
     """Traced function split in two: `first` returns some results early, `second` the others later.
 
     Attributes:
-      early: numbers of the results (leaves, in order) that `first` gives.
-      late: numbers of those that `second` gives.
-      stash: shapes of what `first` hands to `second`.
+      early: indices of the results (leaves, in order) of `first`.
+      late: indices of the results of `second`.
+      stash: shapes of what `first` passes to `second`.
     """
 
     early: tuple[int, ...]
@@ -156,13 +157,13 @@ def cut(
 ) -> Halves:
     """Split `function(*arguments) -> sequence of arrays` in two.
 
-    A result that needs nothing beyond what the early ones need is given early too.
+    A result that needs nothing beyond what the early ones need is returned early too.
 
     Args:
-      function: takes and gives flat sequences of arrays.
+      function: maps flat sequences of arrays.
       arguments: their shapes.
-      early: number of a result -> whether it is wanted early.
-      available: number of an argument -> whether the second half gets it again, so that it need not
+      early: index of a result -> whether it is needed early.
+      available: index of an argument -> whether the second half gets it again, so that it need not
         be stashed.
     """
     flat = _inline(jax.make_jaxpr(function)(*arguments), arguments)
@@ -229,7 +230,7 @@ def _with_devices_cut(
 def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) -> list[Any]:
     """Return the results of a `shard_map` run as two: the early results, and from theirs the rest.
 
-    What crosses is each device's own: [devices, ...].
+    Values that cross are per device: [devices, ...].
     """
     given, made = eqn.params["in_specs"], eqn.params["out_specs"]
     over = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]
@@ -293,9 +294,9 @@ def _lighter(
     """Return the second half with cheap operations recomputed, where the stash becomes smaller.
 
     Args:
-      jaxpr: the whole.
+      jaxpr: of both halves.
       first, second: the equations of its halves.
-      ends: results that the second half gives.
+      ends: results of the second half.
       free: variables that it gets again.
 
     Returns:

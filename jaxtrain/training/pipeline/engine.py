@@ -1,10 +1,10 @@
 """Pipeline engine: runs a schedule table as a scan over ticks inside `shard_map` over `pipe`.
 
-In each tick a rank does what its column of the table says, then activations and gradients move one
-stage on, along the edges that this tick uses. A ring inside a stage, of attention or of products
-along `tensor`, has permutes, of which a device can leave out none that its others do: there all
-ranks do what a tick has for any of them, which takes no longer, since they exchange at the end of a
-tick together.
+In each tick a rank runs the action in its column of the table, then activations and gradients move
+one stage on, along the edges that this tick uses. A ring inside a stage, of attention or of matmuls
+along `tensor`, has permutes, in which all devices must take part: there all
+ranks run the tick's work of any of them, which takes no longer, since they synchronize at the end
+of a tick.
 """
 
 import dataclasses
@@ -35,8 +35,8 @@ class Engine:
     Attributes:
       parts: the model.
       schedule: the table.
-      stages: which layers each stage has.
-      layout: where everything goes, outside the pipeline.
+      stages: the layers of each stage.
+      layout: how everything is sharded outside the pipeline.
       with_gradient: (weights, of) -> the parameters to compute with, so that the gradient is taken
         with respect to `of`; of weights alone: without one (see `setup.Setup`).
       keep_residuals: whether the forward pass keeps its residuals; else backward computes each
@@ -66,8 +66,8 @@ class Engine:
           weights: parameters in the compute dtype, layers in stage order.
           of: what the gradient is taken with respect to, like the trained ones of `weights`.
           micros: the microbatches, a leading dimension of them.
-          scales: for each count of the objective, what the sums over it are multiplied by.
-          step: optimizer steps taken, whose random numbers are drawn; None draws none.
+          scales: for each count of the objective, the factor of its sums.
+          step: optimizer steps taken, seeds random numbers; None: no random numbers.
 
         Returns:
           Gradients like `of`, in `sum_dtype`; sums over all rows. A schedule without backward
@@ -79,7 +79,7 @@ class Engine:
         if self._has_ring:
             columns["busy"] = (table.kind != Work.IDLE).astype(np.int32)
             uniform["together"] = _of_all_ranks(columns["action"], columns["busy"])
-        # One array of each kind: reading a number of a loop's tick costs as much as reading all.
+        # One array of each kind: reading one element of a tick costs as much as reading all.
         own = jax.sharding.reshard(np.stack([*columns.values()], axis=-1), P(None, "pipe"))
         everyones = np.stack([*uniform.values()], axis=-1)
         numbers = jax.sharding.reshard(self.stages.order, P("pipe"))
@@ -139,7 +139,7 @@ class Engine:
         return by_attention or self.layout.collective_matmul
 
     def _parts(self) -> Parts:
-        """Return the parts without a loop over layers where a stage's backward pass is split by
+        """Return the parts without a loop over layers if a stage's backward pass is split by
         operation.
         """
         kinds = {action.kind for _, _, action in self.schedule.actions()}

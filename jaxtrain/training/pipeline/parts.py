@@ -30,27 +30,27 @@ from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.stages import is_layer
 
-# Named arrays: a tree of them, or what is trained and what is frozen.
+# Named arrays: a tree of them, or the trained and the frozen ones.
 Variables = Any
 
-# What goes from stage to stage: arrays, or their shapes, by name.
+# What is sent from stage to stage: arrays, or their shapes, by name.
 Stream = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts(abc.ABC):
-    """Model split into what the first, each and the last stage of a pass compute.
+    """Model split into the computations of the first, each and the last stage of a pass.
 
     Attributes:
       graphdef: the model's structure.
-      objective: what it is trained to do.
-      execution: how its mathematics is run.
+      objective: the training objective.
+      execution: kernels, precision and dropout.
       loss: the loss's settings.
-      train: whether losses carry their training terms.
+      train: whether losses include their training terms.
       padded: whether slots of a stage are empty.
-      seed: of what training draws.
-      step: optimizer steps taken, whose random numbers are drawn; None draws none.
-      travels: what goes from stage to stage, and the first pass between whose stages it does.
+      seed: of random numbers in training.
+      step: optimizer steps taken, seeds random numbers; None: no random numbers.
+      travels: what is sent from stage to stage, and the first pass that sends it.
       passes: how often a microbatch goes around the ring.
     """
 
@@ -85,10 +85,10 @@ class Parts(abc.ABC):
         """Run the layers of one stage; return the output of the last and their auxiliary sums.
 
         Args:
-          number: of the pass.
+          number: index of the pass.
           layers: the stage's parameters, their leading dimension padded to the longest stage.
           outer: the parameters around the layers.
-          x: what goes into the stage.
+          x: the stage's input.
           micro: the microbatch.
           numbers: the layer in each of the stage's slots, -1 for an empty one; int32 [slots].
         """
@@ -164,11 +164,11 @@ class Parts(abc.ABC):
         """Run the layers of a stage in order; return the output and their sums.
 
         Args:
-          run_layer: one layer: its parameters, what goes in, and how it is run.
-          x: what goes into the first.
+          run_layer: runs one layer: its parameters, input, and execution.
+          x: the input of the first.
           stacked: the parameters of all.
           numbers: as in `run_layers`.
-          execution: how they are run.
+          execution: kernels, precision and dropout.
         """
 
         def one(layer: Any, x: jax.Array, number: jax.Array) -> tuple[jax.Array, Sums]:
@@ -176,7 +176,7 @@ class Parts(abc.ABC):
             if not self.padded:
                 return y, auxiliary
             valid = number >= 0
-            # Computed and dropped, not skipped: a tick lasts as long as the longest stage anyway.
+            # Computed and discarded, not skipped: a tick lasts as long as the longest stage anyway.
             return jnp.where(valid, y, x), jax.tree.map(lambda a: a * valid, auxiliary)
 
         x, auxiliary = execution.over_layers(one, x, stacked, numbers)
@@ -316,7 +316,7 @@ class PairParts(Parts):
     """Pipeline parts of an `EncoderDecoder`.
 
     The source's stream [B, S, D] goes through the encoder's stages, and from stage to stage of the
-    decoder as what was read; there the target's [B, T, D] is passed with it.
+    decoder as the memory; there the target's [B, T, D] is passed with it.
 
     Attributes:
       read_by_layers: `EncoderDecoder.read_by_layers`.
@@ -430,7 +430,7 @@ def parts_of(
     """Return the parts of a model for pipeline stages. Other arguments as in `Parts`.
 
     Args:
-      model: the module, of which the shapes are enough.
+      model: the module; shapes suffice.
     """
     graphdef = nnx.split(model, nnx.Param, ...)[0]
     if isinstance(objective, TokenObjective):

@@ -1,7 +1,7 @@
 """Computation of one pipeline rank in each tick.
 
-Backward is written by hand, tick by tick, so that a microbatch's activations live from its forward
-to its backward and no longer: autodiff of the loop over ticks would keep them all.
+Backward is explicit, tick by tick, so that a microbatch's activations live only from its forward
+to its backward: autodiff of the loop over ticks would save them all.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ Row = dict[str, jax.Array]
 Carry = dict[str, Any]
 Kept = dict[str, list[list[jax.Array]]]  # by name and pass
 
-# What waits at its rank for a later action: which one leaves it, and the column of its slot.
+# Data that waits at its rank for a later action: the action that stores it, and the column of its
+# slot.
 _KEPT = {
     "residuals": (Work.FORWARD, "residual_slot"),
     "stash": (Work.BACKWARD_INPUT, "stash_slot"),
@@ -50,18 +51,18 @@ class Rank:
         together: bool,
         sum_dtype: str,
     ) -> None:
-        """Nothing is computed yet.
+        """Prepare the rank; nothing is computed yet.
 
         Args:
           parts: the model.
-          stages: which layers each stage has.
+          stages: the layers of each stage.
           table: the schedule as arrays.
-          names: of what a tick's row has, the rank's own and everyone's.
-          patterns: for each way, the distinct sets of edges that a tick uses.
+          names: of the columns of a tick's row, per rank and shared.
+          patterns: for each direction, the distinct sets of edges that a tick uses.
           with_gradient: as in Engine.
           keep_residuals: as in Backward.
-          together: whether all ranks do a tick's work, those too that have none in it, whose
-            results count for nothing.
+          together: whether all ranks run a tick's work, idle ones too, whose
+            results are discarded.
           sum_dtype: of the sums of microbatches' gradients.
         """
         self._parts, self._stages, self._table, self._patterns = parts, stages, table, patterns
@@ -71,7 +72,7 @@ class Rank:
         numbers = np.unique(action_numbers(table, parts.passes, stages.chunks))
         self._actions = [(Work(n // parts.passes), int(n % parts.passes)) for n in numbers]
         self._split = Work.BACKWARD_INPUT in {kind for kind, _ in self._actions}
-        # Where backward computes the stage again, nothing waits for what the last stage gives.
+        # If backward recomputes the stage, the last stage's output is not stored.
         spare = table.has_backward and not keep_residuals and not self._split
         self._skip_last = spare and not together
 
@@ -96,7 +97,7 @@ class Rank:
           layers, outer: parameters to compute with.
           of_layers, of_outer: what the gradients are taken with respect to.
           micros: the microbatches.
-          scales: for each count of the objective, what the sums over it are multiplied by.
+          scales: for each count of the objective, the factor of its sums.
           step: as in `Parts`.
         """
         self._layers, self._of_layers, self._outer, self._of_outer = (
@@ -125,7 +126,7 @@ class Rank:
         return jax.tree.unflatten(tree, carry["layers"]), outer, carry["sums"]
 
     def _of_pass(self, number: int) -> "_Pass":
-        """Return what is known of a pass before its first tick; pass 0 sets the activation's
+        """Return the functions and shapes of a pass; pass 0 sets the activation's
         shape."""
         row: Any = {"chunk": 0, "microbatch": 0}
         params, context = self._arguments(row, number)
@@ -134,8 +135,8 @@ class Rank:
         stage = functools.partial(self._stage, number)
         backward = Backward(stage, params, self._x, context, keep_residuals=self._keep_residuals)
         y, auxiliary = backward.outputs
-        # The last stage's loss begins at what it gives, and what goes into a pass is made of what
-        # the one before gave, so those are kept too.
+        # The last stage's loss needs its output, and a pass's input is computed from
+        # the previous one's output, so those are saved too.
         before = self._before(number, self._x)
         kept = jax.tree.leaves((backward.kept, y, before)) if self._keep_residuals else []
         found = _Pass(
@@ -159,8 +160,8 @@ class Rank:
         for names, numbers in zip(self._names, tick, strict=True):
             row |= {name: numbers[index] for index, name in enumerate(names)}
         row |= {name: row[name] > 0 for name in ("enters", "last")}
-        # Buffers are read in a branch and written behind it: what a branch hands on unchanged XLA's
-        # TPU compiler copies, all its slots in every tick.
+        # Buffers are read in a branch and written after it: buffers that a branch returns unchanged
+        # are copied by XLA's TPU compiler, with all slots in every tick.
         own = {name: carry[name] for name in ("layers", "outer", "sums")}
         nothing = {name: jnp.zeros_like(one[0]) for name, one in carry["inputs"].items()}
 
@@ -343,7 +344,7 @@ class Rank:
     ) -> Any:
         """Run `run(*own)` on the ranks with work, `other(*own)` elsewhere.
 
-        Where `run` has `layers`, and these have permutes as those of the stages do, every rank
+        If `run` has `layers` with permutes like those of the stages, every rank
         computes both: a permute waits for all devices.
         """
         if self._together and layers:
@@ -368,7 +369,7 @@ class Rank:
         return {name: x[name] for name, first in self._parts.travels.items() if first < number}
 
     def _auxiliary_gradient(self, of: "_Pass") -> Sums:
-        # Only what is minimized has a gradient; the other sums are metrics.
+        # Only minimized sums have a gradient; the others are metrics.
         none = jax.tree.map(zeros, of.auxiliary)
         return jax.grad(self._parts.objective.total)(none, self._scales)
 
@@ -436,7 +437,7 @@ class Rank:
                     buffer,
                 )
 
-            # In a tick without this way nothing is written either.
+            # In a tick without this direction nothing is written either.
             return send if edges else lambda buffer: buffer
 
         senders = [along(number, edges) for number, edges in enumerate(self._patterns[way])]
@@ -515,13 +516,13 @@ class _Pass:
     """Functions and shapes of one pass around the ring, on a rank.
 
     Attributes:
-      number: counted from 0.
+      number: index from 0.
       backward: of a stage.
-      auxiliary: shapes of the sums that its layers give.
-      kept: shapes of what waits from a microbatch's forward to its backward.
-      halves: of the backward pass, where it is cut.
-      layers: numbers of its layers' parameters among those of all layers.
-      shared: numbers, among the parameters around the layers, of those that its layers read.
+      auxiliary: shapes of its layers' sums.
+      kept: shapes of what is stored from a microbatch's forward to its backward.
+      halves: of the backward pass, if it is split.
+      layers: indices of its layers' parameters among those of all layers.
+      shared: indices, among the parameters around the layers, of those that its layers read.
     """
 
     number: int
@@ -534,7 +535,7 @@ class _Pass:
 
     @property
     def count(self) -> int:
-        """Number of arrays that a stage's gradient is taken by, except its input."""
+        """Number of arrays that a stage is differentiated by, except its input."""
         return len(self.layers) + len(self.shared)
 
     @property
@@ -562,5 +563,5 @@ def _add(totals: list[jax.Array], parts: Any) -> list[jax.Array]:
 
 
 def _add_sums(total: Sums, part: Sums) -> Sums:
-    """Add sums by name; those that `part` lacks stay."""
+    """Add sums by name; those that `part` lacks are unchanged."""
     return {name: value + part[name] if name in part else value for name, value in total.items()}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Name = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe_v"]
 SCHEDULES: tuple[str, ...] = get_args(Name)
-# Their weight gradients wait until a rank has nothing better to do.
+# Their weight gradients are deferred until a rank is idle.
 SPLIT = ("zero_bubble", "dualpipe_v")
 
 Backward = Literal["recompute", "residuals"]
@@ -33,16 +33,16 @@ class Pipeline:
 
     Attributes:
       schedule: 'gpipe': all forwards, then all backwards (arXiv 1811.06965); '1f1b': one forward,
-        one backward, so that few microbatches are alive (PipeDream-flush, arXiv 2006.09503);
+        one backward, so that few microbatches are live (PipeDream-flush, arXiv 2006.09503);
         'interleaved': 1f1b over virtual stages (arXiv 2104.04473); 'zero_bubble': 1f1b whose
-        weight gradients wait until there is nothing better to do (ZB-H1's time and ZB-H2's
+        weight gradients fill idle ticks (ZB-H1's time and ZB-H2's
         memory, arXiv 2401.10241); 'dualpipe_v': the same over two stages on each rank, down the
-        ranks and back up, so that about half as much is alive (DualPipe, arXiv 2412.19437, cut in
-        half). In one tick all ranks do the same, so that none waits.
+        ranks and back up, so that about half as much is live (DualPipe, arXiv 2412.19437, cut in
+        half). In one tick all ranks run the same kind of work, so that none waits.
       microbatches: parts that each accumulated batch is cut into; more make the bubble smaller.
       virtual_stages: stages on each rank; at least 2 with 'interleaved', 2 with 'dualpipe_v',
         otherwise 1.
-      backward: 'recompute' a stage from its saved input, or keep the 'residuals' of its forward.
+      backward: 'recompute' a stage from its saved input, or save the 'residuals' of its forward.
     """
 
     schedule: Name = "1f1b"
@@ -55,7 +55,7 @@ class Pipeline:
 
     @property
     def folded(self) -> bool:
-        """Whether stages come back up the ranks that they went down: `Timetable.folded`."""
+        """Whether stages are folded along a V: `Timetable.folded`."""
         return self.schedule == "dualpipe_v"
 
     def table(self, ranks: int, *, passes: int = 1, train: bool = True) -> "Timetable":
@@ -86,10 +86,10 @@ def validate(
     schedule.
 
     Args:
-      settings: how they take turns.
+      settings: the pipeline's.
       ranks: of the pipeline; 1 is none.
-      num_layers: layers that are cut into stages, of each pass; None: the model has no such.
-      written: the setting that holds their number, for messages.
+      num_layers: layers that are split into stages, of each pass; None: the model has none.
+      written: the setting of their number, for messages.
       passes: as in `make_schedule`.
       scan: the loop over a stage's layers.
     """
@@ -142,7 +142,7 @@ def validate_schedule(schedule: str, microbatches: int, virtual_stages: int) -> 
         )
 
 
-@functools.lru_cache(maxsize=1024)  # a search asks for few cuts, each often
+@functools.lru_cache(maxsize=1024)  # a search needs few cuts, each often
 def cut_layers(
     num_layers: int,
     num_stages: int,
@@ -156,7 +156,7 @@ def cut_layers(
 
     The most expensive stage is as cheap as possible: every tick waits for it. Among the cuts of
     which that is true: the smallest sum of squared costs, then the fewest layers on the two ends,
-    which also hold embedding and head, then the fewest on early stages, which keep more
+    which also have embedding and head, then the fewest on early stages, which keep more
     microbatches alive.
 
     Args:
@@ -166,7 +166,7 @@ def cut_layers(
       last_cost: cost of the head and the loss, in layers.
       longest: no stage has more layers; None is no bound. Where every stage is padded to the
         longest one, ceil(num_layers / num_stages) keeps the padding least.
-      written: the setting that holds the number of layers, for messages.
+      written: the setting of the number of layers, for messages.
 
     Raises:
       UserError: fewer layers than stages.

@@ -25,7 +25,7 @@ def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...],
 
     Args:
       schedule: the table.
-      first_stage: only what goes from this stage or a later one to the next, or back.
+      first_stage: only transfers from this stage or a later one to the next, or back.
     """
     forward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
     backward: list[list[tuple[int, int]]] = [[] for _ in schedule.ticks]
@@ -39,10 +39,10 @@ def sends(schedule: Timetable, first_stage: int = 0) -> tuple[tuple[Edges, ...],
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slots:
-    """Schedule as int32 arrays [ticks, ranks], with a slot for all pending data.
+    """Schedule as int32 arrays [ticks, ranks], with slots for pending data.
 
-    Buffers have as many slots as the rank that needs most; -1 is no slot. What arrives at the END
-    of a tick is written after that tick's action has read its slots, so it may reuse them.
+    Buffers have as many slots as the rank that needs most; -1 is no slot. Data that arrives at the
+    END of a tick is written after that tick's action has read its slots, so it may reuse them.
 
     Attributes:
       kind: a Work.
@@ -51,10 +51,10 @@ class Slots:
       input_slot: slot of the action's stage input. Stage 0 reads tokens and has none; with
         residuals only a FORWARD reads its input; a BACKWARD_WEIGHT reads its stash instead.
       gradient_slot: slot of the gradient of the stage's output; the last stage has none.
-      receive_input_slot: where the activation goes that arrives at the end of this tick.
+      receive_input_slot: slot of the activation that arrives at the end of this tick.
       receive_gradient_slot: the same for a gradient.
-      stash_slot: where a BACKWARD_INPUT leaves what its BACKWARD_WEIGHT finds there.
-      residual_slot: with residuals, where a FORWARD leaves them until the last backward action.
+      stash_slot: where a BACKWARD_INPUT stores data for its BACKWARD_WEIGHT.
+      residual_slot: with residuals, where a FORWARD stores them until the last backward action.
       num_input_slots: slots of the buffer of stage inputs.
       num_gradient_slots: of that of gradients.
       num_stash_slots: of the stash.
@@ -110,7 +110,7 @@ class _Waiting:
 
     Attributes:
       used: int32 [ticks, ranks], the slot that a rank's action reads or fills.
-      received: the slot of what arrives there at the end of the tick.
+      received: the slot of data that arrives at the end of the tick.
     """
 
     def __init__(self, schedule: Timetable) -> None:
@@ -124,7 +124,7 @@ class _Waiting:
         return max(buffer.size for buffer in self.buffers)
 
 
-# What an action does with what waits at its rank: one of a _Buffer's methods.
+# How an action uses data that waits at its rank: one of a _Buffer's methods.
 _Use = Callable[[_Buffer, Item], int]
 
 
@@ -155,7 +155,7 @@ def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
     action, residuals from FORWARD to the last backward action of their microbatch and stage.
 
     Raises:
-      ValueError: the table is none that can be run.
+      ValueError: the table cannot be run.
     """
     check(schedule)
     shape = (len(schedule.ticks), schedule.ranks)
@@ -169,7 +169,7 @@ def slots(schedule: Timetable, *, backward: Backward = "recompute") -> Slots:
             chunks[at] = action.stage // schedule.ranks
             for name, use in _uses(schedule, action, backward):
                 waiting[name].used[at] = use(waiting[name].buffers[rank], item)
-        # What arrives is written when all have read.
+        # Arriving data is written after all reads.
         for _, action in actions:
             to = schedule.next_rank(action)
             if to is not None:
@@ -228,13 +228,10 @@ def put(
 def by_rows(values: Sequence[jax.Array]) -> list[jax.Array]:
     """Return values in row-major layout, as in their buffers.
 
-    Otherwise XLA's TPU compiler gives a buffer the layout that a value is used in, and copies all
+    Otherwise XLA's TPU compiler gives a buffer the layout of a value's use, and copies all
     its slots from one to the other.
 
-    Otherwise XLA's TPU compiler gives a buffer the layout that a value is used in, and copies all
-    its slots from one to the other.
-
-    Each device says so of its shard: of a whole array XLA would gather it first.
+    Per device shard: for a whole array XLA would gather it first.
     """
     specs = [jax.typeof(x).sharding.spec for x in values]
 

@@ -26,7 +26,7 @@ class Stages:
     Attributes:
       ranks: devices along `pipe`.
       cut: layers of each stage, the first stage first.
-      folded: whether the stages come back up the ranks that they went down.
+      folded: whether the stages go down the ranks and back up, as a V.
     """
 
     ranks: int

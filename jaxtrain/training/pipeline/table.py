@@ -50,7 +50,7 @@ class Timetable:
       virtual_stages: stages on each rank.
       microbatches: microbatches in one step.
       ticks: the table.
-      folded: whether a microbatch comes back up the ranks that it went down, as along a V; else it
+      folded: whether a microbatch goes down the ranks and back up, as a V; else it
         goes around their ring.
     """
 
@@ -81,7 +81,7 @@ class Timetable:
     def rank_of(self, stage: int) -> int:
         """Return the rank of a stage."""
         chunk, index = divmod(stage, self.ranks)
-        # A fold is its own inverse.
+        # Folding is its own inverse.
         return stage_on(index, chunk, self.ranks, folded=self.folded) - chunk * self.ranks
 
     def next_rank(self, action: Action) -> int | None:
@@ -118,8 +118,8 @@ def check(schedule: Timetable) -> None:
     """Reject a table that would compute a wrong result.
 
     Raises:
-      ValueError: names the rank, tick and action: on another rank than its stage's, done twice,
-        before what it needs, sending where another rank sends the same, or missing.
+      ValueError: with rank, tick and action: on another rank than its stage's, run twice,
+        before its inputs exist, sending to where another rank sends, or missing.
     """
     finished: set[Action] = set()
     covered: set[Action] = set()

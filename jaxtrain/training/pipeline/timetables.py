@@ -17,7 +17,7 @@ from jaxtrain.training.pipeline.table import (
 )
 
 
-@functools.lru_cache(maxsize=8)  # a plan asks for each several times, a search in a row
+@functools.lru_cache(maxsize=8)  # a plan needs each several times, a search many in sequence
 def make_schedule(
     name: str, *, ranks: int, microbatches: int, virtual_stages: int = 1, passes: int = 1
 ) -> Timetable:
@@ -32,7 +32,7 @@ def make_schedule(
         stage every time. The table takes them for virtual stages.
 
     Raises:
-      UserError: an unknown name, or numbers that this schedule has no table for.
+      UserError: an unknown name, or sizes that this schedule does not support.
     """
     if name not in SCHEDULES:
         raise UserError(f"Pipeline.schedule={name!r} is unknown{did_you_mean(name, SCHEDULES)}")
@@ -113,12 +113,12 @@ def _turns(
 ) -> dict[int, Action]:
     """Return a rank's actions of one kind, by the index of the tick of that kind.
 
-    A forward goes on one stage a forward tick, a backward goes back one a backward tick.
+    A microbatch advances one stage per forward tick, and goes back one per backward tick.
 
     Around a ring: groups of `ranks` microbatches, chunk after chunk. A group is as long as the
     ring: when its last microbatch enters a chunk, its first is back for the next one (arXiv
-    2104.04473, section 2.2). Folded: a microbatch every `chunks` turns; one that goes down meets
-    one that comes back between two ranks, never on one.
+    2104.04473, section 2.2). Folded: a microbatch every `chunks` turns; one going down meets
+    one coming back between two ranks, never on one.
     """
     forward = kind == Work.FORWARD
     if folded:
@@ -141,13 +141,13 @@ def _turns(
 def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> list[Work]:
     """Return the kind of work of each tick in a schedule, in order; it is the same on all ranks.
 
-    All ranks exchange once per tick, so that a tick lasts as long as its longest action: were one
-    rank's forward together with another's backward, it would wait for it. So ticks are alike. Each
-    way takes v m + p - 1 of them, the last rank's first backward follows its first forward, and a
-    step lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A
+    All ranks exchange once per tick, so that a tick lasts as long as its longest action: if one
+    rank's forward ran with another's backward, it would wait for it. So a tick has one kind. Each
+    direction takes v m + p - 1 of them, the last rank's first backward follows its first forward,
+    and a step lasts as long as without lockstep: (v m + p - 1) forwards and as many backwards. A
     microbatch then takes a forward and a backward tick a stage there and as many back.
 
-    Weight gradients that are split off have ticks of their own in which every rank has one to do,
+    Split weight gradients have their own ticks in which every rank computes one,
     m - p + 1 where m >= 2p - 1; p - 1 more fill slots of ranks that are done with their forwards,
     or with their input gradients, before others are. That is ZB-H1's time, m (F + I + W) +
     (p - 1) (F + I - W), as long as a weight gradient takes no longer than the other two.
@@ -169,11 +169,11 @@ def _kinds_of_ticks(name: str, ranks: int, microbatches: int, chunks: int) -> li
 def _kinds_of_folded_ticks(ranks: int, microbatches: int) -> list[Work]:
     """Return `_kinds_of_ticks` for stages along a V, except the weight gradients left at the end.
 
-    Each way takes 2 m + 2 p - 2 turns of half a stage: the last rank waits p - 1 for the first
-    microbatch, and is done p - 1 before the first rank. The first rank's first backward follows its
-    first forward of the way back, after 2 p. Weight gradients have ticks of their own from turn p
-    on, so that no rank ever holds more than 2 p + 1 microbatches, and none in the last p turns that
-    have a forward, in which the last rank has no other.
+    Each direction takes 2 m + 2 p - 2 turns of half a stage: the last rank waits p - 1 for the
+    first microbatch, and is done p - 1 before the first rank. The first rank's first backward
+    follows its first forward of the way back, after 2 p. Weight gradients have ticks of their own
+    from turn p on, so that no rank ever holds more than 2 p + 1 microbatches, and none in the last
+    p turns that have a forward, in which the last rank has no other.
     """
     p, m = ranks, microbatches
     turns, ahead = 2 * (m + p - 1), 2 * p

@@ -1,11 +1,12 @@
-"""Compatibility table: which features go together, one row a feature.
+"""Compatibility table: which features can be combined, one row per feature.
 
-A row says what a feature needs of a step and what it takes away from other features, each with its
-reason. Two features conflict where one needs what the other takes. A new feature is one row: the
-checks before a run, the search's space, docs/feature_matrix.md and the tests of all pairs read it.
+A row lists the properties of a step that a feature needs and those that it removes for other
+features, each with its reason. Two features conflict if one needs what the other removes. A new
+feature is one row: the checks before a run, the search's space, docs/feature_matrix.md and the
+tests of all pairs read it.
 
-Outside of the table stay what concerns one setting's own value, sizes that do not divide, names
-that match nothing, and what a model or a device cannot do.
+Not in the table are checks of one setting's value, sizes that do not divide, names
+that match nothing, and limits of a model or a device.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +25,17 @@ from jaxtrain.training.transforms import speed_of
 
 
 def check_compatibility(context: RunContext) -> Iterator[str]:
-    """Yield an error message for each pair of features of a run that do not go together."""
+    """Yield an error message for each pair of incompatible features of a run."""
     on = [feature for feature in FEATURES if is_on(feature, context)]
     found: dict[tuple[str | None, str | None], str] = {}
     for conflict in conflicts(on):
-        # Two rows that are written by one setting: the first says it.
+        # Two rows of one setting: the first is reported.
         pair = conflict.needing.written(context), conflict.taking.written(context)
         found.setdefault(pair, conflict.message(context))
     yield from found.values()
 
 
-# -- how features are written ----------------------------------------------------------------------
+# -- settings of features -------------------------------------------------------------------------
 
 
 def _value(context: RunContext, path: str) -> Any:

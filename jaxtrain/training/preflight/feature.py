@@ -14,12 +14,12 @@ class Feature(NamedTuple):
 
     Attributes:
       name: for the documentation.
-      written: the setting that turns it on, as the user writes it, such as "Mesh.pipe=2"; None
+      written: the setting that enables it, as the user writes it, such as "Mesh.pipe=2"; None
         where it is off.
-      off: the setting that turns it off.
-      needs: property of the step -> why it is needed, "" where the taker's reason says it; or (why,
-        another way out than `off`).
-      takes: property of the step -> why other features do not have it, "" where the other's reason
+      off: the setting that disables it.
+      needs: property of the step -> why it is needed, "" if the other's reason suffices; or (why,
+        another fix than `off`).
+      takes: property of the step -> why other features lose it, "" if the other's reason
         says it.
     """
 
@@ -35,7 +35,7 @@ class Conflict(NamedTuple):
 
     Attributes:
       needing: the feature that lacks a property.
-      taking: the feature that takes it.
+      taking: the feature that removes it.
       property: its name.
     """
 
@@ -68,7 +68,7 @@ def is_on(feature: Feature, context: RunContext) -> bool:
     """Whether a run has the feature."""
     try:
         return feature.written(context) is not None
-    except (NotApplicableError, UserError):  # another check rejects what spoils it
+    except (NotApplicableError, UserError):  # another check rejects the cause
         return False
 
 

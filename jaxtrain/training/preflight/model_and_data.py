@@ -22,7 +22,7 @@ from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.settings import Config
 
-# Who reads them: a sequence of tokens, a loop over equal layers.
+# Requirements of settings: a sequence of tokens, a loop over stacked layers.
 _OF_SEQUENCES = (
     "Attention.kernel", "Attention.context_parallel", "Loss.chunk_size", "Precision.matmul",
     "Sharding.sequence_parallel", "Sharding.collective_matmul", "Sharding.tensor_layout",
@@ -31,7 +31,7 @@ _OF_LAYERS = (
     "Remat.policy", "Remat.save", "Remat.offload", "Scan.layers_per_iteration", "Offload.gradients",
 )  # fmt: skip
 
-# What a model reads -> what to call that, and the source that gives it.
+# Kind of inputs -> its name, and a source of it.
 _KINDS = {
     "tokens": ("text", "TextData"),
     "pairs": ("pairs", "PairData"),
@@ -45,7 +45,8 @@ def validate(config: Config, *, reads_data: bool) -> Iterator[str]:
 
     Args:
       config: the configuration.
-      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
+      reads_data: whether the tokenizer is available, so that its vocabulary is compared with the
+        model's.
     """
     model, data, name = config.train.model, config.train.data, type(config.train.model).__name__
     batch = data.abstract_batch(config.train.global_batch_size)
@@ -97,7 +98,7 @@ def _section(data: Any) -> str:
 
 
 def _lacks(data: Any, size: str) -> Iterator[str]:
-    """Yield an error where user-provided data lack a property to compare with the model's."""
+    """Yield an error if user-provided data lack a property to compare with the model's."""
     if size not in dir(data):
         yield (
             f"Train.data=@{type(data).__name__}() has no {size}, which is held against the "
@@ -144,7 +145,7 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
 
 
 def _labels(config: Config, model: TokenModel) -> Iterator[str]:
-    """Yield errors where data and objective differ in labels or tokens, or where labels exceed
+    """Yield errors if data and objective differ in labels or tokens, or if labels exceed
     classes.
     """
     data: Any = config.train.data
@@ -193,7 +194,7 @@ def _vocabulary(model: TokenModel, data: Any) -> Iterator[str]:
     if vocab_size > model.vocab_size:
         more = " and sentinels" * _is_a(data, "SpanData")
         whose = f"{type(data).__name__}'s {vocab_size} tokens"
-        if "tokenizer" in dir(data):  # data of your own may have none
+        if "tokenizer" in dir(data):  # user-provided data may have none
             setting = f"{_section(data)}.tokenizer={data.tokenizer!r}"
             whose = f"the tokenizer's {vocab_size} tokens{more} ({setting})"
         yield (
@@ -219,7 +220,7 @@ def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
 
 
 def _sequences(config: Config, model: Model, batch: Batch) -> Iterator[str]:
-    """Yield errors for models that read vectors in place of tokens, or data that give vectors."""
+    """Yield errors for models that read vectors instead of tokens, or data of vectors."""
     data: Any = config.train.data
     name, features = type(model).__name__, features_of(model)
     if not _is_a(data, "SequenceData"):

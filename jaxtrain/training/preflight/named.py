@@ -55,7 +55,7 @@ def _plain(config: Config) -> Config:
 @functools.lru_cache(maxsize=16)
 def _names(config: Config) -> frozenset[str]:
     layout = abstract_layout(config, 1)
-    setup = compose(config, layout).setup  # whatever is made of its gradients
+    setup = compose(config, layout).setup  # whatever happens to its gradients
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
         batch = config.train.data.abstract_batch(1)

@@ -1,8 +1,8 @@
 """Preflight: report every violation in one message, before any compilation.
 
-The table in `compatibility.py` says which features conflict. What concerns one alone, its values
-and the sizes that it divides, is checked by a `validate` function next to it, which yields an error
-message for each reason; this is the list of them.
+The table in `compatibility.py` lists conflicting features. A single feature's values
+and the sizes that it divides are checked by a `validate` function next to it, which yields an error
+message for each reason; this module lists them.
 """
 
 from collections.abc import Callable, Iterable
@@ -38,15 +38,16 @@ def check(
 ) -> None:
     """Raise UserError with all reasons why this configuration cannot run on these devices.
 
-    An error hides only the checks that cannot run without what it spoils.
+    An error hides only the checks that depend on the invalid value.
 
     Args:
       config: the configuration.
       device_count: devices over all processes.
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
-      kind: the devices' `device_kind`; None where what they can do is not asked.
-      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
-      trains: whether anything is to be trained.
+      kind: the devices' `device_kind`; None skips checks of their capabilities.
+      reads_data: whether the tokenizer is available, so that its vocabulary is compared with the
+        model's.
+      trains: whether the run trains.
     """
     ctx = RunContext(config, device_count, platform, kind, reads_data, trains)
     found: dict[str, None] = {}
@@ -147,7 +148,7 @@ def _layers_of(ctx: RunContext) -> str:
 def _remat(ctx: RunContext, config: Config) -> Iterable[str]:
     yield from remat.validate(config.remat)
     if ctx.model.layers is not None and any(config.remat.named.values()):
-        # Imported here: what layers give a name is traced for those who name something.
+        # Imported here: names are traced only if a setting uses them.
         from jaxtrain.training.preflight import named
 
         yield from named.validate(config)
@@ -155,7 +156,7 @@ def _remat(ctx: RunContext, config: Config) -> Iterable[str]:
 
 def _kernel(ctx: RunContext, config: Config) -> Iterable[str]:
     request = None if ctx.platform is None else kernel_request(config, ctx.platform)
-    # What 'auto' chooses can do what is asked.
+    # 'auto' only chooses supported kernels.
     if config.attention.kernel == "auto" or request is None:
         return ()
     return kernels.validate(config.attention.kernel, request)

@@ -19,23 +19,24 @@ from jaxtrain.training.transforms import biases
 
 
 class NotApplicableError(Exception):
-    """A check reads what this run does not have, or what another check rejects."""
+    """A check reads a fact that this run does not have, or that another check rejects."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """Configuration and the devices that it is for.
+    """Configuration and its target devices.
 
-    What the run does not have raises NotApplicableError where it is requested, what cannot be the
-    UserError that says so.
+    Facts that the run does not have raise NotApplicableError when accessed, invalid ones the
+    UserError.
 
     Attributes:
       config: the configuration.
       device_count: devices over all processes.
       platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'; None is not known.
-      kind: the devices' `device_kind`; None where what they can do is not asked.
-      reads_data: whether the tokenizer is at hand, and its vocabulary compared with the model's.
-      trains: whether anything is to be trained.
+      kind: the devices' `device_kind`; None skips checks of their capabilities.
+      reads_data: whether the tokenizer is available, so that its vocabulary is compared with the
+        model's.
+      trains: whether the run trains.
     """
 
     config: Config
@@ -97,9 +98,9 @@ class RunContext:
 
     @property
     def usable(self) -> list[str]:
-        """The mesh axes that can split something of the model."""
+        """The mesh axes that can split a dimension of the model."""
         usable = usable_axes(self.logical, attends=self.model.attention is not None)
-        # Parts of a sequence are what objectives over tokens are put together from.
+        # Only token objectives support split sequences.
         lacks = set() if self.model.inputs == "tokens" else {"context"}
         lacks |= set() if has_stages(self.model) else {"pipe"}
         return [axis for axis in usable if axis not in lacks]
@@ -126,12 +127,12 @@ class RunContext:
         return batch.inputs.shape[1]
 
 
-@functools.lru_cache(maxsize=16)  # a search asks for thousands of layouts of one model
+@functools.lru_cache(maxsize=16)  # a search needs thousands of layouts of one model
 def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
     try:
         tuning = tuning_of(finetune, model.build, biases(model))
     except UserError as error:
-        raise NotApplicableError from error  # preflight reports it, with the mesh in mind
+        raise NotApplicableError from error  # preflight reports it
 
     def begin(shapes: nnx.State) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]

@@ -13,7 +13,7 @@ from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.matrices import each, root_mean_square, sides
 from jaxtrain.training.optimizers.rule import DirectionRule, Kept
 
-# Added to the squares, so that a row of zeros divides nothing by 0 (the paper's epsilon 1).
+# Added to the squares, so that a row of zeros is not divided by 0 (the paper's epsilon 1).
 _LEAST_SQUARE = 1e-30
 
 
@@ -33,13 +33,13 @@ class Factors(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor(DirectionRule):
     """Adafactor (arXiv 1804.04235) without momentum: the second moment of a matrix is the product
-    of its rows' and its columns' means; steps are relative to the parameter's size; decay beside
+    of its rows' and its columns' means; steps are relative to the parameter's size; decoupled
     it.
 
     Attributes:
-      decay_power: the means forget with 1 - t^-decay_power at update t.
-      clip: an update whose root mean square is larger is scaled down to it.
-      epsilon: a parameter's root mean square counts as at least this.
+      decay_power: the means decay with 1 - t^-decay_power at update t.
+      clip: maximum root mean square of an update.
+      epsilon: minimum of a parameter's root mean square.
     """
 
     name: ClassVar[str] = "adafactor"

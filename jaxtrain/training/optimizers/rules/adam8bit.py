@@ -1,9 +1,10 @@
 """8-bit AdamW: moments quantized block-wise with a dynamic code.
 
 The values are the dynamic map of bitsandbytes (arXiv 2110.02861, section 2.2): seven decades up to
-1, the lower with fewer steps, so that small numbers keep their size and large ones their digits.
-A block is a box of at most 256 neighbouring numbers. Its sides follow from the array's shape and
-axes alone, the same on every mesh, and no mesh that `validate` lets pass cuts through one.
+1, the lower with fewer steps, so that small values keep their magnitude and large ones their
+precision. A block is a box of at most 256 neighboring elements. Its sides follow from the array's
+shape and axes alone, the same on every mesh, and no mesh that `validate` lets pass cuts through
+one.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from jaxtrain.training.optimizers.rule import AdamRule, Kept
 
 BLOCK = 256
 _DECADES = 7
-# Never a side of a block: a pipeline deals layers out, and experts are matrices of their own.
+# Never a side of a block: pipelines distribute layers, and experts are separate matrices.
 _STACKED = ("layers", "experts", "replica")
 # A sharded dimension keeps at least this many parts: as many devices may shard it.
 _TENSOR_PARTS, _FSDP_PARTS = 16, 32
@@ -50,10 +51,6 @@ def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
     The sides divide whole dimensions where no mesh splits them, a sixteenth of those that few
     devices split, and a thirty-second of those that many split. A block has 256 elements if these
     sides have them, else fewer.
-
-    The sides divide whole dimensions where no mesh splits them, a sixteenth of those that few
-    devices split, and a thirty-second of those that many split. A block has 256 elements if these
-    sides have them, else fewer.
     """
     remaining, sides = BLOCK, [1] * len(shape)
 
@@ -62,7 +59,7 @@ def block_of(shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
         return 1 if not split else _FSDP_PARTS if "fsdp" in split else _TENSOR_PARTS
 
     own = [dim for dim, axis in enumerate(axes) if axis not in _STACKED]
-    # The last first, so that a block is a run of neighbours where it can be one.
+    # The last first, so that a block is contiguous if possible.
     for dim in sorted(own, key=lambda dim: (parts(axes[dim]), -dim)):
         power = shape[dim] & -shape[dim]
         sides[dim] = min(max(power // parts(axes[dim]), 1), remaining)
@@ -110,7 +107,7 @@ def validate(params: Any, layout: Layout) -> Iterator[str]:
     """Yield an error message for each kind of matrix whose blocks a layout would split.
 
     Args:
-      params: the parameters that are kept in 8 bits, or their shapes.
+      params: the parameters with 8-bit moments, or their shapes.
       layout: their layout.
     """
     for variable in jax.tree.leaves(params, is_leaf=is_variable):
@@ -130,7 +127,7 @@ def validate(params: Any, layout: Layout) -> Iterator[str]:
 @functools.cache
 def dynamic_map(signed: bool) -> np.ndarray:
     """Return the 256 values of the codes in order, float32, as `decode` returns them."""
-    # On no mesh: one of names and sizes alone, which checks trace on, cannot compute.
+    # Without a mesh: the abstract mesh of checks cannot compute.
     nowhere = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
     with nowhere, jax.ensure_compile_time_eval():
         return np.asarray(_value(jnp.arange(256), signed))
@@ -139,15 +136,16 @@ def dynamic_map(signed: bool) -> np.ndarray:
 def _code(scaled: jax.Array, signed: bool) -> jax.Array:
     """Return the nearest code for values of -1 to 1 (0 to 1): the inverse of `_value`.
 
-    Comparisons with where decades begin find the decade, and the index in it is read off a number's
-    size: comparing it with all 255 middles takes 250 times as long on CPUs (0.6 us a number).
+    Comparisons with the decades' bounds find the decade, and the index in it follows from the
+    magnitude: comparing with all 255 midpoints takes 250 times as long on CPUs (0.6 us per
+    element).
     """
     size = jnp.abs(scaled)
     values = dynamic_map(signed)[127 if signed else 0 :]
     middles = (values[:-1] + values[1:]) / 2
     decades = range(_DECADES)
     steps = [2 ** (decade + (not signed)) for decade in decades]
-    firsts = [step - (not signed) for step in steps]  # the rank of each decade's least value
+    firsts = [step - (not signed) for step in steps]  # the rank of each decade's smallest value
     rank = jnp.zeros_like(size)
     for decade, step, first in zip(decades, steps, firsts, strict=True):
         code = (size * np.float32(10.0 ** (_DECADES - 1 - decade)) - 0.1) * (step / 0.9)
@@ -163,7 +161,7 @@ def _value(code: jax.Array, signed: bool) -> jax.Array:
     """Return the value of a code.
 
     Of the d-th decade from below, counted from 0, there are 2^d steps (2^(d+1) where none is
-    negative), each the middle of its part of 0.1 to 1; 0 is one value more, and 1 the last.
+    negative), each the midpoint of its part of 0.1 to 1; 0 is an extra value, and 1 the last.
     """
     rank = jnp.abs(code - 127) if signed else code
     index = rank if signed else rank + 1
@@ -200,8 +198,8 @@ class CodedMoments(NamedTuple):
 
     Attributes:
       count: int32 scalar, updates so far.
-      mu, nu: moving means of the gradients and of their squares: of a matrix `eight_bits.Coded`,
-        of others float32.
+      mu, nu: moving means of the gradients and of their squares: for a matrix `Coded`,
+        else float32.
     """
 
     count: jax.Array
@@ -212,9 +210,9 @@ class CodedMoments(NamedTuple):
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam8bit(AdamRule):
-    """8-bit AdamW (arXiv 2110.02861): a matrix's moments are kept as codes of bitsandbytes' dynamic
-    map, times the largest of each block of 256; norm scales' and biases' are float32. A step is
-    AdamW's of the moments before they are rounded."""
+    """8-bit AdamW (arXiv 2110.02861): a matrix's moments are stored as codes of bitsandbytes'
+    dynamic map, times the largest of each block of 256; norm scales' and biases' are float32. A
+    step is AdamW's with the moments before rounding."""
 
     name: ClassVar[str] = "adam8bit"
     dtype: ClassVar[str | None] = "8 bits"

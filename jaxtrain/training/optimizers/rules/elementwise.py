@@ -117,7 +117,7 @@ def _init_nadamw(params: Any) -> NesterovMoments:
     return NesterovMoments(jnp.zeros((), jnp.int32), jnp.ones(()), *zeros_like(params, 2))
 
 
-# Below this many updates' worth of memory the variance of 1 / sqrt(v) has no bound worth a name.
+# Below this effective length the variance of 1 / sqrt(v) is intractable.
 _SHORTEST = 5.0
 
 
@@ -318,7 +318,7 @@ class Adagrad(DirectionRule):
     gradient.
 
     Attributes:
-      epsilon: what the denominator is at least.
+      epsilon: added to the denominator.
     """
 
     name: ClassVar[str] = "adagrad"
@@ -362,8 +362,8 @@ class RMSprop(DirectionRule):
 
     Attributes:
       decay: decay rate of the mean v of squares.
-      momentum: decay rate of a sum of the updates; 0 keeps none.
-      epsilon: what the denominator is at least.
+      momentum: decay rate of a sum of the updates; 0 is none.
+      epsilon: added to the denominator.
     """
 
     name: ClassVar[str] = "rmsprop"

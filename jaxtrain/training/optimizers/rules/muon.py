@@ -13,13 +13,13 @@ from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers.matrices import Sides, each, on_whole, sides
 from jaxtrain.training.optimizers.rule import AdamRule, Kept, validate_rate
 
-# The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five turns of it bring
+# The quintic a x + b x^3 + c x^5 of the authors' code, steepest at 0: five iterations bring
 # singular values from 0.002 on to between 0.7 and 1.2.
 _A, _B, _C, _TURNS = 3.4445, -4.7750, 2.0315, 5
-# An AdamW update's root mean square, to which updates are brought (arXiv 2502.16982, section 2.2):
+# An AdamW update's root mean square, to which updates are scaled (arXiv 2502.16982, section 2.2):
 # learning rate and decay then are AdamW's, the same for matrices and the rest.
 _ROOT_MEAN_SQUARE = 0.2
-# What is looked up or scored is no map between hidden states: AdamW's, as in both papers.
+# Embeddings and heads are not maps between hidden states: AdamW, as in both papers.
 _TABLES = ("vocab", "place", "classes")
 
 
@@ -41,11 +41,11 @@ class Momenta(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(AdamRule):
     """Muon (Jordan et al., 2024; arXiv 2502.16982): the Nesterov momentum of each matrix,
-    orthogonalized by five Newton-Schulz turns and scaled to 0.2 root mean square; AdamW for
+    orthogonalized by five Newton-Schulz iterations and scaled to 0.2 root mean square; AdamW for
     embeddings, heads, norm scales and biases; decoupled decay for both. Queries, keys and values,
-    layers and experts are matrices of their own; a convolution kernel is one of height width
-    channels_in x channels. A matrix is orthogonalized whole: layers go to the devices that share
-    them, each its own, or where their number does not divide are gathered one after the other.
+    layers and experts are separate matrices; a convolution kernel is one of height width
+    channels_in x channels. Whole matrices are orthogonalized: layers are moved to the devices that
+    share them, or gathered one by one if their number does not divide.
 
     Attributes:
       momentum: decay rate of a matrix's mean gradient.
@@ -100,7 +100,7 @@ def orthogonalize(x: jax.Array, dims: Sides) -> jax.Array:
     """Orthogonalize matrices: bring singular values near 1, times 0.2 sqrt(their longer side).
 
     Args:
-      x: float32, laid out as the optimizer's state is; so is the result.
+      x: float32, sharded like the optimizer's state; so is the result.
       dims: which dimensions count matrices and which are a matrix's sides.
     """
     longer = max(math.prod(x.shape[i] for i in part) for part in (dims.rows, dims.columns))
@@ -120,7 +120,7 @@ def newton_schulz(x: jax.Array) -> jax.Array:
         squared = jnp.einsum("...mk,...kl->...ml", gram, gram)
         return _A * x + jnp.einsum("...mk,...kn->...mn", _B * gram + _C * squared, x)
 
-    # A loop: unrolled, the matrices of all turns would be alive at once.
+    # A loop: unrolled, the matrices of all iterations would be live at once.
     x = jax.lax.fori_loop(0, _TURNS, turn, x)
     return jnp.swapaxes(x, -1, -2) if tall else x
 

@@ -1,7 +1,7 @@
 """Sharded Kronecker-factored preconditioners (Shampoo, SOAP).
 
-Letters: i, k indices along the rows, j, l along the columns. Products are in whole float32: what
-they make goes into roots and bases.
+Letters: i, k indices along the rows, j, l along the columns. Matmuls are in full float32: their
+results enter roots and bases.
 """
 
 import math
@@ -22,9 +22,7 @@ ROWS, COLUMNS = 0, 1
 def of_sides(shape: tuple[int, ...], axes: tuple[str, ...], largest: int) -> list[Kept | None]:
     """Return a square matrix for either side of a parameter; None for sides longer than `largest`.
 
-    Both are None where the parameter is not a matrix.
-
-    Both are None where the parameter is not a matrix.
+    Both are None if the parameter is not a matrix.
     """
     stack, *both = sides(axes)
     if not both[ROWS]:
@@ -119,7 +117,7 @@ def power_iterate(square: jax.Array, basis: jax.Array) -> tuple[jax.Array, jax.A
     """Return a basis after one power iteration, and the permutation of its columns.
 
     Returns:
-      The basis and a permutation [..., n, n], whole: column l of the new one came of column k of
+      The basis and a permutation [..., n, n], unsharded: column l of the new one is column k of
       the old one where [k, l] is 1. The largest of the estimated eigenvalues comes first.
     """
     *stack, rows, _ = _parts(square)
@@ -145,8 +143,8 @@ def _each_whole(function: Any, square: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(x, cpu=one_by_one, default=function)
 
     def one_by_one(x: jax.Array) -> jax.Array:
-        """jaxlib's LAPACK hands a stack of large matrices to the threads that its devices run in,
-        and waits: where all simulated devices come to it they wait for one another indefinitely."""
+        """jaxlib's LAPACK runs a stack of large matrices on the threads of its devices,
+        and waits: if all simulated devices reach it, they deadlock."""
         found = jax.lax.map(function, x.reshape(-1, *x.shape[-2:]))
         return found.reshape(x.shape)
 
@@ -154,7 +152,7 @@ def _each_whole(function: Any, square: jax.Array) -> jax.Array:
         sharding = jax.typeof(x).sharding
         if sharding.mesh.empty:
             return of_stack(x)
-        # By hand: the compiler need not know how to decompose its own part of a stack.
+        # In shard_map: the compiler cannot partition the decomposition of a stack.
         return on_each_device(of_stack, sharding.spec, sharding.spec)(x)
 
     return on_whole(local, square, dims)

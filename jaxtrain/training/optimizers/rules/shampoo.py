@@ -38,13 +38,13 @@ class Statistics(NamedTuple):
 class Shampoo(DirectionRule):
     """Shampoo (Gupta et al., arXiv 1802.09568): L^(-1/4) G R^(-1/4) of each matrix of each layer,
     L the sum of G G^T and R of G^T G, both from epsilon times the identity; its momentum; Adagrad
-    for norm scales and biases; decoupled decay. The roots are taken in float32, every few steps.
+    for norm scales and biases; decoupled decay. The roots are computed in float32, every few steps.
 
     Attributes:
       momentum: decay rate of a sum of the updates.
       every: updates between one inverse root and the next.
-      largest: a longer side is left alone, and the other has its inverse square root.
-      epsilon: what the sums begin with.
+      largest: a longer side has no preconditioner, and the other its inverse square root.
+      epsilon: initial value of the sums.
     """
 
     name: ClassVar[str] = "shampoo"

@@ -25,7 +25,7 @@ class Bases(NamedTuple):
       mu: moving mean of the gradients.
       nu: that of the squares of the gradients in the bases.
       means: of either side of a matrix the moving mean of G G^T; () for a side that is too long and
-        for what is no matrix.
+        for vectors.
       bases: of either side its eigenvectors, by columns.
     """
 
@@ -40,14 +40,14 @@ class Bases(NamedTuple):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SOAP(AdamRule):
     """SOAP (arXiv 2409.11321): AdamW of each matrix of each layer in the eigenbasis of the moving
-    means of G G^T and G^T G, which every few updates turns once by the power iteration; AdamW for
-    norm scales and biases. The first update makes the bases and moves nothing, by decay neither, as
+    means of G G^T and G^T G, updated every few steps by one power iteration; AdamW for
+    norm scales and biases. The first update initializes the bases and changes no parameter, as
     in the authors' code.
 
     Attributes:
       b3: decay rate of the means of G G^T and G^T G.
-      every: updates between one turn of a basis and the next.
-      largest: a longer side keeps its own basis.
+      every: updates between two power iterations.
+      largest: a longer side has no basis.
     """
 
     name: ClassVar[str] = "soap"
@@ -73,7 +73,7 @@ class SOAP(AdamRule):
         moving, decaying = keep_moments(self.direction(), moments), add_decay(decay)
 
         def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-            is_first = state.count == 0  # of this parameter: it may begin later than the run
+            is_first = state.count == 0  # of this parameter: it may be unfrozen later
             found, after = moving.update(updates, state, params, **extra)
             decayed, _ = decaying.update(found, optax.EmptyState(), params)
             return jax.tree.map(lambda x, y: jnp.where(is_first, x, y), found, decayed), after
@@ -171,8 +171,6 @@ def _first_bases(params: Any, means: Any) -> Any:
 
 def _refresh_bases(nu: Any, means: Any, bases: Any) -> tuple[Any, Any]:
     """Return the second moment and the bases after a power iteration.
-
-    Where the columns of a basis are permuted, the statistics measured in it are permuted alike.
 
     Where the columns of a basis are permuted, the statistics measured in it are permuted alike.
     """

@@ -14,13 +14,13 @@ from jaxtrain.training.optimizers.rule import AdamRule, zeros_like
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SophiaRule(AdamRule):
-    """m / max(gamma h, epsilon), each number brought to between -1 and 1 (arXiv 2305.14342,
+    """m / max(gamma h, epsilon), clipped elementwise to between -1 and 1 (arXiv 2305.14342,
     algorithm 3), neither mean debiased; decoupled decay.
 
     Attributes:
       b2: decay rate of the mean h of the curvature's estimates.
-      epsilon: what the denominator is at least.
-      gamma: what h counts: the larger, the more numbers are not clipped.
+      epsilon: added to the denominator.
+      gamma: factor of h: the larger, the fewer elements are clipped.
       every: steps between one estimate of the curvature and the next.
     """
 
@@ -38,8 +38,8 @@ class SophiaRule(AdamRule):
     def direction(self) -> optax.GradientTransformationExtraArgs:
         """Return the update direction; its update takes `curvature`.
 
-        That is whether there is a new estimate of the Hessian's diagonal, and the estimate, in the
-        form of the gradients.
+        That is whether there is a new estimate of the Hessian's diagonal, and the estimate, with
+        the structure of the gradients.
         """
         return optax.GradientTransformationExtraArgs(_init, self._update)
 
@@ -68,7 +68,7 @@ class SophiaRule(AdamRule):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SophiaH(SophiaRule):
     """Sophia-H (arXiv 2305.14342): the curvature is Hutchinson's, u times the Hessian times u, for
-    a random sign u of each number; of the step's first microbatch, every few steps."""
+    a random sign u per element; of the step's first microbatch, every few steps."""
 
     name: ClassVar[str] = "sophia_h"
     curvature: ClassVar[Literal["hutchinson", "gauss_newton_bartlett"]] = "hutchinson"

@@ -63,7 +63,7 @@ class LARS(Rule):
             local = ratio(self.trust * size, norm(g, axes) + part * size)
             return gradient.replace(local * (g + part * w))
 
-        # The learning rate first: a momentum remembers the rates that its parts had.
+        # The learning rate first: the momentum includes past rates.
         return [
             optax.stateless(lambda updates, params: each_named(one, params, updates)),
             optax.scale_by_learning_rate(rate),
