@@ -18,7 +18,7 @@ from jaxtrain.run.commands.options import add_run_commands, adder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
+    """Run one command; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = _status(words)
@@ -116,7 +116,7 @@ def _without_devices(arguments: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `arguments.command` names the command."""
+    """Return the parser of the whole command line; `arguments.command` names the command."""
     whole = argparse.ArgumentParser(
         prog="jaxtrain",
         description="Train sharded models in JAX; plan and verify runs without the hardware.",

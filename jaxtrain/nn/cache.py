@@ -54,11 +54,11 @@ class Cache:
     length: jax.Array
 
     def unstack(self) -> "Cache":
-        """The same with separate arrays per layer, which XLA updates in place."""
+        """Return the same with separate arrays per layer, which XLA updates in place."""
         return dataclasses.replace(self, layers=unstack(self.layers))
 
     def restack(self) -> "Cache":
-        """The same with a leading layers dimension: the inverse of `unstack`."""
+        """Return the same with a leading layers dimension: the inverse of `unstack`."""
         arrays = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *self.layers)
         return dataclasses.replace(self, layers=arrays)
 

@@ -72,7 +72,7 @@ class Dense(nnx.Module):
         self.bias = param(key, (outputs,), axes[1:], constant(0.0))
 
     def __call__(self, x_BI: jax.Array, execution: Execution) -> jax.Array:
-        """The outputs, in x's dtype."""
+        """Return the outputs, in x's dtype."""
         # Gathered along I from the devices that computed its shards in the previous layer.
         x_BI = shard(x_BI, ("batch", "fan_in"))
         return add_bias(execution.contract("BI,IO->BO", x_BI, self.weight), self.bias)

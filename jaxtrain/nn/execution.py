@@ -82,7 +82,7 @@ class Execution:
     layer: jax.Array | int | None = None
 
     def of_layer(self, number: jax.Array | int) -> "Execution":
-        """The execution of one layer; layers that differ use its index."""
+        """Return the execution of one layer; layers that differ use its index."""
         return dataclasses.replace(self, layer=number)
 
     def attention(self, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
@@ -97,7 +97,8 @@ class Execution:
     def contract(
         self, equation: str, x: jax.Array, weight: nnx.Param, out: tuple[str, ...] | None = None
     ) -> jax.Array:
-        """A layer's matmul with a weight, in this run's precision; like `contract.contract`."""
+        """Return a layer's matmul with a weight, in this run's precision; like
+        `contract.contract`."""
         value = weight.get_value()
         if isinstance(value, StructuredWeight):
             return value.contract(

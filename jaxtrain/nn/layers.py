@@ -68,7 +68,7 @@ def embed(
 
 
 def _rows(lookups: Sequence[tuple[jax.Array, nnx.Param]], out: tuple[str, ...]) -> jax.Array:
-    """The sum of rows of [V, D] tables for tokens [B, T], sharded by `out`.
+    """Return the sum of rows of [V, D] tables for tokens [B, T], sharded by `out`.
 
     Vocabulary-parallel as in Megatron (arXiv 1909.08053): each device looks up the rows that it
     has, and one all-reduce over the vocabulary's mesh axes combines them; along axes that split
@@ -278,7 +278,7 @@ class Norm(Protocol):
         ...
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normalized x, in its dtype."""
+        """Return the normalized x, in its dtype."""
         ...
 
 
@@ -297,12 +297,12 @@ class RMSNorm:
     offset: float = 0.0
 
     def weights(self, key: jax.Array) -> Weights:
-        """Scales of 1, including the offset."""
+        """Scale of 1, including the offset."""
         one = constant(1.0 - self.offset)
         return {"scale": param(key, (self.dim,), ("vector",), one, role="norm")}
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normalized x."""
+        """Return the normalized x."""
         return rms_norm(x, own["scale"], epsilon=self.epsilon, offset=self.offset)
 
 
@@ -314,14 +314,14 @@ class LayerNorm:
     epsilon: float
 
     def weights(self, key: jax.Array) -> Weights:
-        """Scales of 1 and biases of 0."""
+        """Scale of 1 and biases of 0."""
         return {
             "scale": param(key, (self.dim,), ("vector",), constant(1.0), role="norm"),
             "bias": param(key, (self.dim,), ("vector",), constant(0.0), role="norm"),
         }
 
     def __call__(self, own: Weights, x: jax.Array) -> jax.Array:
-        """The normalized x."""
+        """Return the normalized x."""
         return layer_norm(x, own["scale"], own["bias"], epsilon=self.epsilon)
 
 

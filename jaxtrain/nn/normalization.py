@@ -102,7 +102,7 @@ class BatchNorm(nnx.Module):
         self, key: jax.Array, channels: int, axis: str, *, momentum: float, epsilon: float,
         scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Scales of `scale` and biases of 0.
+        """Scale of `scale` and biases of 0.
 
         Args:
           key: unused.
@@ -121,7 +121,8 @@ class BatchNorm(nnx.Module):
     def apply(
         self, x_BHWC: jax.Array, statistics: Mapping[str, nnx.Variable], *, train: bool
     ) -> tuple[jax.Array, dict[str, nnx.Variable]]:
-        """The normalized activations, and the running `mean` and `variance` after this batch."""
+        """Return the normalized activations, and the running `mean` and `variance` after this
+        batch."""
         mean, variance = statistics["mean"], statistics["variance"]
         scale_C, bias_C = gather(self.scale), gather(self.bias)
         if not train:
@@ -163,7 +164,7 @@ class Running:
         return x_BHWC
 
     def state(self) -> nnx.State:
-        """The statistics after this batch."""
+        """Return the statistics after this batch."""
         return nnx.from_flat_state(list(self._values.items()))
 
 
@@ -178,7 +179,7 @@ class GroupNorm(nnx.Module):
     def __init__(
         self, key: jax.Array, channels: int, axis: str, *, groups: int, epsilon: float
     ) -> None:
-        """Scales of 1 and biases of 0.
+        """Scale of 1 and biases of 0.
 
         Args:
           key: unused.
@@ -192,7 +193,7 @@ class GroupNorm(nnx.Module):
         self.axis, self.groups, self.epsilon = axis, groups, epsilon
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """The normalized activations, in x's dtype."""
+        """Return the normalized activations, in x's dtype."""
         x32 = x_BHWC.astype(jnp.float32)
         own_BC = x32.mean((1, 2))
         spread_BC = jnp.square(x32 - own_BC[:, None, None]).mean((1, 2))

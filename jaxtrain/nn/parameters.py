@@ -39,7 +39,7 @@ def param(
     *,
     role: Role | None = None,
 ) -> nnx.Param:
-    """A float32 parameter with logical axes and a role."""
+    """Return a float32 parameter with logical axes and a role."""
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} has {len(shape)} dims but {len(axes)} axis names: {axes}")
     if role is not None and role not in get_args(Role):
@@ -53,12 +53,12 @@ def role_of(variable: nnx.Variable) -> Role | None:
 
 
 def normal(stddev: float) -> Initializer:
-    """The initializer N(0, stddev^2)."""
+    """Return the initializer N(0, stddev^2)."""
     return jax.nn.initializers.normal(stddev)
 
 
 def constant(value: float) -> Initializer:
-    """The constant initializer."""
+    """Return the constant initializer."""
     return jax.nn.initializers.constant(value)
 
 
@@ -70,12 +70,12 @@ def merge_weights(*parts: Weights) -> Weights:
 
 
 def add_prefix(prefix: str, weights: Weights) -> Weights:
-    """The same parameters, with `prefix` and an underscore before each name."""
+    """Return the same parameters, with `prefix` and an underscore before each name."""
     return {f"{prefix}_{name}": weight for name, weight in weights.items()}
 
 
 def under(prefix: str, weights: Weights) -> Weights:
-    """The parameters with this prefix, by their names without it."""
+    """Return the parameters with this prefix, by their names without it."""
     start = f"{prefix}_"
     return {n.removeprefix(start): w for n, w in weights.items() if n.startswith(start)}
 

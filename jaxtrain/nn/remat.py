@@ -62,7 +62,7 @@ _CHEAP = frozenset(
 
 
 def all_but_gathered_weights(primitive: Any, *_: Any, **parameters: Any) -> bool:
-    """The policy of 'none'.
+    """Return the policy of 'none'.
 
     The result of a reshard is not saved either: it is the same weight before it is named, or a
     gathered stream. Nor is a reshape of it, which would be the same array.
@@ -96,7 +96,8 @@ class Policy:
         return self.saves is all_but_gathered_weights
 
     def having(self, save: tuple[str, ...], offload: tuple[str, ...]) -> "Policy":
-        """The same policy that also saves activations by name, on the device or on its host."""
+        """Return the same policy that also saves activations by name, on the device or on its
+        host."""
         if not save and not offload:
             return self
         by_name = _policies.save_and_offload_only_these_names(
@@ -149,7 +150,7 @@ elementwise.defvjp(_forward, _backward)
 
 @functools.cache
 def _naming() -> Any:
-    """The primitive that names an activation, as policies receive it."""
+    """Return the primitive that names an activation, as policies receive it."""
     return jax.make_jaxpr(lambda x: checkpoint_name(x, RESIDUAL))(0.0).eqns[0].primitive
 
 

@@ -74,7 +74,7 @@ class Evaluation:
         step: int,
         before_each: Callable[[], None],
     ) -> dict[str, Any]:
-        """The same over several parts, and then of each alone: `eval_loss_NAME` and so on.
+        """Return the same over several parts, and then of each alone: `eval_loss_NAME` and so on.
 
         Args:
           state: the state.
@@ -214,7 +214,7 @@ class Record:
 
 
 def validate_best(settings: Best, known: Sequence[str]) -> None:
-    """Raises UserError where evaluations, which tell these, do not tell what is compared."""
+    """Raise UserError where evaluations, which tell these, do not tell what is compared."""
     metric = settings.metric
     if metric is not None and metric not in known:
         raise UserError(

@@ -35,7 +35,7 @@ class RunData:
         writes: bool,
         report: Callable[[str], None],
     ) -> None:
-        """Opens nothing yet.
+        """Open nothing yet.
 
         Args:
           config: names the source.
@@ -59,7 +59,8 @@ class RunData:
         return self._step.setup.objective.dataset(opened, train.model)
 
     def dataset(self, stepper: Stepper, steps_done: int) -> Dataset:
-        """The data, for a new run with what its first model says of them; that is computed here.
+        """Return the data, for a new run with what its first model says of them; that is computed
+        here.
 
         Args:
           stepper: has the state.
@@ -115,7 +116,8 @@ class Feed:
         return self._prefetch(source, self._held, rows)
 
     def heldout(self, dataset: Dataset, part: range | None = None) -> Prefetcher[Batch]:
-        """Every held-out example once, a microbatch at a time: what fits while training fits.
+        """Return every held-out example once, a microbatch at a time: what fits while training
+        fits.
 
         Args:
           dataset: the data.
@@ -137,7 +139,7 @@ class Feed:
         return self._prefetch(source, size, rows)
 
     def own(self, caller: str, batch: Batch, *, whole: bool = False) -> Batch:
-        """A batch of somebody's own on the devices, filled where the settings say so.
+        """Return a batch of somebody's own on the devices, filled where the settings say so.
 
         Args:
           caller: the method of `Trainer` that was given it.
@@ -162,12 +164,12 @@ class Feed:
         return jax.device_put(batch, setup.batch_shardings(batch))
 
     def abstract_training(self) -> Batch:
-        """The shapes, dtypes and shardings of a batch of `training`."""
+        """Return the shapes, dtypes and shardings of a batch of `training`."""
         batch = self._train.data.abstract_batch(self._held)
         return with_shardings(batch, self._step.setup.batch_shardings(batch))
 
     def abstract_shapes(self) -> list[Batch]:
-        """The same of each length that rows have."""
+        """Return the same of each length that rows have."""
         size, data = self._held, self._train.data
         found = (
             [data.abstract_batch(size, length) for length in data.row_lengths]

@@ -59,7 +59,7 @@ def share_arenas() -> None:
 
 
 def give_back() -> None:
-    """Gives the system all pages that glibc has free, in milliseconds; nothing with another libc.
+    """Give the system all pages that glibc has free, in milliseconds; nothing with another libc.
 
     By itself glibc returns at most the memory above the last block in use, and with
     `compilation.keep_memory` not that. Where a drawing and a save fall together they leave a few

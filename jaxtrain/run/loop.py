@@ -38,7 +38,7 @@ class Recorder(Protocol):
     """Records some steps of a start, such as `analysis.profiling.recorder.Recorder`."""
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """The step that the loop calls from now on."""
+        """Return the step that the loop calls from now on."""
         ...
 
     def turns_at(self, step: int) -> bool:
@@ -46,11 +46,11 @@ class Recorder(Protocol):
         ...
 
     def turn(self, seconds: float) -> None:
-        """Begins or ends recording; the devices are done with every step so far."""
+        """Begin or end recording; the devices are done with every step so far."""
         ...
 
     def close(self) -> None:
-        """Ends what is still recorded."""
+        """End what is still recorded."""
         ...
 
 
@@ -58,13 +58,13 @@ class RecorderKind(Protocol):
     """Factory of a recorder for some steps of an attempt."""
 
     def validate(self, done: int, last: int) -> None:
-        """Raises UserError where there are too few steps to record."""
+        """Raise UserError where there are too few steps to record."""
         ...
 
     def __call__(
         self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
     ) -> Recorder:
-        """The recorder of a start that goes from `done` steps to `last`."""
+        """Return the recorder of a start that goes from `done` steps to `last`."""
         ...
 
 
@@ -158,7 +158,7 @@ class Loop:
         return self.metrics.lines
 
     def run(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
-        """Takes steps up to `last`, going back where the guard says so; the last evaluation.
+        """Take steps up to `last`, going back where the guard says so; the last evaluation.
 
         Args:
           last: the step to end at.
@@ -201,7 +201,7 @@ class Loop:
         return metrics
 
     def close(self) -> None:
-        """Brings what is left to the run's folder and to who takes its metrics."""
+        """Bring what is left to the run's folder and to who takes its metrics."""
         self._close_own_log()
         self.saved.close()
         for one in self.tracking:
@@ -245,7 +245,7 @@ class Loop:
         return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
     def _until(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
-        """The loop up to a step; Rewind where a step turned out to be bad."""
+        """Return the loop up to a step; Rewind where a step turned out to be bad."""
         first = self.steps_done
         self.saved.schedule.resume(first)
         with ExitStack() as stack:
@@ -346,7 +346,7 @@ class Loop:
         return record
 
     def _account(self, log: MetricsLog) -> dict[str, Any]:
-        """Records where the time went so far."""
+        """Record where the time went so far."""
         goodput = self.attempt.goodput
         goodput.mark_skipped(log.take_bad_steps())
         goodput.record(self.steps_done)
@@ -361,7 +361,7 @@ class Loop:
         return lacks_evaluation(self.folder.local, step)
 
     def _stop_if_asked(self, log: MetricsLog) -> None:
-        """Saves and raises Preempted where all processes stop here."""
+        """Save and raise Preempted where all processes stop here."""
         reason = self.attempt.stop_reason()
         if reason is None:
             return
@@ -375,7 +375,7 @@ class Loop:
         raise Preempted(self.steps_done, reason)
 
     def _save_and_time(self, stretch: _Stretch, step: int) -> None:
-        """Saves, and lets the schedule know what that took from the steps."""
+        """Save, and lets the schedule know what that took from the steps."""
         with stretch.log.pause():
             waited, saved = self._save()
             with jax.transfer_guard("allow"):
@@ -384,7 +384,7 @@ class Loop:
         self._account(stretch.log)
 
     def _save(self) -> tuple[float, float]:
-        """Saves; the seconds that steps under way took before it, and those of the save itself."""
+        """Save; the seconds that steps under way took before it, and those of the save itself."""
         phases = self.attempt.phases
         with phases.phase("save", self.steps_done):
             due = phases.seconds["save"]
@@ -401,7 +401,7 @@ class Loop:
         return begun - due, done - begun
 
     def _send_to_trackers(self) -> None:
-        """Lets them have the lines that a later start does not write again."""
+        """Let them have the lines that a later start does not write again."""
         if not self.tracking:
             return  # where checkpoints are in a bucket, what is on disk takes a request
         step = self.saved.on_disk() if self.saved.keeps else self.steps_done
@@ -409,7 +409,7 @@ class Loop:
             one.up_to(step)
 
     def _go_back(self, rewind: Rewind, target: int) -> None:
-        """Restores a state from before a bad step and skips the batches around it."""
+        """Restore a state from before a bad step and skips the batches around it."""
         with jax.transfer_guard("allow"):
             self.stepper.state, position = self.saved.rewind(target, self.dataset)
             done, self.steps_done = self.steps_done, int(self.stepper.state.step)

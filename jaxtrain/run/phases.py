@@ -48,7 +48,7 @@ class Phases:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Starts idle.
+        """Start idle.
 
         Args:
           clock: seconds that only grow.
@@ -72,7 +72,7 @@ class Phases:
         return _Phase(self, name, step)
 
     def mark(self, point: str, step: int = 0) -> None:
-        """Says that a named point went by, such as `save_started`; only listeners hear it."""
+        """Say that a named point went by, such as `save_started`; only listeners hear it."""
         for listener in self._listeners:
             listener("mark", point, step)
 
@@ -101,11 +101,12 @@ class Phases:
         return totals
 
     def recent(self, name: str) -> tuple[float, ...]:
-        """The phase's last own times in seconds: each from enter to leave, or from beat to beat."""
+        """Return the phase's last own times in seconds: each from enter to leave, or from beat to
+        beat."""
         return tuple(self._recent[name])
 
     def add_listener(self, listener: Listener) -> None:
-        """Calls `listener(event, name, step)` in the thread that enters, leaves or marks.
+        """Call `listener(event, name, step)` in the thread that enters, leaves or marks.
 
         It is called inside the phase: after it was entered, before it is left. What it raises goes
         to the caller of the phase, which is left then as by any other exception.

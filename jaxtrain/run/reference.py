@@ -42,7 +42,7 @@ def first_reference(
     *,
     report: Callable[[str], None],
 ) -> Dataset:
-    """The data with what the model that a run starts with says of them; all processes ask.
+    """Return the data with what the model that a run starts with says of them; all processes ask.
 
     Args:
       dataset: the opened data, of pairs.
@@ -63,7 +63,7 @@ def first_reference(
 
 
 def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
-    """The data with what `first_reference` has kept of a run.
+    """Return the data with what `first_reference` has kept of a run.
 
     Raises:
       UserError: the file is not there, is damaged, or is of other data.
@@ -105,7 +105,8 @@ def _with(dataset: Dataset, train: np.ndarray, heldout: np.ndarray) -> Dataset:
 
 
 def _log_probabilities(setup: Setup, state: TrainState, pairs: Pairs) -> np.ndarray:
-    """The model's log-probability of each target, float32 [pairs, T]; 0 where it does not count."""
+    """Return the model's log-probability of each target, float32 [pairs, T]; 0 where it does not
+    count."""
     setup = for_texts(setup)
     size, found = _ROWS * setup.layout.batch_devices(), list[np.ndarray]()
     with setup.layout.active(), setup.precision.products():

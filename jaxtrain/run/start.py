@@ -31,8 +31,8 @@ def first_parameters(
     named: str = "Train.start_from",
     step: int | None = None,
 ) -> nnx.State:
-    """The parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF file, and
-    running statistics, where there are such.
+    """Return the parameters of another run's newest checkpoint, a Hugging Face folder or a GGUF
+    file, and running statistics, where there are such.
 
     Args:
       source: the folder or the file.
@@ -71,7 +71,7 @@ def _steps(folder: Place) -> list[int]:
 
 
 def newest_step(source: str) -> int | None:
-    """The step of a run's newest checkpoint; None of what is no run, or has none."""
+    """Return the step of a run's newest checkpoint; None of what is no run, or has none."""
     folder = place(source)
     return None if _is_published(folder) else max(_steps(folder), default=None)
 
@@ -101,8 +101,8 @@ def _is_published(folder: Place) -> bool:
 def restore_parameters(
     checkpoints: Checkpoints, step: int, config: Config, setup: Setup
 ) -> nnx.State:
-    """The parameters of a checkpoint but for `Finetune.reinitialize`; UserError, with the settings
-    that differ, if another's."""
+    """Return the parameters of a checkpoint but for `Finetune.reinitialize`; UserError, with the
+    settings that differ, if another's."""
     setup = _of_model(config, setup)
     try:
         return saved.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
@@ -111,7 +111,7 @@ def restore_parameters(
 
 
 def with_teacher(params: nnx.State | None, config: Config, setup: Setup) -> nnx.State | None:
-    """A run's first parameters and, where its objective has a teacher, that one's.
+    """Return a run's first parameters and, where its objective has a teacher, that one's.
 
     Args:
       params: the model's; None draws them.
@@ -139,7 +139,7 @@ def with_teacher(params: nnx.State | None, config: Config, setup: Setup) -> nnx.
 
 
 def _of_model(config: Config, setup: Setup) -> Setup:
-    """The program without what its objective puts around the model."""
+    """Return the program without what its objective puts around the model."""
     return dataclasses.replace(setup, build=config.train.model.build, tuning=Tuning())
 
 

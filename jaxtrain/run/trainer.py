@@ -86,7 +86,7 @@ class Trainer:
         attempt: Attempt | None = None,
         track: "Track | None" = None,
     ) -> None:
-        """Checks, opens the data, builds the mesh, and restores the newest checkpoint or starts.
+        """Check, opens the data, builds the mesh, and restores the newest checkpoint or starts.
 
         Args:
           config: from `load_config`.
@@ -199,7 +199,8 @@ class Trainer:
         bindings: Sequence[str] = (),
         console: Console | None = None,
     ) -> Self:
-        """A trainer that starts with the parameters of a Hugging Face folder: that of `hf:PATH`.
+        """Return a trainer that starts with the parameters of a Hugging Face folder: that of
+        `hf:PATH`.
 
         Args:
           path: the folder: config.json and safetensors.
@@ -213,7 +214,7 @@ class Trainer:
         return cls(load_config(f"{HUGGING_FACE}{path}", bindings), workdir, console=console)
 
     def export_huggingface(self, path: str | Path, *, dtype: "Dtype" = "float32") -> "Receipt":
-        """Writes the model that evaluation and generation use as a Hugging Face folder.
+        """Write the model that evaluation and generation use as a Hugging Face folder.
 
         Args:
           path: the folder, which is not there yet or empty.
@@ -237,7 +238,7 @@ class Trainer:
         )  # fmt: skip
 
     def export_adapter(self, path: str | Path) -> None:
-        """Writes the adapters that evaluation and generation use as a folder of PEFT's.
+        """Write the adapters that evaluation and generation use as a folder of PEFT's.
 
         Args:
           path: the folder, which is not there yet or empty.
@@ -317,7 +318,7 @@ class Trainer:
         return weights(program, state)
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """Gives the model these weights, and every replica; the optimizer keeps its moments.
+        """Give the model these weights, and every replica; the optimizer keeps its moments.
 
         Averages of the parameters restart with them, and so does what an exchange keeps of them.
 
@@ -379,18 +380,18 @@ class Trainer:
         return on_host(found, plain.stages)
 
     def lower(self) -> jax.stages.Lowered:
-        """The train step lowered from shapes alone, for inspection."""
+        """Return the train step lowered from shapes alone, for inspection."""
         with self.layout.active():
             return self._step.lower(self.abstract_batch())
 
     def abstract_batch(self) -> Batch:
-        """The shapes, dtypes and shardings of a batch."""
+        """Return the shapes, dtypes and shardings of a batch."""
         return self._feed.abstract_training()
 
     def train(
         self, steps: int | None = None, *, profile: "RecorderKind | None" = None
     ) -> dict[str, Any]:
-        """Takes `steps` more optimizer steps, or all that are left; returns the last evaluation.
+        """Take `steps` more optimizer steps, or all that are left; return the last evaluation.
 
         Args:
           steps: None: all that are left of Train.steps.
@@ -526,7 +527,7 @@ class Trainer:
         )  # fmt: skip
 
     def show(self, *, verbose: bool = False) -> None:
-        """Prints configuration (`verbose`: all settings), mesh, data and parameter table."""
+        """Print configuration (`verbose`: all settings), mesh, data and parameter table."""
         from jaxtrain.run.show import report
 
         report.show_own_config(self.console, self.config, verbose=verbose)
@@ -539,7 +540,7 @@ class Trainer:
         report.show_run(console, self.config, program, attention, self.dataset, self.state)
 
     def table(self) -> Table:
-        """Every parameter: shape, logical axes, placement, bytes on each device."""
+        """Return every parameter: shape, logical axes, placement, bytes on each device."""
         from jaxtrain.run.show.report import parameter_table
 
         return parameter_table(self.state, self.program.setup.unfreezing)
@@ -550,7 +551,7 @@ class Trainer:
         return self._loop.lines
 
     def plot(self) -> "Picture":
-        """The loss and the objective's other metrics so far, with what a model must beat."""
+        """Return the loss and the objective's other metrics so far, with what a model must beat."""
         from jaxtrain.run.show.figures import loss_figure
 
         train = self.config.train
@@ -579,7 +580,7 @@ class Trainer:
         return notebook.export_html(self._show_pieces) + configuration
 
     def close(self) -> None:
-        """Waits for the checkpoint being written, and brings the rest to the run's folder."""
+        """Wait for the checkpoint being written, and bring the rest to the run's folder."""
         self._loop.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()

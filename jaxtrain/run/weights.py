@@ -23,7 +23,7 @@ _MAX_SHOWN = 8
 
 
 def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
-    """Every variable's whole array by its name, the layers in the model's order.
+    """Return every variable's whole array by its name, the layers in the model's order.
 
     To be called by all processes of a run; each gets all of it, one array after the other.
 
@@ -59,7 +59,7 @@ def weights(step: Step, state: TrainState) -> dict[str, np.ndarray]:
 
 
 def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
-    """The state with these weights in all its replicas and stages; moments stay.
+    """Return the state with these weights in all its replicas and stages; moments stay.
 
     Args:
       step: the step of this state.
@@ -78,7 +78,7 @@ def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
 
 
 def with_trained(step: Step, state: TrainState, given: Weights) -> TrainState:
-    """The state with other values of all that is trained; the rest of it stays.
+    """Return the state with other values of all that is trained; the rest of it stays.
 
     Args:
       step: the step of this state.
@@ -126,7 +126,7 @@ def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> n
 
 
 def merge_adapters(setup: Setup, state: TrainState) -> nnx.State:
-    """The model's parameters, adapters added to their weights: in the form of `train_all`'s,
+    """Return the model's parameters, adapters added to their weights: in the form of `train_all`'s,
     without a teacher's."""
     if not setup.tuning.frozen:
         return state.params
@@ -148,7 +148,7 @@ def _with_weights(
 
 
 def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
-    """Raises UserError with all that is missing, unknown or of another form, in one sentence.
+    """Raise UserError with all that is missing, unknown or of another form, in one sentence.
 
     Args:
       wanted: shapes and dtypes by name, in the form of a state.

@@ -128,7 +128,7 @@ class GoogLeNet(Unstacked):
         return self.scale_width(HEAD_WIDTH)
 
     def build_convolution(self, plan: Convolution, key: jax.Array) -> ConvolutionNorm:
-        """A convolution with the settings' initializer and norm."""
+        """Return a convolution with the settings' initializer and norm."""
         init = initializer_of(self.initializer, "relu")
         return ConvolutionNorm(plan, key, norm_of(self, epsilon=1e-3), init)
 

@@ -126,7 +126,7 @@ class ResNet(Unstacked):
         return self.blocks()[-1].convolutions[-1].channels
 
     def blocks(self) -> list[BlockPlan]:
-        """All residual blocks, in order."""
+        """Return all residual blocks, in order."""
         counts = BLOCKS_PER_STAGE.get(self.depth, ((self.depth - 2) // 6,) * 3)
         plans, channels_in = [], self.first_width
         for stage, count in enumerate(counts):

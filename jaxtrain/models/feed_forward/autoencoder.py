@@ -93,14 +93,14 @@ class AutoencoderModel(nnx.Module):
         self.activation, self.reaches = ACTIVATIONS[sizes.activation], sizes.reaches
 
     def encode(self, x_BD: jax.Array, execution: Execution) -> jax.Array:
-        """The codes [B, K]."""
+        """Return the codes [B, K]."""
         x_BD = shard(x_BD.astype(dtype_of(self.head.weight)), ("batch", "fan_in"))
         for i, layer in enumerate(self.encoder):
             x_BD = layer(self.activation(x_BD) if i else x_BD, execution)
         return x_BD
 
     def decode(self, x_BK: jax.Array, execution: Execution) -> jax.Array:
-        """The vectors [B, D] of codes."""
+        """Return the vectors [B, D] of codes."""
         for i, layer in enumerate((*self.decoder, self.head)):
             x_BK = layer(self.activation(x_BK) if i else x_BK, execution)
         return jax.nn.sigmoid(x_BK) if self.reaches == "sigmoid" else x_BK

@@ -185,6 +185,6 @@ class MambaLayer(StateSpaceLayer):
 
 
 def _rates(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The logarithms of 1 to S in every channel (S4D-Real, arXiv 2206.11893)."""
+    """Return the logarithms of 1 to S in every channel (S4D-Real, arXiv 2206.11893)."""
     del key
     return jnp.broadcast_to(jnp.log(jnp.arange(1, shape[-1] + 1, dtype=dtype)), shape)

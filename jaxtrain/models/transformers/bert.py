@@ -215,11 +215,11 @@ class BERTModel(nnx.Module):
             return shard(self.norm(under("norm", vars(self)), h_BTD), HIDDEN)
 
     def output_matrix(self) -> nnx.Param:
-        """The token embedding [V, D], or the matrix of classes [C, D]."""
+        """Return the token embedding [V, D], or the matrix of classes [C, D]."""
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> nnx.Param | None:
-        """The output bias [V]; None: there is no head."""
+        """Return the output bias [V]; None: there is no head."""
         return self.bias
 
     def logit_softcap(self) -> None:

@@ -70,7 +70,7 @@ def _block(
 
 
 def _decoder(sizes: Any, key: jax.Array, **more: Any) -> Decoder:
-    """The token embedding is small, since it is the output matrix too."""
+    """Return the initializer of the token embedding, small since it is the output matrix too."""
     return decoder(sizes, key, embedding_scale=math.sqrt(sizes.embed_dim), **more)
 
 

@@ -165,7 +165,7 @@ class ViTModel(nnx.Module):
 
     @jax.named_scope("embedding")
     def embed(self, images_BHWC: jax.Array, execution: Execution) -> jax.Array:
-        """The residual stream [B, T, D] that goes into the first layer."""
+        """Return the residual stream [B, T, D] that goes into the first layer."""
         images_BHWC = shard(images_BHWC, IMAGES)
         B, H, W, C = images_BHWC.shape
         S = self.patch_size

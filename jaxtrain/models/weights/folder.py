@@ -106,7 +106,7 @@ class Folder:
         return None
 
     def extra_files(self) -> dict[str, bytes]:
-        """The other files next to the weights, by name."""
+        """Return the other files next to the weights, by name."""
         files = {name: self.path / name for name in CARRIED}
         return {
             name: read_bounded(self._resolve_inside(file))
@@ -182,7 +182,7 @@ class Folder:
         return json_object(read_bounded(file), file)
 
     def _resolve_inside(self, file: Path) -> Path:
-        """The path of the file in the folder; the hub's cache links to its own blobs."""
+        """Return the path of the file in the folder; the hub's cache links to its own blobs."""
         real, root = file.resolve(), self.path.resolve()
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
         if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
@@ -278,7 +278,7 @@ def _format(family: Family, model: Model) -> str:
 def _leftover_error(
     name: str, tensor: StoredTensor, copy_of: str | None, found: Mapping[str, StoredTensor]
 ) -> Iterable[str]:
-    """A clause for a tensor without a parameter; a tied output matrix has one."""
+    """Return a clause for a tensor without a parameter; a tied output matrix has one."""
     first = None if copy_of is None else found.get(copy_of)
     if first is not None:
         same = (first.dtype, first.shape) == (tensor.dtype, tensor.shape)

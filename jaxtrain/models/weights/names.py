@@ -101,7 +101,7 @@ class Name:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
     def to_ours(self, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """A tensor reshaped to one slice of our parameter: a view, but where some
+        """Return a tensor reshaped to one slice of our parameter: a view, but where some
         of its letters are one dimension here.
 
         Args:
@@ -119,7 +119,8 @@ class Name:
         return turned.reshape(shape[named:])
 
     def to_theirs(self, part: np.ndarray) -> np.ndarray:
-        """The tensor that one slice of our parameter becomes there, or its rows or turns of it."""
+        """Return the tensor that one slice of our parameter becomes there, or its rows or turns of
+        it."""
         named = len(self.named)
         here, sizes = self._here[named:], self._all_sizes(part.shape, named)
         split = part.reshape([sizes[letter] for letter in here])

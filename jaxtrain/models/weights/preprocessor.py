@@ -83,7 +83,7 @@ class _Reader:
         self.content = {**_DEFAULTS[self.kind], **stated}
 
     def settings(self) -> dict[str, Any]:
-        """Every setting that the file determines."""
+        """Return every setting that the file determines."""
         scales, normalizes = self._flag("do_rescale", True), self._flag("do_normalize", True)
         return {
             **self._sizes(),
@@ -128,7 +128,8 @@ class _Reader:
         return int(size / part)
 
     def _side(self, key: str, name: str) -> int:
-        """A size in pixels, which older files have as a number and newer ones in an object."""
+        """Return a size in pixels, which older files have as a number and newer ones in an
+        object."""
         value = self.content.get(key)
         if isinstance(value, dict):
             found = [value.get(name)]

@@ -57,7 +57,8 @@ def sum_of_sequence(sums: jax.Array) -> jax.Array:
 
 
 def shard_mask(mask: Mask) -> Mask:
-    """A mask whose arrays are sharded like queries and keys: documents by rows, sinks by heads."""
+    """Return a mask whose arrays are sharded like queries and keys: documents by rows, sinks by
+    heads."""
     return _by_field(lambda x, axes: shard(x, axes), mask)
 
 

@@ -335,7 +335,7 @@ _POSITIVE = ("rope_theta", "norm_eps")
 
 
 def validate_grouped_query(sizes: Any) -> None:
-    """Raises UserError if one of a decoder's settings is out of range or does not fit the others.
+    """Raise UserError if one of a decoder's settings is out of range or does not fit the others.
 
     Args:
       sizes: a model's settings, a subset of those of `models.transformers.llama.Llama`.
@@ -353,7 +353,7 @@ def validate_grouped_query(sizes: Any) -> None:
 
 
 def _validate_heads(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message if the heads, their width, the window or the pattern do not fit."""
+    """Yield a message if the heads, their width, the window or the pattern do not fit."""
     embed_dim, num_heads = fields["embed_dim"], fields["num_heads"]
     head_dim, num_kv_heads = fields.get("head_dim"), fields["num_kv_heads"]
     # Rotary embedding pairs the halves of a head, so its width must be even.
@@ -384,7 +384,7 @@ def _validate_heads(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _validate_rope(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message if the settings of rotary embeddings do not fit."""
+    """Yield a message if the settings of rotary embeddings do not fit."""
     scaling, fraction = fields.get("rope_scaling", 1.0), fields.get("rope_fraction", 1.0)
     if scaling < 1:
         yield f"{name}.rope_scaling={scaling}; use 1.0 (none) or more"

@@ -193,7 +193,7 @@ class Latent:
         mask: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """Every head attends to its own keys and values, computed from the latents."""
+        """Return every head attends to its own keys and values, computed from the latents."""
         plain = self.plain_dim
         made_BSNH = execution.contract("BTC,CNH->BTNH", latent_BSC, own["key_value_up"])
         made_k_BSNH = name_activation(made_BSNH[..., :plain], "key")

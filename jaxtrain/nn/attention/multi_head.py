@@ -179,7 +179,8 @@ class Projections:
     def of(
         self, names: tuple[str, ...], own: Weights, x_BTD: jax.Array, execution: Execution
     ) -> list[jax.Array]:
-        """The queries, keys or values [B, T, N, H] of a sequence; `names` are the weights'."""
+        """Return the queries, keys or values [B, T, N, H] of a sequence; `names` are the
+        weights'."""
         products = [("BTD,DNH->BTNH", own[name]) for name in names]
 
         def finish(name: str, x_BTNH: jax.Array) -> jax.Array:
@@ -229,7 +230,7 @@ class CrossAttention(Projections):
     def keys_and_values(
         self, own: Weights, memory_BSD: jax.Array, execution: Execution
     ) -> LayerCache:
-        """The memory's keys and values, both [B, S, N, H]: the same for every query."""
+        """Return the memory's keys and values, both [B, S, N, H]: the same for every query."""
         key, value = self.of(("key", "value"), own, memory_BSD, execution)
         return key, value
 

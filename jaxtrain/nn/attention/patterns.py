@@ -46,7 +46,8 @@ class Pattern(abc.ABC):
 
     @abc.abstractmethod
     def rescale(self, factor: float) -> "Pattern":
-        """The same for sequences that are `factor` times as long, of at most 2 kinds of heads."""
+        """Return the same for sequences that are `factor` times as long, of at most 2 kinds of
+        heads."""
 
     @property
     def kinds_of_heads(self) -> int:

@@ -167,7 +167,7 @@ class _Shapes:
         return [x[0], x[1]]
 
     def unchunk(self, runs: list[jax.Array]) -> jax.Array:
-        """The inverse."""
+        """Return the inverse."""
         x = jnp.moveaxis(jnp.stack(runs), range(6), (1, 2, 0, 4, 5, 3))
         return x.reshape(self.B, self.t, self.N, *x.shape[6:])
 
@@ -304,8 +304,8 @@ class _Rank:
         return [jnp.moveaxis(x.reshape(shape), 1, 0) for x in self.shapes.runs(ids_Bt)]
 
     def product(self, product: Product, step: int, held: Any) -> tuple[Any, Any, Any, _Block]:
-        """The switches of a block matmul, the positions [n, Q] of its queries, and its block of
-        keys."""
+        """Return the switches of a block matmul, the positions [n, Q] of its queries, and its block
+        of keys."""
         own, other = (_Choice(s, self.rank) for s in (product.query_slots, product.key_slots))
         (keys, values), ids = held
         runs = self.shapes.runs

@@ -81,13 +81,14 @@ class _Part:
     out_BTKGH: jax.Array
 
     def with_nothing(self, change: Callable[[jax.Array, float], jax.Array]) -> "_Part":
-        """The same, with each array replaced by its neutral value for queries that have no key."""
+        """Return the same, with each array replaced by its neutral value for queries that have no
+        key."""
         return _Part(
             change(self.top_BTKG, _HIDDEN), change(self.sum_BTKG, 0), change(self.out_BTKGH, 0)
         )
 
     def over(self, change: Callable[[jax.Array], jax.Array]) -> "_Part":
-        """The same with each array changed in its order or shape."""
+        """Return the same with each array changed in its order or shape."""
         return _Part(change(self.top_BTKG), change(self.sum_BTKG), change(self.out_BTKGH))
 
 
@@ -377,7 +378,7 @@ def _part(
 
 
 def _from(start: int, part: _Part) -> _Part:
-    """The part of the whole row, in which queries before `start` have no key."""
+    """Return the part of the whole row, in which queries before `start` have no key."""
 
     def pad_front(x: jax.Array, value: float) -> jax.Array:
         widths = [(0, 0), (start, 0), *[(0, 0)] * (x.ndim - 2)]

@@ -71,7 +71,7 @@ class NormSettings(Protocol):
 
 
 def norm_of(model: NormSettings, epsilon: float = 1e-5) -> Norm | None:
-    """The norm of a model's settings; None: none."""
+    """Return the norm of a model's settings; None: none."""
     if model.norm is None:
         return None
     return Norm(model.norm, model.norm_groups or GROUPS, epsilon=epsilon)
@@ -133,7 +133,7 @@ class Pooling:
         return pool_output_size(side, self.size, self.stride, self.padding, ceil=self.ceil)
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """The pooled image."""
+        """Return the pooled image."""
         if self.kind == "average":
             return average_pool(x_BHWC, self.size, self.stride)
         return max_pool(x_BHWC, self.size, self.stride, self.padding, ceil=self.ceil)
@@ -143,7 +143,7 @@ Plan = Sequence[Convolution | Pooling]
 
 
 def convolutions_of(plan: Plan) -> list[Convolution]:
-    """The convolutions of a plan, without its poolings."""
+    """Return the convolutions of a plan, without its poolings."""
     return [part for part in plan if isinstance(part, Convolution)]
 
 

@@ -224,7 +224,7 @@ def _pool_by_index(x_BHWC: jax.Array, window: Window) -> jax.Array:
 def _pool_forward(
     x_BHWC: jax.Array, window: Window
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The result, and the index in the window of each maximum; an x without channels."""
+    """Return the result, and the index in the window of each maximum; an x without channels."""
     size, stride, rows, columns = window
     padded = jnp.pad(x_BHWC, ((0, 0), rows, columns, (0, 0)), constant_values=-jnp.inf)
     last_h, last_w = (padded.shape[i] - size + 1 for i in (1, 2))
@@ -240,7 +240,7 @@ def _pool_forward(
 def _pool_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """The elements of the window, each over the whole image, in one pass."""
+    """Return the elements of the window, each over the whole image, in one pass."""
     index, like = kept
     size, stride, rows, columns = window
     H, W = like.shape[1:3]

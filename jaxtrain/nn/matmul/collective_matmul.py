@@ -76,7 +76,7 @@ def gather_matmul(
 
 
 def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> jax.Array:
-    """A matmul that is reduce-scattered over `tensor` by positions.
+    """Return a matmul that is reduce-scattered over `tensor` by positions.
 
     Args:
       equation: over (x, weight).
@@ -115,7 +115,8 @@ def matmul_scatter(equation: str, x: jax.Array, weight: jax.Array, spec: P) -> j
 
 
 def _gathered_spec(spec: P | None, letters: str) -> P:
-    """The spec of an array with these letters once its positions are gathered over `tensor`."""
+    """Return the spec of an array with these letters once its positions are gathered over
+    `tensor`."""
     assert spec is not None, "no mesh"
     return P(
         *(
@@ -155,14 +156,14 @@ def _sums(
 
 
 def _of_weight(equation: str, x: jax.Array, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-    """A weight's gradient, from all positions: one matmul, for a part's would read and write all of
-    the gradient too."""
+    """Return a weight's gradient, from all positions: one matmul, for a part's would read and write
+    all of the gradient too."""
     left, right, result = sides(equation)
     return jnp.einsum(f"{left},{result}->{right}", x, gradient, out_sharding=spec_of(weight))
 
 
 def _of_x(equation: str) -> str:
-    """The equation of x's gradient, over (the output's gradient, weight)."""
+    """Return the equation of x's gradient, over (the output's gradient, weight)."""
     left, right, result = sides(equation)
     return f"{result},{right}->{left}"
 

@@ -127,7 +127,7 @@ def _in_parts(
 
 
 def _split_letters(equation: str, weight: nnx.Param, layout: Layout) -> set[str]:
-    """The letters of a weight's dimensions that are split over `tensor` in the matmul."""
+    """Return the letters of a weight's dimensions that are split over `tensor` in the matmul."""
     letters = sides(equation)[1]
     # Kv heads that do not divide are repeated until they do.
     split = dataclasses.replace(layout, whole=layout.whole - {"kv_heads"})
@@ -138,7 +138,7 @@ def _split_letters(equation: str, weight: nnx.Param, layout: Layout) -> set[str]
 
 
 def _as_matrix(equation: str, axes: tuple[str, ...], layout: Layout | None) -> Groups | None:
-    """The groups of a weight's dimensions for `einsum.product`; None: unchanged."""
+    """Return the groups of a weight's dimensions for `einsum.product`; None: unchanged."""
     if layout is None:
         return as_matrix(equation)
     if layout.tensor_layout != "1d" or layout.whole & set(axes):
@@ -170,7 +170,7 @@ def operands(
 
 
 def copies_of_kv_heads(num_kv_heads: int) -> int:
-    """Copies of each kv head: more than one if they do not divide over `tensor`.
+    """Copy of each kv head: more than one if they do not divide over `tensor`.
 
     K heads over t devices become lcm(K, t): each device has equally many, those that its query
     heads attend to. Their weights are replicated over `tensor`.
@@ -183,7 +183,7 @@ def copies_of_kv_heads(num_kv_heads: int) -> int:
 
 
 def _repeat_heads(weight: jax.Array, axes: tuple[str, ...], layout: Layout) -> jax.Array:
-    """The weight with its kv heads repeated and split; other weights unchanged."""
+    """Return the weight with its kv heads repeated and split; other weights unchanged."""
     if "kv_heads" not in axes or "kv_heads" not in layout.whole:
         return weight
     dim = axes.index("kv_heads")
@@ -202,7 +202,7 @@ _INNER = frozenset("FNK")
 
 
 def meaning(letters: str) -> tuple[str, ...]:
-    """The logical axes of an activation with these letters."""
+    """Return the logical axes of an activation with these letters."""
     names = {**_MEANING, "B": "inner_batch"} if _INNER & set(letters) else _MEANING
     return tuple(names[letter] for letter in letters)
 

@@ -94,7 +94,7 @@ _SMALLEST = 2.0**-100
 
 
 def over_batch() -> tuple[str, ...]:
-    """The manual mesh axes that split a tensor with one scale."""
+    """Return the manual mesh axes that split a tensor with one scale."""
     layout = current_layout()
     return () if layout is None else tuple(sorted(layout.one_batch))
 
@@ -283,7 +283,8 @@ def _product(
 
 
 def _along(letters: str, scale: jax.Array, result: str) -> jax.Array:
-    """The scales of an operand with these letters, in as many dimensions as the result has."""
+    """Return the scales of an operand with these letters, in as many dimensions as the result
+    has."""
     letters = "".join(letter for letter in letters if letter in result)
     order = sorted(range(len(letters)), key=lambda i: result.index(letters[i]))
     absent = [i for i, letter in enumerate(result) if letter not in letters]

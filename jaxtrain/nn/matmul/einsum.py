@@ -41,12 +41,12 @@ def einsum_of(matmul: str) -> Einsum:
 
 
 def sides(equation: str) -> list[str]:
-    """The letters of both operands and of the result of an einsum equation."""
+    """Return the letters of both operands and of the result of an einsum equation."""
     return equation.replace("->", ",").split(",")
 
 
 def spec_of(x: jax.Array) -> P | None:
-    """The spec of an array that is being traced; None without a mesh."""
+    """Return the spec of an array that is being traced; None without a mesh."""
     sharding = jax.typeof(x).sharding
     return None if sharding.mesh.empty else sharding.spec
 
@@ -191,7 +191,7 @@ def _joins_rows(left: str, result: str, parts: list[dict], batch: int) -> bool:
 
 
 def _join(parts: dict, rows: str) -> MeshAxes:
-    """The spec of two merged dimensions."""
+    """Return the spec of two merged dimensions."""
     first, second = (parts_of(parts.get(letter)) for letter in rows)
     return without((*first, *second), ())
 

@@ -98,7 +98,7 @@ class Grouped:
     def _of_weights(
         self, x: jax.Array, gradient: jax.Array, sizes: jax.Array | None, dtype: jnp.dtype
     ) -> jax.Array:
-        """The weights' gradients [E, K, M]: sums over each expert's own rows."""
+        """Return the weights' gradients [E, K, M]: sums over each expert's own rows."""
         if sizes is None:
             batched = (((1,), (1,)), ((0,), (0,)))
             return jax.lax.dot_general(x, gradient, batched, preferred_element_type=dtype)

@@ -112,7 +112,7 @@ def _factor(made: str, right: str, summed: str, size: jax.Array, whole: jax.Arra
 
 
 def up_letters(right: str, summed: str) -> str:
-    """The letters of B, where W has the letters `right` and contracts `summed`."""
+    """Return the letters of B, where W has the letters `right` and contracts `summed`."""
     return "".join(
         "R" if letter == summed[0] else letter
         for letter in right

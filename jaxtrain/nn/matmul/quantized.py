@@ -103,7 +103,7 @@ def quantize(
     *,
     group: int = BLOCK,
 ) -> Quantized:
-    """A weight, or all layers of it, quantized.
+    """Return a weight, or all layers of it, quantized.
 
     Args:
       weight: of any floating dtype; 'nf4' and 'int4' need a multiple of `group` in the last of
@@ -136,7 +136,7 @@ def quantize(
 
 
 def _of_blocks(blocks: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """The codes of nf4, and the scale of each block along `dim`."""
+    """Return the codes of nf4, and the scale of each block along `dim`."""
     largest = jnp.abs(blocks).max(dim, keepdims=True)
     scaled = blocks / jnp.where(largest == 0, 1, largest)
     # A number's code is how many of the midpoints between neighboring levels it exceeds.
@@ -147,7 +147,7 @@ def _of_blocks(blocks: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _of_groups(groups: jax.Array, dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The codes of int4, and scale and zero of each group along `dim`."""
+    """Return the codes of int4, and scale and zero of each group along `dim`."""
     least = jnp.minimum(groups.min(dim, keepdims=True), 0)
     largest = jnp.maximum(groups.max(dim, keepdims=True), 0)
     # Rounded first: codes are chosen with the scale that is stored.
@@ -194,7 +194,8 @@ def arrays(value: Quantized) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
 def of_arrays(
     found: Mapping[str, tuple[jax.Array, tuple[str, ...]]], summed: tuple[int, ...], kind: Kind
 ) -> Quantized:
-    """The inverse of `arrays`; `summed` and `kind` as of `quantize`, `summed` from the end."""
+    """Return the inverse of `arrays`; `summed` and `kind` as of `quantize`, `summed` from the
+    end."""
     (codes, axes), (scales, scales_axes) = found["codes"], found["scales"]
     zeros = found["zeros"][0] if kind == "int4" else None
     return Quantized(codes, scales, zeros, axes, scales_axes, kind, summed[-1], summed)
@@ -222,5 +223,5 @@ def _split(x: jax.Array, dim: int, size: int, parts: list[Any]) -> jax.Array:
 
 
 def _join(x: jax.Array, dim: int, parts: list[Any]) -> jax.Array:
-    """The inverse of `_split`."""
+    """Return the inverse of `_split`."""
     return reshape(x, (*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]), parts)

@@ -134,7 +134,8 @@ class Experts:
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """The weighted sum of each token's experts [B, T, D], and the router's losses and metrics.
+        """Return the weighted sum of each token's experts [B, T, D], and the router's losses and
+        metrics.
 
         Arguments as in `block.Feeds`. Padding is routed too, but not counted in statistics.
 
@@ -295,7 +296,7 @@ def mixture(sizes: MixtureSizes, **more: Any) -> Experts:
 
 
 def validate_mixture(sizes: MixtureSizes) -> None:
-    """Raises UserError if one of these settings is out of range."""
+    """Raise UserError if one of these settings is out of range."""
     name = type(sizes).__name__
     require_at_least(1, sizes, "num_experts")
     if not 1 <= sizes.experts_per_token <= sizes.num_experts:
@@ -502,7 +503,7 @@ def _run_grouped_over_ranks(
 def _run_grouped(
     gated: Gated, by: Grouped, x_ND: jax.Array, sizes_E: jax.Array, networks: Networks
 ) -> jax.Array:
-    """The networks' outputs for rows sorted by expert, sizes_E of them each."""
+    """Return the networks' outputs for rows sorted by expert, sizes_E of them each."""
 
     # The expert of each row; E for a row without one.
     expert_N = (jnp.arange(x_ND.shape[0])[:, None] >= jnp.cumsum(sizes_E)).sum(1)

@@ -130,7 +130,7 @@ class Sigmoid:
     biased: ClassVar[bool] = True
 
     def weights(self, key: jax.Array, num_experts: int) -> Weights:
-        """The bias [E], which has no gradient."""
+        """Return the bias [E], which has no gradient."""
         return {"bias": param(key, (num_experts,), ("classes",), constant(0.0), role="balance")}
 
     def __call__(self, own: Weights, logits_BTE: jax.Array, experts_per_token: int) -> Routes:

@@ -65,7 +65,7 @@ class SharedExperts:
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """The sum of both; arguments and results as in `block.Feeds`."""
+        """Return the sum of both; arguments and results as in `block.Feeds`."""
         h_BTD = shard(h_BTD, HIDDEN)  # once for both
         routed_BTD, auxiliary = self.routed(own, h_BTD, mask, execution, out=out)
         with jax.named_scope(self.shared.scope):

@@ -110,7 +110,8 @@ def _remembering(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 def _recurrence(
     x_TBG: jax.Array, weight_DG: jax.Array, goes_on_TB1: jax.Array | None, state: State
 ) -> tuple[jax.Array, State]:
-    """The outputs of an LSTM's cell at every position [T, B, D], and its state after the last.
+    """Return the outputs of an LSTM's cell at every position [T, B, D], and its state after the
+    last.
 
     The gradient of the recurrent weight is one matmul over all positions after the loop: JAX's own
     would read and write it, as large as the weight, at each of them.
@@ -185,7 +186,7 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _where(goes_on_B1: jax.Array | None, state: State) -> State:
-    """The state, zero where a document begins."""
+    """Return the state, zero where a document begins."""
     if goes_on_B1 is None:
         return state
     h_BD, c_BD = (jnp.where(goes_on_B1, x, 0) for x in state)

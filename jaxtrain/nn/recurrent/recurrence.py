@@ -40,7 +40,7 @@ def recurrence(
     goes_on_TB1: jax.Array | None,
     state_BD: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The states at every position [T, B, D], in x's dtype, and the last one.
+    """Return the states at every position [T, B, D], in x's dtype, and the last one.
 
     Args:
       cell: one time step.
@@ -54,7 +54,7 @@ def recurrence(
 
 
 def _reset_at_documents(goes_on_B1: jax.Array | None, state_BD: jax.Array) -> jax.Array:
-    """The state, zero where a document begins."""
+    """Return the state, zero where a document begins."""
     return state_BD if goes_on_B1 is None else jnp.where(goes_on_B1, state_BD, 0)
 
 

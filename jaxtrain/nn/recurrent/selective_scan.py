@@ -22,8 +22,8 @@ STATE = ("inner_batch", "mlp", "state")
 
 
 def _documents(mask: Mask, before: int) -> jax.Array | None:
-    """The document of every position [B, before + T]; cached positions belong to the first token's
-    own."""
+    """Return the document of every position [B, before + T]; cached positions belong to the first
+    token's own."""
     ids_BT = mask.segment_ids_BT
     return None if ids_BT is None else jnp.concatenate([ids_BT[:, :1]] * before + [ids_BT], axis=1)
 

@@ -57,7 +57,7 @@ class GlobalAttention:
         return {name: param(k, (D, D), axes, spread) for name, k in zip(names, keys, strict=True)}
 
     def matmul_parameters(self) -> int:
-        """All parameters."""
+        """Return all parameters."""
         return 3 * self.dim**2
 
     def __call__(
@@ -68,7 +68,7 @@ class GlobalAttention:
         of_memory: Mask,
         execution: Execution,
     ) -> jax.Array:
-        """The attentional states, [B, T, D].
+        """Return the attentional states, [B, T, D].
 
         Args:
           own: the parameters.
@@ -169,7 +169,8 @@ class RecurrentPair(nnx.Module):
         return self._decode(tokens_BT, memory, states_LBD, mask, of_memory, execution)[0]
 
     def remember(self, memory: Memory, execution: Execution) -> tuple[jax.Array, jax.Array]:
-        """The memory for generation, with states as of one layer: [1, B, S, D] and [L, B, D]."""
+        """Return the memory for generation, with states as of one layer: [1, B, S, D] and [L, B,
+        D]."""
         del execution
         return memory.states_BSD[None], memory.last_LBD
 
@@ -192,11 +193,11 @@ class RecurrentPair(nnx.Module):
         return h_BTD, Cache((states_LBD,), cache.length + tokens_BT.shape[1])
 
     def output_matrix(self) -> nnx.Param:
-        """The output matrix [V, D]."""
+        """Return the output matrix [V, D]."""
         return self.output
 
     def output_bias(self) -> nnx.Param:
-        """The output bias [V]."""
+        """Return the output bias [V]."""
         return self.bias
 
     def logit_softcap(self) -> None:

@@ -124,7 +124,7 @@ def state_space_decoder(sizes: Any, key: jax.Array) -> Decoder:
 
 
 def validate_state_space(sizes: Any) -> None:
-    """Raises UserError if one of the settings that these models share is out of range."""
+    """Raise UserError if one of the settings that these models share is out of range."""
     require_at_least(
         1, sizes, "vocab_size", "num_layers", "embed_dim", "expand", "state_dim", "context_length"
     )

@@ -58,7 +58,7 @@ class CrossBlock:
         return sum(part.matmul_parameters() for part in parts)
 
     def remember(self, own: Weights, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
-        """The memory's keys and values, for all queries."""
+        """Return the memory's keys and values, for all queries."""
         with jax.named_scope("cross_attention"):
             return self.cross.keys_and_values(under("cross", own), memory_BSD, execution)
 

@@ -126,13 +126,13 @@ class Decoder(nnx.Module):
         return self.layer(layer, x_BTD, positions_BT, mask, execution, cache, start)
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The normalized activations after the last layer."""
+        """Return the normalized activations after the last layer."""
         if self.norm is not None:
             x_BTD = self.norm(under("norm", vars(self)), x_BTD)
         return shard(x_BTD, HIDDEN)
 
     def output_matrix(self) -> nnx.Param:
-        """The output matrix [V, D]."""
+        """Return the output matrix [V, D]."""
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> None:
@@ -140,7 +140,7 @@ class Decoder(nnx.Module):
         return
 
     def logit_softcap(self) -> float | None:
-        """The softcap of the logits."""
+        """Return the softcap of the logits."""
         return self.softcap
 
 

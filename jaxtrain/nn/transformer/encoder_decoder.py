@@ -96,8 +96,8 @@ class EncoderDecoder(nnx.Module):
         return self.dropout(x_BSD, execution.draws)
 
     def of_source(self, mask: Mask, length: int) -> Mask:
-        """A mask of the source's tokens with the bias that their positions add to scores in every
-        layer."""
+        """Return a mask of the source's tokens with the bias that their positions add to scores in
+        every layer."""
         own = under("source", vars(self))
         bias_CNTS = self.source_places.into_scores(own, length, length)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
@@ -148,8 +148,8 @@ class EncoderDecoder(nnx.Module):
         return self.dropout(x_BTD, execution.draws, number=2)
 
     def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
-        """A mask of the target's tokens with the bias that their positions add to scores in every
-        layer."""
+        """Return a mask of the target's tokens with the bias that their positions add to scores in
+        every layer."""
         own = under("target", vars(self))
         bias_CNTS = self.target_places.into_scores(own, length, keys, start)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
@@ -174,7 +174,7 @@ class EncoderDecoder(nnx.Module):
             return h_BTD * self.output_scale
 
     def remember(self, memory_BSD: jax.Array, execution: Execution) -> LayerCache:
-        """The memory's keys and values in every layer, both [L, B, S, N, H]."""
+        """Return the memory's keys and values in every layer, both [L, B, S, N, H]."""
 
         def one(layer: Weights, x: jax.Array, _: None) -> tuple[jax.Array, LayerCache]:
             return x, self.decoder.remember(layer, memory_BSD, execution)
@@ -228,7 +228,7 @@ class EncoderDecoder(nnx.Module):
         )
 
     def output_matrix(self) -> nnx.Param:
-        """The output matrix [V, D]."""
+        """Return the output matrix [V, D]."""
         return self.token_embedding if self.output is None else self.output
 
     def output_bias(self) -> None:

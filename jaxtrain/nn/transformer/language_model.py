@@ -41,7 +41,7 @@ class Transformer(Protocol):
         ...
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """The residual stream [B, T, D] that goes into the first layer."""
+        """Return the residual stream [B, T, D] that goes into the first layer."""
         ...
 
     def run_layer(
@@ -61,19 +61,19 @@ class Transformer(Protocol):
         ...
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The normalized residual stream after the last layer."""
+        """Return the normalized residual stream after the last layer."""
         ...
 
     def output_matrix(self) -> nnx.Param:
-        """The output matrix [V, D]."""
+        """Return the output matrix [V, D]."""
         ...
 
     def output_bias(self) -> nnx.Param | None:
-        """The output bias [V]; None: none."""
+        """Return the output bias [V]; None: none."""
         ...
 
     def logit_softcap(self) -> float | None:
-        """The softcap of the logits; None: none."""
+        """Return the softcap of the logits; None: none."""
         ...
 
 
@@ -222,8 +222,9 @@ class PairModule(OutputHead, Protocol):
         ...
 
     def remember(self, memory: Any, execution: Execution, /) -> Any:
-        """The memory in the form for generation: computed once, read for every token. The second
-        dimension of each array is the row, as of a cache, so that beams can be distinguished."""
+        """Return the memory in the form for generation: computed once, read for every token. The
+        second dimension of each array is the row, as of a cache, so that beams can be
+        distinguished."""
         ...
 
     def go_on(

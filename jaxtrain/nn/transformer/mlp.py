@@ -55,7 +55,7 @@ class SwiGLU:
         }
 
     def matmul_parameters(self) -> int:
-        """All parameters."""
+        """Return all parameters."""
         return 3 * self.embed_dim * self.mlp_dim
 
     def __call__(
@@ -67,7 +67,7 @@ class SwiGLU:
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """The network's outputs; arguments and results as in `block.Feeds`."""
+        """Return the network's outputs; arguments and results as in `block.Feeds`."""
         del mask
         gate_BTF, up_BTF = execution.project(
             h_BTD, ("BTD,DF->BTF", own["gate"]), ("BTD,DF->BTF", own["up"])
@@ -100,7 +100,7 @@ def gated_mlp(sizes: MLPSizes, mlp_dim: int | None = None, **more: Any) -> SwiGL
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """The Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
+    """Return the Gaussian error linear unit by tanh (arXiv 1606.08415, section 2), in float32.
 
     Off CPUs (1 + tanh u) / 2 is sigmoid(2u). XLA's compiler for GPUs does not compute a tanh twice:
     the backward pass, which recomputes this, would write it out and read it back.
@@ -113,7 +113,8 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 def exact_gelu(x: jax.Array) -> jax.Array:
-    """The Gaussian error linear unit by the error function (arXiv 1606.08415), in float32."""
+    """Return the Gaussian error linear unit by the error function (arXiv 1606.08415), in
+    float32."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
@@ -168,7 +169,7 @@ class TwoLayers:
         *,
         out: tuple[str, ...],
     ) -> tuple[jax.Array, Auxiliary]:
-        """The network's outputs; arguments and results as in `block.Feeds`."""
+        """Return the network's outputs; arguments and results as in `block.Feeds`."""
         del mask
         (up_BTF,) = execution.project(h_BTD, ("BTD,DF->BTF", own["up"]))
         up_BTF = name_activation(

@@ -97,7 +97,7 @@ class Learned(InStream):
     stddev: float = 0.02
 
     def weights(self, key: jax.Array) -> Weights:
-        """The table [P, D]."""
+        """Return the table [P, D]."""
         shape, axes = (self.num_positions, self.dim), ("place", "vocab_embed")
         return {"embedding": param(key, shape, axes, normal(self.stddev), role="position")}
 
@@ -133,12 +133,12 @@ class Relative:
     adds_to_scores: ClassVar[bool] = True
 
     def weights(self, key: jax.Array) -> Weights:
-        """The table [R, N]."""
+        """Return the table [R, N]."""
         shape, axes = (self.buckets, self.num_heads), ("narrow", "heads")
         return {"distances": param(key, shape, axes, normal(self.stddev), role="position")}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:
-        """The stream, unchanged."""
+        """Return the stream, unchanged."""
         del own, start
         return x_BTD
 
@@ -160,7 +160,7 @@ class Relative:
         return of_distance[jnp.clip(jnp.abs(ahead_TS), 0, self.distance)] + after
 
     def _of_distance(self) -> np.ndarray:
-        """The bucket of every distance up to the last one with a separate bucket, int32."""
+        """Return the bucket of every distance up to the last one with a separate bucket, int32."""
         count = self.buckets // 2 if self.both_ways else self.buckets
         single = count // 2
         far = np.arange(self.distance + 1)
@@ -175,7 +175,7 @@ class Relative:
 
 
 def _for_each_device(bias_RN: jax.Array) -> jax.Array:
-    """Copies [C, R, N], one per device along the rows' mesh axes.
+    """Copy [C, R, N], one per device along the rows' mesh axes.
 
     Each device then sums its own rows' gradients of the table, and R N values are reduced
     once; with one copy N T S values would be reduced in every layer.

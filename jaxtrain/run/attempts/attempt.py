@@ -79,7 +79,7 @@ class Attempt:
         return self._peers.tick(self._ticks)
 
     def request_stop(self, reason: str) -> None:
-        """Asks all processes to stop; from any thread."""
+        """Ask all processes to stop; from any thread."""
         peers = self._peers
         where = f" on process {peers.process_id} (host {peers.hosts[peers.process_id]})"
         peers.request_stop(reason + where * (peers.num_processes > 1))

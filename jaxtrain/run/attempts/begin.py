@@ -167,7 +167,7 @@ def _fence(lock: RunLock) -> Callable[[], None]:
 
 
 def _leave_superseded(superseded: Superseded) -> NoReturn:
-    """Ends this process without a word in the folder, which belongs to another attempt."""
+    """End this process without a word in the folder, which belongs to another attempt."""
     _leave(f"{superseded}: this process ends, nothing more is written")
 
 
@@ -185,7 +185,7 @@ def _leave(line: str) -> NoReturn:
 
 
 def _give_back(lock: RunLock, is_new: bool) -> None:
-    """Releases the lock; a folder that was made for it alone goes too."""
+    """Release the lock; a folder that was made for it alone goes too."""
     lock.release()
     with contextlib.suppress(OSError):  # a folder that is away
         left = {path.name for path in lock.workdir.iterdir()}
@@ -289,7 +289,7 @@ class _End:
     # -- the end of the main thread ---------------------------------------------------------------
 
     def orderly(self) -> None:
-        """Finishes what waits for the other processes."""
+        """Finish what waits for the other processes."""
         for finish in self._attempt.at_end:
             finish()
 

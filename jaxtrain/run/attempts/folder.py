@@ -19,7 +19,7 @@ from jaxtrain.config.files import full_disk, remove_tree, sync
 
 
 def nothing() -> None:
-    """Lets everything be written: the folder of a run that nobody else can have."""
+    """Let everything be written: the folder of a run that nobody else can have."""
 
 
 class LostFolderError(RuntimeError):
@@ -60,7 +60,7 @@ class RunFolder:
         may_write: Callable[[], None] = nothing,
         report: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Makes the folder on this machine.
+        """Make the folder on this machine.
 
         Args:
           workdir: the run's folder.
@@ -87,7 +87,7 @@ class RunFolder:
             self._pull(workdir / name)
 
     def push(self) -> None:
-        """Copies to the bucket what has changed; returns when it is there.
+        """Copy to the bucket what has changed; return when it is there.
 
         Raises:
           BucketError: something could not be copied.
@@ -118,12 +118,12 @@ class RunFolder:
                     sync(self.workdir / name)
 
     def push_soon(self) -> None:
-        """Pushes in a thread; a failure is reported, and the next push tries again."""
+        """Push in a thread; a failure is reported, and the next push tries again."""
         if self._thread is not None and (self._pushing is None or self._pushing.done()):
             self._pushing = self._thread.submit(self.push_or_report)
 
     def close(self) -> None:
-        """Pushes the rest and removes the folder on this machine; keeps it where that fails."""
+        """Push the rest and remove the folder on this machine; keep it where that fails."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -132,7 +132,7 @@ class RunFolder:
             remove_tree(self.local)
 
     def push_or_report(self) -> bool:
-        """Pushes; False, and a line, where the bucket does not take it."""
+        """Push; False, and a line, where the bucket does not take it."""
         try:
             self.push()
         except OSError as error:
@@ -168,7 +168,7 @@ def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
-    """The folder of a run that has no attempt of the command line's.
+    """Return the folder of a run that has no attempt of the command line's.
 
     Raises:
       UserError: another process is writing there, or the bucket cannot be reached.

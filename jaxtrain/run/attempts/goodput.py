@@ -94,7 +94,7 @@ class Account:
         }
 
     def sentence(self) -> str:
-        """The account in a sentence: the share, and the largest losses."""
+        """Return the account in a sentence: the share, and the largest losses."""
         seconds = self.seconds
         losses = sorted(((s, c) for c, s in seconds.items() if c != PRODUCTIVE), reverse=True)
         lost = ", ".join(f"{CAUSES[c]} {_human(s)}" for s, c in losses[:3] if s > 0)
@@ -107,7 +107,7 @@ class Account:
         )
 
     def show(self, console: Console) -> None:
-        """Prints the causes that took time, and the sentence."""
+        """Print the causes that took time, and the sentence."""
         seconds = self.seconds
         total = sum(seconds.values())
         table = Table(title="Where the time went", title_justify="left")
@@ -121,7 +121,8 @@ class Account:
         print_lines(console, self.sentence())
 
     def figure(self) -> "Picture":
-        """A bar for each attempt, stacked by cause; the oldest share one where there are many."""
+        """Return a bar for each attempt, stacked by cause; the oldest share one where there are
+        many."""
         from jaxtrain.run.show.figures import Picture
 
         merged = max(0, len(self.attempts) - _MAX_BARS)
@@ -162,11 +163,11 @@ class Account:
         return figure
 
     def draw(self, file: Path) -> None:
-        """Writes `figure` as a PNG file."""
+        """Write `figure` as a PNG file."""
         write_atomically(file, self.figure().png())
 
     def write(self, file: Path) -> None:
-        """Writes goodput.json, whole or not at all."""
+        """Write goodput.json, whole or not at all."""
         whole = {"format": FORMAT, **dataclasses.asdict(self)}
         write_atomically(file, (json.dumps(whole) + "\n").encode())
 
@@ -207,7 +208,7 @@ class Goodput:
         file: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """Adds an attempt, which began when `phases` did.
+        """Add an attempt, which began when `phases` did.
 
         Args:
           previous: the account of the attempts before; None: this is the first one.
@@ -229,13 +230,13 @@ class Goodput:
             self._moved["down"] = max(0, began - previous.recorded_at)
 
     def account(self) -> Account:
-        """The account so far, this attempt up to now."""
+        """Return the account so far, this attempt up to now."""
         return Account(
             (*map(dict, self._earlier), self._attempt()), tuple(self._points), self._recorded_at
         )
 
     def record(self, step: int, *, stalled: Activity | None = None, finished: bool = False) -> None:
-        """Notes the productive time up to `step`, and writes the file.
+        """Note the productive time up to `step`, and write the file.
 
         Called after a start, after every evaluation and save and at the end, because the time
         since the last record of an attempt that is killed counts as down.
@@ -254,7 +255,7 @@ class Goodput:
                 self.account().write(self._file)
 
     def mark_replay(self, step: int, *, done: int | None = None) -> None:
-        """Turns the productive seconds of the steps past `step` into replay.
+        """Turn the productive seconds of the steps past `step` into replay.
 
         Called by every attempt that begins, with the step of its checkpoint or 0, and by a rewind.
 
@@ -271,7 +272,7 @@ class Goodput:
         self._add_point(step)
 
     def mark_skipped(self, steps: int = 1) -> None:
-        """Turns the time of steps whose update was skipped from productive into bad.
+        """Turn the time of steps whose update was skipped from productive into bad.
 
         Which of the last steps it was is known too late to have taken its time: each counts as
         the mean of those in `phases.recent("step")`.

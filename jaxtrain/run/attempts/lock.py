@@ -68,7 +68,7 @@ class RunLock:
         report: Callable[[str], None] | None = None,
         on_superseded: Callable[[Superseded], None] | None = None,
     ) -> Self:
-        """Takes the folder for the next attempt and beats until `release`; process 0 alone calls.
+        """Take the folder for the next attempt and beats until `release`; process 0 alone calls.
 
         A holder on this machine whose process is gone is followed at once, one on another machine
         after its counter stood still for BEATS_WAITED of its beats on our monotonic clock.
@@ -102,7 +102,8 @@ class RunLock:
 
     @classmethod
     def join(cls, workdir: str | Place, attempt: int) -> Self:
-        """The lock as the other processes of the run have it: they check, process 0 holds."""
+        """Return the lock as the other processes of the run have it: they check, process 0
+        holds."""
         return cls(place(workdir), attempt)
 
     def still_owned(self) -> bool:
@@ -120,7 +121,7 @@ class RunLock:
             raise Superseded(self.workdir, self.attempt, newer)
 
     def release(self) -> None:
-        """Stops beating and gives the folder back; the attempt's number stays known.
+        """Stop beating and give the folder back; the attempt's number stays known.
 
         Does nothing in a process that joined, and more calls do nothing.
         """
@@ -164,7 +165,7 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
 def _wait_until_stale(
     workdir: Place, attempt: int, holder: Claim | None, mine: Claim, report: Callable[[str], None]
 ) -> None:
-    """Returns when the holder of `attempt` has ended; raises UserError where it is alive."""
+    """Return when the holder of `attempt` has ended; raises UserError where it is alive."""
     if holder is None:
         return
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
@@ -215,7 +216,7 @@ class _Holder:
         return f'{facts[:-1]}, "beat": {self._beats:>12}}}\n'.encode()
 
     def _show(self) -> Any:
-        """Puts a new lock.json in place and keeps it open; None in a bucket."""
+        """Create a new lock.json and keep it open; None in a bucket."""
         if isinstance(self._file, BucketPath):
             write_atomically(self._file, self._content())
             return None

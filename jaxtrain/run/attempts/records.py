@@ -32,7 +32,7 @@ ATTEMPTS_FOLDER = "attempts"
 
 
 def newest_attempt(workdir: Place) -> int:
-    """The highest attempt that the folder knows of; 0 where there was none."""
+    """Return the highest attempt that the folder knows of; 0 where there was none."""
     try:
         files = list((workdir / ATTEMPTS_FOLDER).iterdir())
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def newest_attempt(workdir: Place) -> int:
 
 
 def newer_attempt(workdir: Place, attempt: int) -> int | None:
-    """The number of an attempt after this one, which was taken; None while there is none."""
+    """Return the number of an attempt after this one, which was taken; None while there is none."""
     # The lock first: opening it makes a network file system ask its server, while of a name that
     # was absent a moment ago it may go by its memory.
     shown = attempt_in(read(workdir / LOCK_FILE))
@@ -54,7 +54,8 @@ def newer_attempt(workdir: Place, attempt: int) -> int | None:
 
 
 def attempt_of(workdir: Place, pid: int, *, after: int) -> int | None:
-    """The attempt past `after` that a process of this number on this machine took, if any."""
+    """Return the attempt past `after` that a process of this number on this machine took, if
+    any."""
     newest = newest_attempt(workdir)
     for attempt in range(newest, after, -1):
         claim = Claim.read(workdir / ATTEMPTS_FOLDER / f"{attempt}.json")
@@ -70,7 +71,7 @@ def is_held(workdir: Place) -> bool:
 
 
 def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> None:
-    """Adds `facts` and that it ended to attempts/<attempt>.json."""
+    """Add `facts` and that it ended to attempts/<attempt>.json."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     known = read(file) or {"attempt": attempt}
     whole = {**known, **facts, "ended": known.get("ended", time.time())}
@@ -78,7 +79,7 @@ def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> Non
 
 
 def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: int) -> bool:
-    """Records in exit.json how an attempt ended; False: not, since a newer attempt is known.
+    """Record in exit.json how an attempt ended; False: not, since a newer attempt is known.
 
     Args:
       workdir: the run's folder.
@@ -95,7 +96,7 @@ def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: 
 
 
 def read(file: Place) -> dict[str, Any] | None:
-    """The JSON object in a file; None where there is no file or something else in it."""
+    """Return the JSON object in a file; None where there is no file or something else in it."""
     try:
         value = parse_json(file.read_bytes())
     except (ValueError, FileNotFoundError):
@@ -109,13 +110,14 @@ def read(file: Place) -> dict[str, Any] | None:
 
 
 def attempt_in(content: dict[str, Any] | None) -> int:
-    """The attempt that a file of the run's folder names; 0 where it names none."""
+    """Return the attempt that a file of the run's folder names; 0 where it names none."""
     number = (content or {}).get("attempt")
     return number if isinstance(number, int) else 0
 
 
 def newest_step(workdir: Place) -> int | None:
-    """The step of the newest complete checkpoint: a numbered folder that holds manifest.json."""
+    """Return the step of the newest complete checkpoint: a numbered folder that holds
+    manifest.json."""
     try:
         folders = [f for f in (workdir / "checkpoints").iterdir() if f.name.isdecimal()]
     except FileNotFoundError:
@@ -213,7 +215,7 @@ def find_unended(workdir: Place, attempt: int) -> Claim | None:
 
 
 def take(workdir: Place, attempt: int, claim: Claim) -> bool:
-    """Creates attempts/<attempt>.json with its whole content, unless somebody else has."""
+    """Create attempts/<attempt>.json with its whole content, unless somebody else has."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     create(file, (json.dumps({"attempt": attempt, **dataclasses.asdict(claim)}) + "\n").encode())
     winner = Claim.read(file)

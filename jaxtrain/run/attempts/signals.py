@@ -29,7 +29,7 @@ def stop_signals(
     answer: str = "stopping after this step; again to stop at once",
     stop_now: Callable[[], None] | None = None,
 ) -> Iterator[None]:
-    """Calls `request_stop` with the name of every stop signal that arrives.
+    """Call `request_stop` with the name of every stop signal that arrives.
 
     Python runs a signal's handler in the main thread between two of its instructions, which may be
     a compilation away; the handler's number comes through a socket at once, to a thread of ours.
@@ -149,7 +149,7 @@ def maintenance_notices(
     on_google_cloud: bool,
     period_seconds: float = PERIOD_SECONDS,
 ) -> Iterator[None]:
-    """Polls the notices in a thread and calls `request_stop` once when one comes.
+    """Poll the notices in a thread and call `request_stop` once when one comes.
 
     Args:
       request_stop: called with what announces the end.

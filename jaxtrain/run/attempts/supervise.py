@@ -40,7 +40,7 @@ class Child:
         grace_seconds: float,
         output: IO[bytes] | None = None,
     ) -> None:
-        """Starts the command; its standard error goes where this process's does.
+        """Start the command; its standard error goes where this process's does.
 
         Args:
           command: the program and its arguments.
@@ -67,7 +67,7 @@ class Child:
         return self._process.poll()
 
     def listen(self, seconds: float) -> bool:
-        """Waits for a beat, at most so long; whether there was one."""
+        """Wait for a beat, at most so long; whether there was one."""
         if not self._line_open:
             time.sleep(seconds)
             return False
@@ -81,18 +81,18 @@ class Child:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends the command and all that it started, at once."""
+        """End the command and all that it started, at once."""
         # macOS says PermissionError of a group of which only unreaped processes are left.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Closes the line."""
+        """Close the line."""
         self._line.close()
 
 
 def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
-    """Lets a supervisor know that this process is alive, and ends it when the supervisor is gone.
+    """Let a supervisor know that this process is alive, and end it when the supervisor is gone.
 
     A daemon thread sends the beats. When the supervisor is gone, however it ended, `on_lost` is
     called in that thread; a process still there after the supervisor's grace_seconds is killed with
@@ -188,7 +188,7 @@ def supervise(
     settings: Supervision | None = None,
     report: Callable[[str], None] | None = None,
 ) -> int:
-    """Runs a command until it is done, cannot go on or is stopped; returns the exit status.
+    """Run a command until it is done, cannot go on or is stopped; return the exit status.
 
     Status 0, 2 and 75 of the command are final; after anything else it is started again. What the
     command prints goes where this process prints. To be called from the main thread.
@@ -269,7 +269,7 @@ class _Ending:
         return f"{who}: {self.cause}"
 
     def write(self, workdir: Place) -> None:
-        """Completes attempts/<attempt>.json, and exit.json where the command left it behind."""
+        """Complete attempts/<attempt>.json, and exit.json where the command left it behind."""
         if self.attempt is None:
             return
         records.record_end(
@@ -367,7 +367,7 @@ def _run(
 
 
 def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
-    """The newest attempt and checkpoint; None for both while a bucket does not answer.
+    """Return the newest attempt and checkpoint; None for both while a bucket does not answer.
 
     The command that is started then says itself what is wrong, and is started again.
     """
@@ -400,7 +400,7 @@ def _cause(workdir: Place, status: int, attempt: int | None) -> str:
 
 
 def _wait(seconds: float, poll_seconds: float, stop: list[int]) -> bool:
-    """Waits; True, and at once, where a signal came."""
+    """Wait; True, and at once, where a signal came."""
     end = time.monotonic() + seconds
     while not stop and time.monotonic() < end:
         time.sleep(min(poll_seconds, seconds))

@@ -110,7 +110,7 @@ class Watchdog:
 
 
 def dump_stacks(file: Path) -> None:
-    """Writes the Python stacks of all threads of this process, and the threads' names.
+    """Write the Python stacks of all threads of this process, and the threads' names.
 
     Called from another thread it works while the main thread is stuck in C code: nothing is asked
     of that thread.
@@ -125,7 +125,7 @@ def dump_stacks(file: Path) -> None:
 
 
 def write_reason(folder: Path, process: int, attempt: int, reason: str, activity: Activity) -> Path:
-    """Writes why a process ends to `reason-ATTEMPT-PROCESS.json`, whole or not at all.
+    """Write why a process ends to `reason-ATTEMPT-PROCESS.json`, whole or not at all.
 
     Args:
       folder: where to.

@@ -60,7 +60,7 @@ def require_same_leaves(
     partial: bool,
     folder: Place,
 ) -> None:
-    """Raises OtherLeavesError, one screen of it, where the wanted arrays are not those stored.
+    """Raise OtherLeavesError, one screen of it, where the wanted arrays are not those stored.
 
     Args:
       wanted: by name.
@@ -106,7 +106,7 @@ def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:
 
 
 def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
-    """The arrays in parts of at most 256 MiB, or of one array: what is read at once."""
+    """Yield the arrays in parts of at most 256 MiB, or of one array: what is read at once."""
     part: dict[str, StoredLeaf] = {}
     size = 0
     for name, leaf in stored.items():
@@ -147,7 +147,8 @@ Arrays = Mapping[str, Any]  # jax.Array or FileArray
 
 
 def fingerprints(arrays: Arrays) -> dict[str, int]:
-    """A number below 2**32 for each array: the same on every mesh, another if any element changes.
+    """Return a number below 2**32 for each array: the same on every mesh, another if any element
+    changes.
 
     Args:
       arrays: of any shapes; each element of at most 4 bytes.
@@ -156,7 +157,7 @@ def fingerprints(arrays: Arrays) -> dict[str, int]:
 
 
 def start_fingerprints(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
-    """Begins to count; `await_fingerprints` waits for the result."""
+    """Begin to count; `await_fingerprints` waits for the result."""
     in_files = {name: x for name, x in arrays.items() if isinstance(x, FileArray)}
     arrays = {name: x for name, x in arrays.items() if name not in in_files}
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
@@ -194,7 +195,8 @@ def _fetch(x: jax.Array) -> jax.Array:
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """The elements' bits times an odd number drawn from each one's position, summed modulo 2**32.
+    """Return the elements' bits times an odd number drawn from each one's position, summed modulo
+    2**32.
 
     Sums of integers do not depend on their order, so the layout does not matter; an odd factor has
     an inverse modulo 2**32, so no change of a single element goes unseen.
@@ -219,7 +221,7 @@ def _is_in_memory(x: jax.Array) -> bool:
 
 
 def _fingerprint_in_memory(x: jax.Array) -> int:
-    """The same number, three times as fast: XLA does not vectorise such a sum on processors.
+    """Return the same number, three times as fast: XLA does not vectorise such a sum on processors.
 
     Row r and column k of rows of K elements, K even, are element r K + k, which is even where k is,
     and so is its product with the odd factor. So the sum is that of the factor times (K times the

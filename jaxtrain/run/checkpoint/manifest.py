@@ -159,7 +159,7 @@ def is_sealed(folder: Place) -> bool:
 
 
 def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
-    """Digests every file in `folder` and writes its manifest, whole or not at all.
+    """Digest every file in `folder` and write its manifest, whole or not at all.
 
     The files are brought to the disk before the manifest that vouches for them, so that a power cut
     leaves no sealed checkpoint without its content: the one before it may be deleted at once.
@@ -186,7 +186,7 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
 
 
 def read(folder: Place, step: int) -> Manifest:
-    """The manifest of the sealed checkpoint in `folder`.
+    """Return the manifest of the sealed checkpoint in `folder`.
 
     Raises:
       CheckpointError: it is damaged, another step's, or leads out of the folder.
@@ -209,15 +209,15 @@ def read(folder: Place, step: int) -> Manifest:
 
 
 def own_digest(folder: Place, step: int) -> str:
-    """The digest of the manifest in `folder`, which covers all files that it names; errors as of
-    `read`."""
+    """Return the digest of the manifest in `folder`, which covers all files that it names; errors
+    as of `read`."""
     read(folder, step)
     with Reading(folder, step):
         return "blake2b:" + json.loads((folder / FILE).read_bytes())["blake2b"]
 
 
 def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
-    """Reads the named files and compares them with the manifest.
+    """Read the named files and compare them with the manifest.
 
     Raises:
       CheckpointError: a file is missing, of another size, or of another content.
@@ -246,7 +246,7 @@ def damage_error(folder: Place, step: int, detail: str) -> CheckpointError:
 
 
 def unread(folder: Place, step: int, detail: str) -> UnreadError:
-    """The error that names a checkpoint and what the system says against reading it."""
+    """Return the error that names a checkpoint and what the system says against reading it."""
     return UnreadError(
         f"the checkpoint of step {step} in {folder} cannot be read now ({detail}); nothing was "
         "changed: see to it that it can, and start again"
@@ -304,7 +304,7 @@ def _walk(folder: Path) -> Iterable[Path]:
 
 
 def _validate_ways_out(folder: Place, step: int) -> None:
-    """Raises CheckpointError where the folder or something in it is a link to elsewhere."""
+    """Raise CheckpointError where the folder or something in it is a link to elsewhere."""
     if isinstance(folder, BucketPath):
         return  # names that lead out are rejected where they are listed
     root = folder.parent.resolve()
@@ -319,7 +319,7 @@ def _list_objects(folder: BucketPath) -> dict[str, Stored]:
 
 
 def _md5(row: Stored) -> str | None:
-    """The digest that the bucket computed, where it did."""
+    """Return the digest that the bucket computed, where it did."""
     return row.md5 and MD5 + row.md5
 
 

@@ -89,7 +89,7 @@ def describe_parameters(
 
 
 def versions() -> dict[str, str]:
-    """The versions that a run's numbers depend on."""
+    """Return the versions that a run's numbers depend on."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
@@ -98,7 +98,7 @@ def versions() -> dict[str, str]:
 def require_same_run(
     extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
 ) -> None:
-    """Raises UserError where going on would be another run: other data, order or batches, or what
+    """Raise UserError where going on would be another run: other data, order or batches, or what
     another update rule keeps."""
     for name, now in _position(config, dataset.digest).items():
         saved = extra["data"].get(name)  # none of an order from before they had names
@@ -154,7 +154,8 @@ def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str |
 
 
 def _other_python(extra: dict[str, Any], config: Config) -> tuple[str, str] | None:
-    """The Python of a checkpoint and this one, where they differ and their library is the text."""
+    """Return the Python of a checkpoint and this one, where they differ and their library is the
+    text."""
     data = config.train.data
     saved, now = extra["versions"]["python"], platform.python_version()
     if isinstance(data, TextData) and data.source == "embedded" and saved != now:
@@ -173,7 +174,8 @@ def _position(config: Config, digest: str) -> dict[str, Any]:
 
 
 def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
-    """A setting of the data that is another than in the saved config, and both values as text."""
+    """Return a setting of the data that is another than in the saved config, and both values as
+    text."""
     found = _differing(saved, config, "Train.data ", f"{type(config.train.data).__name__}.")
     # The text's path matters least: the same text may be stored elsewhere now.
     return min(found, key=lambda one: one[0].endswith(".source"), default=None)
@@ -223,7 +225,7 @@ class _Rates:
 
 
 def bindings_of(config: str, *beginnings: str) -> list[str]:
-    """The settings of a saved config whose names begin so, as bindings."""
+    """Return the settings of a saved config whose names begin so, as bindings."""
     return [x for x in config.splitlines() if x.startswith(beginnings) and " = " in x]
 
 
@@ -278,7 +280,7 @@ RECEIPT = "parity.json"  # of an exported model: how far it is that of its run
 
 
 def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[Ancestor]:
-    """A run's sealed checkpoint and its ancestors, the nearest first.
+    """Return a run's sealed checkpoint and its ancestors, the nearest first.
 
     Raises:
       CheckpointError: its manifest or its metadata is damaged.
@@ -292,7 +294,8 @@ def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[A
 
 
 def of_published(path: Path) -> list[Ancestor]:
-    """A Hugging Face folder or a GGUF file, and the ancestors that an export has written down.
+    """Return a Hugging Face folder or a GGUF file, and the ancestors that an export has written
+    down.
 
     Process 0 alone reads the files for the digest, which is null in the others.
     """

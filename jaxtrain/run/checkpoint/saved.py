@@ -55,7 +55,7 @@ class SavedRun(RunStates):
         before_seal: Callable[[], None],
         phases: Phases,
     ) -> None:
-        """Opens the checkpoints; args: as of `states_of`."""
+        """Open the checkpoints; args: as of `states_of`."""
         super().__init__(config, program, initial, report)
         self._workdir, self._read_only, self._phases = workdir, read_only, phases
         if not read_only and jax.process_index() == 0:
@@ -158,7 +158,7 @@ class SavedRun(RunStates):
 
 
 def _largest(values: Sequence[float]) -> Sequence[float]:
-    """The largest of every process's value, for each; the same numbers on all of them."""
+    """Return the largest of every process's value, for each; the same numbers on all of them."""
     if jax.process_count() == 1:
         return values
     gathered = multihost_utils.process_allgather(np.array(values, np.float32))
@@ -175,7 +175,7 @@ class _Tuned:
 
 
 def restore(checkpoints: Checkpoints, step: int, program: Step) -> TrainState:
-    """The state of `step` in the program's layout, whatever mesh and stages wrote it.
+    """Return the state of `step` in the program's layout, whatever mesh and stages wrote it.
 
     A pipeline keeps its layers in stage order; where the saved order is another one they are read
     in that order and then dealt out again.
@@ -193,7 +193,7 @@ def restore(checkpoints: Checkpoints, step: int, program: Step) -> TrainState:
 def restore_parameters(
     checkpoints: Checkpoints, step: int, setup: Setup, unread: Collection[str] = ()
 ) -> nnx.State:
-    """The parameters and running statistics of `step`, in the sharding of a state of
+    """Return the parameters and running statistics of `step`, in the sharding of a state of
     `train_all`; nothing else is read.
 
     Args:
@@ -226,7 +226,7 @@ def _restore(
     program: Step,
     part: Callable[[TrainState], Any],
 ) -> Any:
-    """A part of the state, whatever mesh and stages wrote it."""
+    """Return a part of the state, whatever mesh and stages wrote it."""
     saved, whole_state = checkpoints.extra(step).get("layer_order"), program.abstract_state()
     wanted_part = part(whole_state)
     partial = wanted_part is not whole_state
@@ -274,7 +274,8 @@ def _num_layers(setup: Setup) -> int:
 
 
 def _in_order(program: Step, present: list[int]) -> TrainState:
-    """The abstract state with its layers in another order, over pipe where their number divides."""
+    """Return the abstract state with its layers in another order, over pipe where their number
+    divides."""
 
     def one(variable: Any) -> Any:
         if not (is_variable(variable) and is_layer(variable)):

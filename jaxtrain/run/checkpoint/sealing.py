@@ -31,12 +31,12 @@ _DELETED, _DAMAGED = "deleted-", "damaged-"
 
 
 def sealed_steps(root: Place) -> list[int]:
-    """The steps of all finished checkpoints in `root`, in order."""
+    """Return the steps of all finished checkpoints in `root`, in order."""
     return sorted(int(path.name) for path in _entries(root) if _is_step(path) and is_sealed(path))
 
 
 def require_sealed(root: Place, step: int) -> None:
-    """Raises UserError where there is no finished checkpoint of a step; names the nearest."""
+    """Raise UserError where there is no finished checkpoint of a step; names the nearest."""
     steps = sealed_steps(root)
     if step in steps:
         return
@@ -50,8 +50,8 @@ def require_sealed(root: Place, step: int) -> None:
 def select_expired(
     steps: Collection[int], *, keep: int, keep_every: int | None, best: Iterable[int] = ()
 ) -> list[int]:
-    """The steps that need not stay: all but the newest `keep`, the multiples of `keep_every`, and
-    the best.
+    """Return the steps that need not stay: all but the newest `keep`, the multiples of
+    `keep_every`, and the best.
 
     Args:
       steps: of all finished checkpoints.
@@ -66,7 +66,7 @@ def select_expired(
 
 
 def delete(root: Place, step: int) -> None:
-    """Deletes a checkpoint; a kill meanwhile leaves nothing that looks like one."""
+    """Delete a checkpoint; a kill meanwhile leaves nothing that looks like one."""
     folder = root / str(step)
     if isinstance(folder, BucketPath):
         (folder / FILE).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def delete(root: Place, step: int) -> None:
 
 
 def put_aside(root: Place, step: int) -> Place:
-    """Renames a damaged checkpoint, so that its step may be saved again; returns the new path."""
+    """Rename a damaged checkpoint, so that its step may be saved again; return the new path."""
     target, count = root / f"{_DAMAGED}{step}", 1
     while target.exists():
         count += 1
@@ -111,7 +111,7 @@ def leftovers(root: Place) -> list[Place]:
 
 
 def reject_others(workdir: Place) -> None:
-    """Rejects a folder whose checkpoints are another program's, which `sweep` would delete.
+    """Reject a folder whose checkpoints are another program's, which `sweep` would delete.
 
     Raises:
       UserError: there are unfinished saves, but neither a finished one nor `config.gin`, which a
@@ -127,7 +127,7 @@ def reject_others(workdir: Place) -> None:
 
 
 def sweep(root: Place) -> list[str]:
-    """Removes the leftovers; returns a line for each, its name, size and what it was.
+    """Remove the leftovers; return a line for each, its name, size and what it was.
 
     Raises:
       OSError: something cannot be removed.
@@ -192,7 +192,7 @@ def unwritten() -> tuple[type[BaseException], ...]:
 
 
 def drain(wait: Callable[[], None], first: BaseException | None = None) -> None:
-    """Waits for a writer until it has nothing more to complain about, and raises the first of it.
+    """Wait for a writer until it has nothing more to complain about, and raise the first of it.
 
     What was left over would be taken for a failure of the next save.
 
@@ -248,7 +248,7 @@ class Sealer:
         may_write: Callable[[], None],
         before_seal: Callable[[], None],
     ) -> None:
-        """Writes nothing yet.
+        """Write nothing yet.
 
         Args:
           folder: holds a folder for each step.
@@ -290,7 +290,7 @@ class Sealer:
         self._barrier(f"writer_{self._barriers_passed}", timeout_ms // 1000)
 
     def follow(self, step: int, written: Callable[[], None], leaves: dict[str, Leaf]) -> None:
-        """Waits in a thread for the writer and then seals the step.
+        """Wait in a thread for the writer and then seals the step.
 
         Args:
           step: of the checkpoint.
@@ -300,7 +300,7 @@ class Sealer:
         self._pending = step, self._thread.submit(self._finish, step, written, leaves)
 
     def settle(self) -> None:
-        """Waits for the save in progress; a failed one is reported, its remains are removed.
+        """Wait for the save in progress; a failed one is reported, its remains are removed.
 
         Raises:
           CheckpointError: it was one failure too many.
@@ -338,7 +338,7 @@ class Sealer:
         )
 
     def wait(self) -> None:
-        """Returns when the last save is sealed.
+        """Return when the last save is sealed.
 
         Raises:
           CheckpointError: it failed; raised once.
@@ -347,13 +347,13 @@ class Sealer:
         self._raise_unsaved()
 
     def close(self) -> None:
-        """Lets the thread end, and removes what a failed save's writer left late; `wait` first."""
+        """Let the thread end, and remove what a failed save's writer left late; `wait` first."""
         self._thread.shutdown()
         if self._failures:
             self._sweep()
 
     def warn_of_little_space(self, last: int | None) -> None:
-        """Reports a disk that soon has no room for one more checkpoint like that of step `last`."""
+        """Report a disk that soon has no room for one more checkpoint like that of step `last`."""
         if last is None or jax.process_index() != 0 or isinstance(self._folder, BucketPath):
             return
         size = folder_size(self._folder / str(last))

@@ -60,7 +60,7 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def restore_step(self, step: int) -> tuple[TrainState, int]:
-        """The state of a step, and its position, for looking at it.
+        """Return the state of a step, and its position, for looking at it.
 
         Raises:
           UserError: there is no complete checkpoint of this step; offers the nearest.
@@ -69,7 +69,7 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
-        """The newest good state and its position; a fresh one where there is no checkpoint.
+        """Return the newest good state and its position; a fresh one where there is no checkpoint.
 
         Args:
           open_data: the run's data; only asked for where the run goes on.
@@ -81,14 +81,15 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
-        """The newest good state at `step` or before it, and its position; later ones are removed.
+        """Return the newest good state at `step` or before it, and its position; later ones are
+        removed.
 
         They are on the abandoned path: the run reaches their steps again, with other batches.
         """
 
     @abc.abstractmethod
     def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
-        """Saves a state and its position; the disk is written while the next steps run.
+        """Save a state and its position; the disk is written while the next steps run.
 
         Args:
           step: optimizer steps taken.
@@ -99,11 +100,12 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def line(self, step: int) -> "list[Ancestor]":
-        """The ancestors of what is made of the state of `step`: its checkpoint first, if any."""
+        """Return the ancestors of what is made of the state of `step`: its checkpoint first, if
+        any."""
 
     @abc.abstractmethod
     def on_disk(self) -> int:
-        """The step of the newest state that is complete there; 0 where there is none."""
+        """Return the step of the newest state that is complete there; 0 where there is none."""
 
     @abc.abstractmethod
     def keep_best(self, steps: Sequence[int]) -> None:
@@ -111,14 +113,14 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Returns when the last save is on disk and sealed; raises what went wrong with it."""
+        """Return when the last save is on disk and sealed; raises what went wrong with it."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Waits for the save in progress and lets go of the folder."""
+        """Wait for the save in progress and let go of the folder."""
 
     def _first(self) -> TrainState:
-        """The state that the run starts with."""
+        """Return the state that the run starts with."""
         state, self.ancestors = self._initial.create()
         return state
 
@@ -183,7 +185,7 @@ def states_of(
     before_seal: Callable[[], None],
     phases: Phases,
 ) -> RunStates:
-    """The states of a run.
+    """Return the states of a run.
 
     Args:
       workdir: the run's folder; None keeps no state.

@@ -116,7 +116,7 @@ class Checkpoints:
         may_write: Callable[[], None] = lambda: None,
         before_seal: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens `workdir/checkpoints`, making it and removing what killed saves left behind.
+        """Open `workdir/checkpoints`, making it and removing what killed saves left behind.
 
         Args:
           read_only: for programs that look at a run which may be training at this moment: nothing
@@ -175,15 +175,16 @@ class Checkpoints:
                 self.cleaned = sealing.sweep(self.folder)
 
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step, or None; `newest_good` also reads its files."""
+        """Return the newest complete checkpoint's step, or None; `newest_good` also reads its
+        files."""
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """The steps of all complete checkpoints, in order."""
+        """Return the steps of all complete checkpoints, in order."""
         return sealing.sealed_steps(self.folder)
 
     def newest_good(self) -> int | None:
-        """The newest step whose files are all as they were written; all processes call it.
+        """Return the newest step whose files are all as they were written; all processes call it.
 
         Damaged ones that are newer are put aside: renamed to `damaged-<step>`, so that their steps
         may be saved again, or, opened read-only, left where they are.
@@ -222,11 +223,11 @@ class Checkpoints:
         )
 
     def pass_over(self, step: int, error: CheckpointError) -> None:
-        """Lets `newest_good` look for one before a damaged checkpoint; all processes call it."""
+        """Let `newest_good` look for one before a damaged checkpoint; all processes call it."""
         self._bad[step] = error
 
     def _put_aside(self) -> None:
-        """Reports the damaged checkpoints that were skipped for a good one, and renames them,
+        """Report the damaged checkpoints that were skipped for a good one, and rename them,
         unless opened read-only."""
         for step, error in sorted(self._bad.items(), reverse=True):
             renamed = ""
@@ -247,7 +248,7 @@ class Checkpoints:
         self._sealer.best = tuple(steps)
 
     def drop_after(self, step: int) -> None:
-        """Deletes the checkpoints newer than `step`, to which a run goes back; all processes call.
+        """Delete the checkpoints newer than `step`, to which a run goes back; all processes call.
 
         They would be found by the next start, though the run has gone another way.
         """
@@ -260,7 +261,7 @@ class Checkpoints:
         _from_all(1)  # nobody goes on, and saves one of these steps, before they are gone
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Saves `state` and `extra` as the checkpoint of `step`; all processes call it alike.
+        """Save `state` and `extra` as the checkpoint of `step`; all processes call it alike.
 
         Returns when the arrays are in host memory, so that the next step may be given (donated)
         their buffers; the disk is written behind the next steps' back. A save still being written
@@ -317,7 +318,7 @@ class Checkpoints:
             self._sealer.settle()
 
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
-        """The state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
+        """Return the state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
 
         All processes call it. The files' digests are compared, and the arrays' fingerprints; one
         process alone does the former while it reads. What comes back has passed both.
@@ -358,7 +359,7 @@ class Checkpoints:
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
     def reject_left_over(self, step: int, abstract_state: Any) -> None:
-        """Raises UserError where `step` has arrays that this state, read in parts, does not."""
+        """Raise UserError where `step` has arrays that this state, read in parts, does not."""
         stored = self.tree(step)
         names, leaves, _ = flatten(abstract_state)
         known: dict[str, Any] = dict(zip(names, leaves, strict=True))
@@ -368,7 +369,7 @@ class Checkpoints:
     def _read(
         self, step: int, wanted: dict[str, jax.ShapeDtypeStruct], *, partial: bool
     ) -> dict[str, jax.Array]:
-        """The arrays of these names."""
+        """Return the arrays of these names."""
         for leaf in wanted.values():
             leaf.sharding.shard_shape(leaf.shape)  # ValueError where it does not divide
         restore_args = {
@@ -382,7 +383,7 @@ class Checkpoints:
             return self._reader.restore(str(self._path(step) / _STATE), args=item)
 
     def extra(self, step: int) -> dict[str, Any]:
-        """The JSON object saved with `step`.
+        """Return the JSON object saved with `step`.
 
         Raises:
           UserError: there is no such checkpoint.
@@ -407,7 +408,7 @@ class Checkpoints:
             return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
 
     def verify(self, step: int) -> None:
-        """Reads all of `step`: every file, then every array, some at a time onto one device.
+        """Read all of `step`: every file, then every array, some at a time onto one device.
 
         Raises:
           UserError: there is no such checkpoint.
@@ -426,7 +427,7 @@ class Checkpoints:
         self.extra(step)
 
     def wait(self) -> None:
-        """Returns when the last save is complete on disk, for all processes.
+        """Return when the last save is complete on disk, for all processes.
 
         Raises:
           CheckpointError: it failed; its remains are removed.
@@ -434,7 +435,7 @@ class Checkpoints:
         self._sealer.wait()
 
     def close(self) -> None:
-        """Waits for the save in progress and lets go of the folder; raises as `wait` does."""
+        """Wait for the save in progress and let go of the folder; raise as `wait` does."""
         try:
             self.wait()
         finally:
@@ -448,13 +449,13 @@ class Checkpoints:
         return self.folder / str(step)
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
-        """Compares the wanted ones of the files with the manifest, on this process alone."""
+        """Compare the wanted ones of the files with the manifest, on this process alone."""
         self._validate_absent(step)
         found = manifest.read(self._path(step), step)
         manifest.check(self._path(step), found, filter(wanted, found.files))
 
     def _check_files(self, step: int) -> Manifest:
-        """Compares all files with their digests, each process a share; all raise, or none."""
+        """Compare all files with their digests, each process a share; all raise, or none."""
         if step in self._intact:
             return self._intact[step]
         own = found = None
@@ -485,7 +486,7 @@ class Checkpoints:
 
 
 def _from_all(number: int) -> np.ndarray:
-    """Every process's number, in their order."""
+    """Return every process's number, in their order."""
     if jax.process_count() == 1:
         return np.array([number])
     return np.asarray(multihost_utils.process_allgather(np.array(number))).reshape(-1)

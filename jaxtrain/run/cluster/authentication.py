@@ -47,7 +47,7 @@ class RunToken:
         *,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Looks at the environment; the file is read when it is requested.
+        """Look at the environment; the file is read when it is requested.
 
         Args:
           environment: `os.environ`, or one made for a test.
@@ -91,7 +91,8 @@ class RunToken:
         return found
 
     def find(self) -> bytes | None:
-        """The others': the variable's, or the file's; None: process 0 has left none there yet.
+        """Return the others': the variable's, or the file's; None: process 0 has left none there
+        yet.
 
         Raises:
           UserError: the file belongs to another user.
@@ -139,7 +140,7 @@ class RunToken:
 
 
 def _read(text: bytes) -> bytes | None:
-    """A token without the end of its line; None: it is none."""
+    """Return a token without the end of its line; None: it is none."""
     token = text.strip()
     return token if _GRAMMAR.fullmatch(token) else None
 
@@ -180,7 +181,7 @@ class MessageKey:
         self._key, self._count = key, 0
 
     def mark(self, body: bytes) -> bytes:
-        """The mark of the next message, 32 bytes."""
+        """Return the mark of the next message, 32 bytes."""
         number = struct.pack("!Q", self._count)
         self._count += 1
         return hmac.digest(self._key, number + body, "sha256")
@@ -210,7 +211,7 @@ class Handshake(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, message: bytes) -> bytes:
-        """Takes the bytes that it waited for; what is answered.
+        """Take the bytes that it waited for; what is answered.
 
         Raises:
           StrangerError: they are not what a process of the run says.

@@ -49,7 +49,7 @@ class Coordinator:
         send: Callable[[int, Message], None],
         now: float,
     ) -> None:
-        """Begins with all processes there.
+        """Begin with all processes there.
 
         Args:
           hosts: of all processes.
@@ -95,7 +95,7 @@ class Coordinator:
             self._settle(Cause("lost", process, self._hosts[process], why), now)
 
     def check(self, now: float) -> None:
-        """Looks for processes that are silent and settles what was in doubt for long enough."""
+        """Look for processes that are silent and settle what was in doubt for long enough."""
         for process, heard in self._heard.items():
             if process and process not in self._gone and now - heard > self._silence:
                 why = f"silent for {self._silence:g} s"
@@ -126,7 +126,7 @@ class Coordinator:
         }
 
     def share_table(self, now: float) -> None:
-        """Sends the table to all, so that everybody has it should this process be lost."""
+        """Send the table to all, so that everybody has it should this process be lost."""
         self._broadcast({"kind": "table", "table": _with_text_keys(self.table(now))})
 
     def missing(self) -> list[int]:
@@ -165,7 +165,7 @@ def _with_text_keys(table: Table) -> dict[str, Row]:
 
 
 def read_table(message: Message) -> Table:
-    """The table of a message, its keys numbers again."""
+    """Return the table of a message, its keys numbers again."""
     return {int(process): row for process, row in message["table"].items()}
 
 
@@ -188,7 +188,7 @@ def rendezvous(
     heartbeat_seconds: float = 2.0,
     silence_seconds: float = 30.0,
 ) -> Peers:
-    """Waits until all processes of the cluster are there and agree; opens the channel to them.
+    """Wait until all processes of the cluster are there and agree; open the channel to them.
 
     Process 0 listens at the coordinator's address. Each process and process 0 prove to each other
     that they have the run's token, and every message is sealed with keys of its connection: who
@@ -503,7 +503,7 @@ class ManyProcesses(Peers):
             link.send(message)
 
     def _flush(self) -> None:
-        """Waits, for a moment, until the connections have taken what was sent."""
+        """Wait, for a moment, until the connections have taken what was sent."""
         until = time.monotonic() + _FLUSH_SECONDS
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():

@@ -164,7 +164,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def request_stop(self, reason: str) -> None:
-        """Asks all to stop at one tick; safe in a signal handler; the first request counts."""
+        """Ask all to stop at one tick; safe in a signal handler; the first request counts."""
 
     @abc.abstractmethod
     def tick(self, number: int) -> str | None:
@@ -195,7 +195,7 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the channel at once; without a goodbye the others take it for a loss."""
+        """End the channel at once; without a goodbye the others take it for a loss."""
 
     def __enter__(self) -> Self:
         return self

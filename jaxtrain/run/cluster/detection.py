@@ -26,7 +26,7 @@ DEFAULT_PORT = 8482
 
 
 def integer(environment: Environment, name: str) -> int:
-    """A variable as a number.
+    """Return a variable as a number.
 
     Raises:
       UserError: it is absent or no number.
@@ -38,7 +38,8 @@ def integer(environment: Environment, name: str) -> int:
 
 
 def address(environment: Environment, host: str, port: int) -> str:
-    """The coordinator's address: JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT come first."""
+    """Return the coordinator's address: JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT come
+    first."""
     address_text = environment.get("JAX_COORDINATOR_ADDRESS")
     if address_text:
         split_address(address_text)
@@ -80,7 +81,7 @@ def _make(
 
 
 def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None:
-    """The three flags, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    """Return the three flags, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Raises:
       UserError: some of the flags, or of what JAX_NUM_PROCESSES asks for, are missing.
@@ -126,7 +127,8 @@ def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None
 
 
 def kubernetes(environment: Environment) -> Cluster | None:
-    """An indexed Job or a JobSet of one job: Kubernetes sets JOB_COMPLETION_INDEX in its pods.
+    """Return an indexed Job or a JobSet of one job: Kubernetes sets JOB_COMPLETION_INDEX in its
+    pods.
 
     The number of pods is in no variable that Kubernetes sets: JAX_NUM_PROCESSES says it. The first
     pod is JAX_COORDINATOR_ADDRESS, or follows from JOBSET_NAME and REPLICATED_JOB_NAME, which
@@ -241,7 +243,8 @@ def _mpi_coordinator(environment: Environment, kind: str, host: str, job: int, c
 
 
 def _port(job: int) -> int:
-    """A port by the job's number, so that jobs on one machine differ; the next one is JAX's."""
+    """Return a port by the job's number, so that jobs on one machine differ; the next one is
+    JAX's."""
     return _FIRST_PORT + 2 * (job % _PORT_PAIRS)
 
 
@@ -259,7 +262,8 @@ def _own_accelerator(environment: Environment, name: str, on_host: int) -> tuple
 
 
 def slurm(environment: Environment) -> Cluster | None:
-    """The tasks of a step that srun started; a shell or a batch script in an allocation is alone.
+    """Return the tasks of a step that srun started; a shell or a batch script in an allocation is
+    alone.
 
     One task a node takes all of its accelerators, of several each takes its own.
     """
@@ -344,7 +348,7 @@ def gke_tpu(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def tpu_vm(environment: Mapping[str, str], root: Path = Path("/")) -> Cluster | None:
-    """The workers that the metadata server of a Cloud TPU VM names.
+    """Return the workers that the metadata server of a Cloud TPU VM names.
 
     Asked only on what looks like a TPU VM: chips as device files, or GCE_METADATA_HOST set. The
     attributes are `worker-network-endpoints` (host names, or old `name:id:address` triples),
@@ -406,7 +410,7 @@ def _slices(
 
 
 def _ask(host: str, name: str) -> str | None:
-    """An attribute of this virtual machine; None: it has none of this name."""
+    """Return an attribute of this virtual machine; None: it has none of this name."""
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
@@ -440,7 +444,7 @@ def _read_tpu_env(text: str) -> dict[str, str]:
 def detect(
     environment: Mapping[str, str], flags: Flags | None = None, *, root: Path = Path("/")
 ) -> Cluster:
-    """The processes that this one belongs to; one process where nothing says otherwise.
+    """Return the processes that this one belongs to; one process where nothing says otherwise.
 
     Asked in this order: flags; JAX_NUM_PROCESSES; the variables of GKE's TPUs; a Kubernetes job;
     the metadata server of a TPU VM; Open MPI and MPICH; Slurm. MPI comes before Slurm because

@@ -31,7 +31,7 @@ class Relay:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Starts the thread that relays to HOST:PORT; it ends with the program."""
+        """Start the thread that relays to HOST:PORT; it ends with the program."""
         self.port = 0
         self._target = (host, port)
         self._listening = threading.Event()
@@ -137,7 +137,7 @@ def start(
     timeout_seconds: float = 300.0,
     report: Reporter = lambda line: None,
 ) -> None:
-    """Joins the processes into one JAX program, whose devices are those of all; opens the backend.
+    """Join the processes into one JAX program, whose devices are those of all; open the backend.
 
     With one process nothing is started; simulated devices are then `mesh.simulate_devices`'s.
 

@@ -74,7 +74,7 @@ def join_run(
     heartbeat_seconds: float,
     silence_seconds: float,
 ) -> Rendezvous:
-    """Waits until all processes of the cluster are there, have the run's token, and agree.
+    """Wait until all processes of the cluster are there, have the run's token, and agree.
 
     Raises:
       UserError: the port is taken; two processes have one id; number of processes or hello differ;
@@ -190,7 +190,7 @@ class _HostSide:
         newcomer: Callable[[Link, Message], None],
         member: Callable[[selectors.BaseSelector, Link], None],
     ) -> None:
-        """Listens once: whoever says hello goes to `newcomer`, a member with news to `member`."""
+        """Listen once: whoever says hello goes to `newcomer`, a member with news to `member`."""
         for key, _ in selector.select(min(max(seconds, 0), 1)):
             if key.data is None:
                 for link in self._listener.accept():
@@ -206,7 +206,7 @@ class _HostSide:
             link.close()
 
     def _let_in(self, link: Link, hello: Message) -> None:
-        """Takes a process in; an error is every process's end."""
+        """Take a process in; an error is every process's end."""
         process = hello["process_id"]
         other = self._hellos.get(process)
         mistake = None
@@ -318,7 +318,7 @@ def duplicate_message(first: Message, second: Message) -> str:
 
 
 def _validate_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
-    """Asks whether another process 0 listens at the coordinator's address already.
+    """Ask whether another process 0 listens at the coordinator's address already.
 
     Raises:
       UserError: one does; it receives the error too.
@@ -408,7 +408,7 @@ def _handshake(link: Link, until: float) -> bool:
 
 
 def _receive_opening(link: Link, until: float) -> Message | None:
-    """Waits for process 0's decision, as long as it says that it waits too; None: it has gone."""
+    """Wait for process 0's decision, as long as it says that it waits too; None: it has gone."""
     while True:
         try:
             message = _await(link, until)
@@ -428,7 +428,7 @@ def _receive_opening(link: Link, until: float) -> Message | None:
 
 
 def _await(link: Link, until: float) -> Message | None:
-    """The next message; None when the connection has ended."""
+    """Return the next message; None when the connection has ended."""
     if messages := link.take_back():
         link.put_back(messages[1:])
         return messages[0]

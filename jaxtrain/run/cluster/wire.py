@@ -44,7 +44,7 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, handshake: Handshake) -> None:
-        """Begins the handshake; messages can be sent once it is over, see `is_proven`."""
+        """Begin the handshake; messages can be sent once it is over, see `is_proven`."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -60,7 +60,7 @@ class Link:
         self._queue(handshake.begin())
 
     def fileno(self) -> int:
-        """The file descriptor, for selectors."""
+        """Return the file descriptor, for selectors."""
         return self.socket.fileno()
 
     @property
@@ -79,7 +79,7 @@ class Link:
         return bool(self._leaving)
 
     def send(self, message: Message) -> None:
-        """Queues a message and sends what the connection takes at once."""
+        """Queue a message and send what the connection takes at once."""
         assert self._handshake.message_keys is not None
         body = json.dumps(message, separators=(",", ":")).encode()
         sending, _ = self._handshake.message_keys
@@ -90,7 +90,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the connection takes; after a break the rest is forgotten."""
+        """Send what the connection takes; after a break the rest is forgotten."""
         try:
             while self._leaving:
                 del self._leaving[: self.socket.send(self._leaving)]
@@ -101,7 +101,8 @@ class Link:
             self._leaving.clear()
 
     def receive(self) -> list[Message]:
-        """The messages that have come; sets `closed` at the end of the stream or at nonsense."""
+        """Return the messages that have come; sets `closed` at the end of the stream or at
+        nonsense."""
         remaining = _READ_AT_ONCE
         try:
             while self.closed is None and remaining > 0:
@@ -127,7 +128,7 @@ class Link:
         return wants - len(self._came) if wants else _CHUNK
 
     def _advance_handshake(self) -> None:
-        """Takes the handshake one step on, when what it waits for is whole."""
+        """Take the handshake one step on, when what it waits for is whole."""
         if len(self._came) < self._handshake.wants:
             return
         received = bytes(self._came)
@@ -178,7 +179,7 @@ class Link:
         return messages
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self.socket.close()
 
 
@@ -242,7 +243,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str, after: int) -> int:
-    """A port that can be bound now: one of the twenty after `after`, else any."""
+    """Return a port that can be bound now: one of the twenty after `after`, else any."""
     for port in range(after + 1, min(after + 21, 65536)):
         if is_free(host, port):
             return port
@@ -264,7 +265,8 @@ def is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections at this port, of IPv4 too where all addresses are meant."""
+    """Return a socket that takes connections at this port, of IPv4 too where all addresses are
+    meant."""
     where = bind_host(host)
     if where == "::":
         return socket.create_server(
@@ -330,7 +332,7 @@ class Listener:
     def __init__(
         self, host: str, port: int, token: bytes, *, room: int, report: Callable[[str], None]
     ) -> None:
-        """Listens.
+        """Listen.
 
         Args:
           host: where.
@@ -366,7 +368,8 @@ class Listener:
         return found
 
     def receive(self, link: Link) -> Message | None:
-        """The hello of a waiting connection once it is whole; anything else closes the link."""
+        """Return the hello of a waiting connection once it is whole; anything else closes the
+        link."""
         messages = link.receive()
         if link in self._refused or not messages:
             return None
@@ -387,7 +390,7 @@ class Listener:
         self.waiting[link] = time.monotonic() + _HELLO_SECONDS
 
     def leavers(self) -> list[Link]:
-        """Takes out the waiting connections that are closed or too slow; the caller closes them."""
+        """Take out the waiting connections that are closed or too slow; the caller closes them."""
         now = time.monotonic()
         gone = [link for link, until in self.waiting.items() if link.closed or now > until]
         for link in gone:
@@ -400,7 +403,7 @@ class Listener:
         return gone
 
     def close(self) -> None:
-        """Stops listening and drops who still waits."""
+        """Stop listening and drop who still waits."""
         self.socket.close()
         for link in self.waiting:
             link.close()

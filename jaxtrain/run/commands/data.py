@@ -36,7 +36,7 @@ from jaxtrain.training.settings import load_config
 
 
 def describe_data(arguments: argparse.Namespace) -> int:
-    """Prints what is known of a config's data, its digest and the first batch; draws them."""
+    """Print what is known of a config's data, its digest and the first batch, and draw them."""
     console, picture = terminal(), writable("--png", arguments.png)
     if arguments.examples < 0:
         raise UserError(f"--examples {arguments.examples}: use 0 (none) or more")
@@ -68,7 +68,7 @@ def describe_data(arguments: argparse.Namespace) -> int:
 
 
 def prepare_store(arguments: argparse.Namespace) -> int:
-    """Makes the store and says what is in it, and how to train on it."""
+    """Make the store and print what is in it, and how to train on it."""
     console = terminal()
     data, out = text_of_arguments(arguments, console), place(arguments.out)
     workers = arguments.workers
@@ -106,7 +106,7 @@ def prepare_store(arguments: argparse.Namespace) -> int:
 
 
 def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextData:
-    """The text that a command names: a config's, or the source itself."""
+    """Return the text that a command names: a config's, or the source itself."""
     source, bindings = arguments.source, list(arguments.gin_bindings)
     if getattr(arguments, "tokenizer", None) is not None:
         bindings.insert(0, f"TextData.tokenizer = {arguments.tokenizer!r}")

@@ -124,7 +124,7 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Prints what a trained language model writes, to a terminal as it is drawn."""
+    """Print what a trained language model writes, to a terminal as it is drawn."""
     _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
     validate_draft_options(arguments)
     if arguments.chat:
@@ -267,7 +267,7 @@ def converse(arguments: argparse.Namespace) -> int:
 
 
 def _questions(asks: bool) -> Iterator[str]:
-    """The lines that are not blank, up to the end of the input."""
+    """Yield the lines that are not blank, up to the end of the input."""
     while True:
         if asks:
             try:

@@ -19,7 +19,7 @@ from jaxtrain.training.settings import load_config
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
-    """Makes a run of a Hugging Face folder."""
+    """Make a run of a Hugging Face folder."""
     keep_compiled_programs()
     console, bindings = terminal(), list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
@@ -66,7 +66,7 @@ def first_use(model: Model, workdir: Place) -> str:
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
-    """Makes a Hugging Face folder of a run."""
+    """Make a Hugging Face folder of a run."""
     trainer = open_run(arguments, console=terminal())
     if arguments.adapter:
         trainer.export_adapter(arguments.out)

@@ -14,7 +14,7 @@ from jaxtrain.run.show.progress import print_lines
 
 
 def show_configs(console: Console) -> int:
-    """Prints a line for each shipped config: its name, what it trains and what it is meant for."""
+    """Print a line for each shipped config: its name, what it trains and what it is meant for."""
     headers = shipped_headers()
     longest = max(len(header.name) for header in headers)
     for header in headers:
@@ -28,7 +28,7 @@ FILES = ("README.md", "my_model.py", "slurm.sbatch", "train.gin")
 
 
 def init(arguments: argparse.Namespace, console: Console) -> int:
-    """Writes the starter into a new folder, or into one that has none of its files.
+    """Write the starter into a new folder, or into one that has none of its files.
 
     Raises:
       UserError: a file of it exists there already, or the folder cannot be written.
@@ -55,13 +55,14 @@ def init(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _template(name: str) -> Path:
-    """A file of the starter: in the package, or of a checkout in the folder of its own kind."""
+    """Return a file of the starter: in the package, or of a checkout in the folder of its own
+    kind."""
     inside = _PACKAGE / "run" / "starter" / name
     return inside if inside.is_file() else _PACKAGE.parent / "tpu_scripts" / name
 
 
 def _free(folder: Path) -> Path:
-    """A folder of a similar name that does not exist."""
+    """Return a folder of a similar name that does not exist."""
     number = 2
     while folder.with_name(f"{folder.name}_{number}").exists():
         number += 1

@@ -49,7 +49,7 @@ def completion_script(
     commands: Mapping[str, argparse.ArgumentParser],
     configs: Iterable[str],
 ) -> str:
-    """The script for one of SHELLS.
+    """Return the script for one of SHELLS.
 
     Args:
       shell: which.
@@ -75,7 +75,7 @@ def completion_script(
 
 
 def _options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """The options that a parser's help lists: at the head of a line, before two blanks."""
+    """Return the options that a parser's help lists: at the head of a line, before two blanks."""
     heads = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.M)
     return [option for head in heads for option in re.findall(r"(?<!\S)--?[\w-]+", head)]
 
@@ -115,7 +115,7 @@ def adder(whole: argparse.ArgumentParser) -> Add:
 
 
 def add_run_commands(add: Add) -> None:
-    """Adds train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf,
+    """Add train, eval, generate, evaluate-tasks, predict, inspect, import-hf, export-hf,
     quantize, data, prepare, configs, plot, sweep and supervise."""
     command = add("train", "Train a model, or resume from the newest checkpoint.")
     command.add_argument(
@@ -420,7 +420,7 @@ def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_config_options(command: argparse.ArgumentParser) -> None:
-    """Adds what every command takes that reads a configuration: bindings, and imports."""
+    """Add the options of all commands that read a configuration: bindings and imports."""
     command.add_argument(
         "-b",
         "--gin_bindings",

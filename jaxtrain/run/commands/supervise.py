@@ -31,7 +31,8 @@ class Job:
 
 
 def run_folder(config: str | None, workdir: str | None) -> Place:
-    """The folder of a run: the given one, or runs/ and the name of the config or the quickstart.
+    """Return the folder of a run: the given one, or runs/ and the name of the config or the
+    quickstart.
 
     Raises:
       UserError: a name is empty, such as a shell's variable that is not set.
@@ -43,7 +44,7 @@ def run_folder(config: str | None, workdir: str | None) -> Place:
 
 
 def parse(arguments: Sequence[str]) -> Job:
-    """Reads `[OPTIONS] -- train ...`.
+    """Read `[OPTIONS] -- train ...`.
 
     Raises:
       UserError: a value that is not allowed, no `--`, or something other than `train` after it.
@@ -103,7 +104,7 @@ def parse(arguments: Sequence[str]) -> Job:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs `jaxtrain supervise` with the words after it; returns the exit status."""
+    """Run `jaxtrain supervise` with the words after it; return the exit status."""
     try:
         request = parse(arguments)
         command = [sys.executable, "-P", "-m", "jaxtrain", *request.train]

@@ -70,7 +70,7 @@ class Point:
 
 
 def sweep(arguments: argparse.Namespace) -> int:
-    """Trains what is not trained yet, then shows all runs; returns the exit status.
+    """Train unfinished runs, then show all runs; return the exit status.
 
     Raises:
       UserError: nothing is swept, a configuration is rejected, or a folder is another sweep's.
@@ -111,7 +111,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 def grid(
     name: str, bindings: Sequence[str], workdir: Path, *, allow_imports: bool = False
 ) -> list[Point]:
-    """The points of a sweep, the last swept setting changing fastest.
+    """Return the points of a sweep, the last swept setting changing fastest.
 
     Args:
       name: of the config.
@@ -148,7 +148,7 @@ def _folder_name(values: dict[str, str]) -> str:
 
 
 def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int, bool]:
-    """The status of its run, and whether a signal came, which it was given."""
+    """Return the status of its run, and whether a signal came, which it was given."""
     command = [sys.executable, "-P", "-m", "jaxtrain", "train", arguments.config]
     command += ["--workdir", str(point.folder)]
     command += [word for binding in point.bindings for word in ("-b", binding)]

@@ -59,7 +59,7 @@ def train(
     recorder: RecorderKind | None,
     explained: Callable[[Config, Exception], Exception],
 ) -> int:
-    """Trains; continues from the newest checkpoint in the run's folder if there is one.
+    """Train; continues from the newest checkpoint in the run's folder if there is one.
 
     Args:
       arguments: the parsed command line.
@@ -132,7 +132,7 @@ def train(
 
 
 def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) -> dict[str, Any]:
-    """Trains to the end, or evaluates what is there already."""
+    """Train to the end, or evaluate what is there already."""
     first, steps = trainer.steps_done, trainer.config.train.steps
     if first >= steps:
         console.print(
@@ -190,8 +190,9 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdi
 def _command(
     arguments: argparse.Namespace, name: str, workdir: Place, config: Config, steps_done: int
 ) -> str:
-    """The command that trains this run for as many steps again, its learning rate going on from
-    where a decay to the last step has brought it, and without the patience that has ended it."""
+    """Return the command that trains this run for as many steps again, its learning rate going on
+    from where a decay to the last step has brought it, and without the patience that has ended
+    it."""
     command = [*_program(), "train", name, "--workdir", str(workdir)]
     for binding in arguments.gin_bindings:
         if not binding.replace(" ", "").startswith("Train.steps="):
@@ -222,7 +223,7 @@ def _program() -> list[str]:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluates a checkpoint and prints one JSON line."""
+    """Evaluate a checkpoint and print one JSON line."""
     trainer = open_run(arguments)
     values = trainer.evaluate()
     other = trainer.other_data()
@@ -235,7 +236,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Prints what the model predicts for each image, text or vector that can be read.
+    """Print what the model predicts for each image, text or vector that can be read.
 
     Returns:
       2 if there is one that cannot be read; each is named on standard error.
@@ -250,7 +251,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Prints what a checkpoint holds; reads its arrays only to verify them."""
+    """Print what a checkpoint holds; read its arrays only to verify them."""
     workdir = _existing_run(arguments.workdir, arguments.step)
     checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
     step = max(checkpoints.steps()) if arguments.step is None else arguments.step
@@ -263,7 +264,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -> Trainer:
-    """The trainer of a run's folder with a checkpoint restored, changing nothing there.
+    """Return the trainer of a run's folder with a checkpoint restored, changing nothing there.
 
     Args:
       arguments: the parsed command line.
@@ -287,7 +288,8 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
 
 
 def _existing_run(workdir: str, step: int | None) -> Place:
-    """A run's folder that can be read and holds a checkpoint, of this step unless it is None."""
+    """Return a run's folder that can be read and holds a checkpoint, of this step unless it is
+    None."""
     folder = place(workdir)
     if isinstance(folder, BucketPath):
         require("--workdir", folder)
@@ -344,7 +346,7 @@ def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | No
 
 
 def _name(data: Any, dataset: Dataset) -> str:
-    """The data by the setting that says where they are, or by their class."""
+    """Return the data by the setting that says where they are, or by their class."""
     name, source = type(data).__name__, dataset.facts.get("source")
     settings = settings_of(type(data)) if dataclasses.is_dataclass(data) else {}
     for setting in ("source", "sources"):

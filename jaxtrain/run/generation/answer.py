@@ -55,7 +55,7 @@ def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[i
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
+    """Return the text before the first stop string in it."""
     positions = [position for position in (text.find(one) for one in stop) if position != -1]
     return text[: min(positions)] if positions else text
 
@@ -92,11 +92,11 @@ class Stopping:
         self._show, self._shown = show, 0
 
     def text(self, prompt: int, tokens: Sequence[int]) -> str:
-        """An answer's tokens as text, up to a stop string."""
+        """Return an answer's tokens as text, up to a stop string."""
         return cut_at_stop(continuation(self._tokenizer, self._prompts[prompt], tokens), self._stop)
 
     def answer(self, prompt: int, answer: Answer) -> Answer:
-        """An answer with its text."""
+        """Return an answer with its text."""
         return dataclasses.replace(answer, text=self.text(prompt, answer.tokens))
 
     def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
@@ -117,7 +117,7 @@ class Stopping:
         return high
 
     def show_rest(self, text: str) -> None:
-        """Shows what is left of the first prompt's answer."""
+        """Show what is left of the first prompt's answer."""
         self._add(text)
 
     def _add(self, text: str) -> None:
@@ -133,8 +133,8 @@ class Stopping:
 
 
 def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
-    """The tokenizer of a model that writes; UserError, in the name of a command, where it does not,
-    or knows none."""
+    """Return the tokenizer of a model that writes; UserError, in the name of a command, where it
+    does not, or knows none."""
     if not isinstance(train.data, TextSource):
         raise UserError(
             f"{command}: Train.data=@{type(train.data).__name__}() has no tokenizer; only models "
@@ -145,8 +145,8 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
-    """The tokens of a prompt, with the tokenizer's special tokens around it or without; UserError
-    where it is no text."""
+    """Return the tokens of a prompt, with the tokenizer's special tokens around it or without;
+    UserError where it is no text."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -159,7 +159,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = T
 
 
 def printable(text: str) -> str:
-    """The text with its control characters escaped, but for newlines and tabs.
+    """Return the text with its control characters escaped, but for newlines and tabs.
 
     A byte-level model may write any: a terminal would obey them.
     """
@@ -170,6 +170,6 @@ def printable(text: str) -> str:
 
 
 def show(piece: str) -> None:
-    """Puts a piece of an answer on the terminal at once."""
+    """Put a piece of an answer on the terminal at once."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()

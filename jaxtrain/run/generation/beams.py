@@ -146,7 +146,7 @@ class Search:
         return bool(best > self.finished[-1].score)
 
     def answer(self) -> Answer:
-        """The best continuation that is finished."""
+        """Return the best continuation that is finished."""
         score, tokens, log_probabilities = self.finished[0]
         length = length_before_end(tokens, list(self._ends))
         return Answer(
@@ -167,7 +167,7 @@ def search(
     settings: BeamSearch,
     ends: Sequence[int],
 ) -> list[Answer]:
-    """The answers to one batch of prompts.
+    """Return the answers to one batch of prompts.
 
     Args:
       setup: from `for_texts`, whose layout is active.
@@ -202,7 +202,7 @@ def grow(
     following: Callable[..., Any],
     rows_of: Callable[..., Any],
 ) -> list[Answer]:
-    """The answers to texts whose first tokens are known to a cache.
+    """Return the answers to texts whose first tokens are known to a cache.
 
     Args:
       program, state, settings, ends: as of `search`.
@@ -264,8 +264,8 @@ def _rank(
     *,
     count: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best continuations of each prompt: their sums, their indices in [W V], and the model's
-    log-probabilities of their last tokens; [P, K] each."""
+    """Return the best continuations of each prompt: their sums, their indices in [W V], and the
+    model's log-probabilities of their last tokens; [P, K] each."""
     rows, W = totals_PW.shape
     log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)
     all_BV = adjust_logits(log_p_BV, seen_BV, drawing) + totals_PW.reshape(-1, 1)
@@ -311,7 +311,7 @@ def _select_rows(
 
 
 def rows_of(cache: Cache, rows_B: jax.Array, *, generating: bool) -> Cache:
-    """The cache of these rows, laid out as before."""
+    """Return the cache of these rows, laid out as before."""
     del generating
     return Cache(tuple(take_rows(x, rows_B) for x in cache.layers), cache.length)
 

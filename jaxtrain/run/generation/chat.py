@@ -40,7 +40,7 @@ class Chat:
         stop: tuple[str, ...] = (),
         seed: int = 0,
     ) -> None:
-        """Finds the template of a trained model.
+        """Find the template of a trained model.
 
         Args:
           trainer: the model's.
@@ -91,7 +91,7 @@ class Chat:
         return answer
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[str, int]:
-        """The conversation up to the model's turn, and its tokens."""
+        """Return the conversation up to the model's turn, and its tokens."""
         try:
             text = self._template.text(messages, reply=True)
         except TemplateError as error:
@@ -100,7 +100,7 @@ class Chat:
 
 
 def template_of(train: Train) -> ChatTemplate:
-    """The chat template of a run's data or of its tokenizer's folder, for today.
+    """Return the chat template of a run's data or of its tokenizer's folder, for today.
 
     Raises:
       UserError: there is none.

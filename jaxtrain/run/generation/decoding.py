@@ -72,7 +72,7 @@ class Sampling:
         validate_penalty(self.repetition_penalty)
 
     def drawing(self) -> Drawing:
-        """The settings that change anything."""
+        """Return the settings that change anything."""
         top_p, penalty = self.top_p, self.repetition_penalty
         values: dict[str, float | int | None] = {"repetition_penalty": clip_float32(penalty)}
         if self.temperature > 0:
@@ -84,13 +84,13 @@ class Sampling:
 
 
 def clip_float32(value: float | None) -> float | None:
-    """The nearest positive float32 that is neither infinite nor below `tiny`, which XLA reads as 0:
-    0 / 0 is no number."""
+    """Return the nearest positive float32 that is neither infinite nor below `tiny`, which XLA
+    reads as 0: 0 / 0 is no number."""
     return None if value is None else min(max(value, float(_FLOAT32.tiny)), float(_FLOAT32.max))
 
 
 def validate_penalty(penalty: float | None) -> None:
-    """Raises UserError where a repetition penalty is none."""
+    """Raise UserError where a repetition penalty is none."""
     if penalty is not None and not penalty > 0:
         raise UserError(
             f"--repetition-penalty {penalty}: use a number above 0, such as 1.2; 1 is none"
@@ -98,7 +98,7 @@ def validate_penalty(penalty: float | None) -> None:
 
 
 def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:
-    """The logits to draw from, float32: of what is cut off -inf.
+    """Return the logits to draw from, float32: of what is cut off -inf.
 
     Args:
       logits_BV: the model's.
@@ -145,7 +145,8 @@ def _keep_likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
 
 
 def draw(adjusted_BV: jax.Array, keys_B: jax.Array, drawing: Drawing) -> jax.Array:
-    """A token a row, int32 [B]: the likeliest, or by the row's own key from their softmax."""
+    """Return a token a row, int32 [B]: the likeliest, or by the row's own key from their
+    softmax."""
     if "temperature" not in drawing:
         return adjusted_BV.argmax(-1).astype(jnp.int32)
     return jax.vmap(jax.random.categorical)(keys_B, adjusted_BV).astype(jnp.int32)
@@ -187,19 +188,20 @@ class Texts:
 
 
 def round_up(size: int, *, least: int = 1, most: int | None = None) -> int:
-    """The power of two that is at least `size` and `least`, or `most`."""
+    """Return the power of two that is at least `size` and `least`, or `most`."""
     up = max(least, 1 << (size - 1).bit_length())
     return up if most is None else min(up, most)
 
 
 def for_one_text(layout: Layout) -> Layout:
-    """The layout in which every device works on the same rows, and layers in their order."""
+    """Return the layout in which every device works on the same rows, and layers in their order."""
     layout = layout.with_manual("pipe")
     return dataclasses.replace(layout, split_batch=False, sequence_parallel=False)
 
 
 def for_texts(setup: Setup) -> Setup:
-    """The program that writes: rows split over the batch's devices, and nothing along length.
+    """Return the program that writes: rows split over the batch's devices, and nothing along
+    length.
 
     Cached decoding always runs the reference kernel: one query per step is no work for the others.
     """
@@ -283,7 +285,7 @@ def advance(
     room: int,
     following: Callable[..., Any] | None = None,
 ) -> Texts:
-    """The texts with `until` tokens drawn for each, or as many as any of them wants.
+    """Return the texts with `until` tokens drawn for each, or as many as any of them wants.
 
     Args:
       setup: from `for_texts`.
@@ -392,7 +394,8 @@ def next_logits(
 
 @functools.cache  # of a model: each request asks again
 def require_text_model(model: Model, *, command: str = "generate") -> TokenModel:
-    """The same model, one that looks back; UserError for others, in the name of a command."""
+    """Return the same model, one that looks back; UserError for others, in the name of a
+    command."""
     if not reads_tokens(model):
         raise UserError(
             f"{command}: Train.model=@{type(model).__name__}() reads {model.inputs}; only models "

@@ -121,7 +121,7 @@ def generate(
 
 
 def validate_prompt(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> list[int]:
-    """The prompt's tokens; UserError where it is empty or they are not the model's."""
+    """Return the prompt's tokens; UserError where it is empty or they are not the model's."""
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
         raise UserError(
@@ -161,7 +161,7 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
 
 
 def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
-    """Raises UserError where somebody watches a beam search."""
+    """Raise UserError where somebody watches a beam search."""
     if isinstance(sampling, BeamSearch) and watch is not None:
         raise UserError(
             f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
@@ -170,7 +170,7 @@ def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None
 
 
 def validate_seed(seed: int) -> None:
-    """Raises UserError where a seed has more than 32 bits."""
+    """Raise UserError where a seed has more than 32 bits."""
     if not 0 <= seed <= MAX_SEED:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
 
@@ -188,7 +188,7 @@ def _complete_batch(
     watch: Watch | None,
     prefix_cache: PrefixCache | None,
 ) -> list[Answer]:
-    """The answers of one batch, prompts by their numbers."""
+    """Return the answers of one batch, prompts by their numbers."""
     new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
     drawing, count = sampling.drawing(), len(prompts)
     if prefix_cache is None:

@@ -60,7 +60,7 @@ class PrefixCache:
     def begin(
         self, setup: Setup, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
     ) -> Prefix:
-        """A text as the model has read it.
+        """Return a text as the model has read it.
 
         Args:
           setup: from `for_texts`.
@@ -101,7 +101,7 @@ class PrefixCache:
         return Prefix(logits_BV, cache, kept.padding_B, room)
 
     def keep(self, prefix: Prefix, cache: Cache, drawn: list[int]) -> None:
-        """Remembers a text that went on.
+        """Remember a text that went on.
 
         Args:
           prefix: from `begin`.
@@ -148,7 +148,7 @@ def _extend(
 
 @functools.partial(jax.jit, static_argnames=("sizes", "room"))
 def _grow(sizes: TokenModel, cache: Cache, *, room: int) -> Cache:
-    """The cache with more slots [L, B, S, ...]."""
+    """Return the cache with more slots [L, B, S, ...]."""
 
     def longer(x: jax.Array) -> jax.Array:
         more = [(0, 0)] * x.ndim

@@ -91,7 +91,8 @@ class Defaults:
 
 
 def published_folder(config: Config, workdir: Place | None) -> Place | None:
-    """The folder with the config.json of the published model that a run started from, if it did."""
+    """Return the folder with the config.json of the published model that a run started from, if it
+    did."""
     start = config.train.start_from
     for one in (workdir, None if start is None else place(start)):
         if one is not None:
@@ -102,7 +103,7 @@ def published_folder(config: Config, workdir: Place | None) -> Place | None:
 
 
 def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
-    """The tokens that end an answer of a run's model.
+    """Return the tokens that end an answer of a run's model.
 
     Of a run that started from a published model they are those at which transformers stops, and
     what the data set in `end_of_text`; of another, or where the model names none, the tokenizer's
@@ -120,7 +121,7 @@ def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
 
 
 def end_tokens(folder: Place) -> tuple[int, ...]:
-    """The tokens at which transformers' generate() ends an answer of a folder's model."""
+    """Return the tokens at which transformers' generate() ends an answer of a folder's model."""
     if (folder / GENERATION).is_file():
         return ends_of(read_json(folder / GENERATION))
     content = read_json(folder / MODEL_CONFIG)
@@ -129,7 +130,7 @@ def end_tokens(folder: Place) -> tuple[int, ...]:
 
 
 def published_defaults(config: Config, workdir: Place | None) -> Defaults:
-    """The defaults of the published model that a run started from; none of another run.
+    """Return the defaults of the published model that a run started from; none of another run.
 
     Raises:
       UserError: its generation_config.json has what is not done here.

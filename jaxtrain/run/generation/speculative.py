@@ -131,13 +131,13 @@ class DraftModel:
         return self._sizes.vocab_size
 
     def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
-        """Reads the prompt."""
+        """Read the prompt."""
         self._drawing = drawing
         with self._program.layout.active(), self._program.precision.products():
             _, self._text = _read(self._program, self._sizes, self._state, prompt, new)
 
     def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
-        """Draws from the draft as from the model itself."""
+        """Sample from the draft as from the model itself."""
         seen_V = _seen_tokens(text, self.vocab_size, self._drawing)
         with self._program.layout.active(), self._program.precision.products():
             guesses_K, from_KV, cache = _draft(
@@ -164,7 +164,8 @@ class _Text:
     room: int
 
     def before_newest(self, text: list[int]) -> Cache:
-        """The cache of all tokens but the newest: guesses that were not kept are counted out."""
+        """Return the cache of all tokens but the newest: guesses that were not kept are counted
+        out."""
         first_real = np.int32(self.padding_B[0] + len(text) - 1)
         return dataclasses.replace(self.cache, length=jnp.asarray(first_real))
 
@@ -244,7 +245,7 @@ def speculate(
 
 
 def rolls_back(model: Model) -> TokenModel:
-    """The same model, whose cache can forget its newest tokens; UserError for others."""
+    """Return the same model, whose cache can forget its newest tokens; UserError for others."""
     sizes = require_text_model(model)
     if not all(one.every_token for one in sizes.cached):
         raise UserError(

@@ -76,7 +76,7 @@ _PREFIX = "base_model.model."
 def write_adapter(
     out: str, config: Config, setup: Setup, state: TrainState, *, report: Callable[[str], None]
 ) -> None:
-    """Writes the adapters of a state as a folder of PEFT's.
+    """Write the adapters of a state as a folder of PEFT's.
 
     Args:
       out: the folder, which is not there yet or empty.
@@ -103,7 +103,7 @@ def write_adapter(
 
 
 def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndarray]:
-    """The adapters of a folder of PEFT's by our names, whole, the layers in their order.
+    """Return the adapters of a folder of PEFT's by our names, whole, the layers in their order.
 
     Raises:
       UserError: there is none, or one of another kind, rank, scale or shape than this run's.
@@ -158,7 +158,7 @@ def _tensor_differences(
 
 
 def _targets(stored: Iterable[str], config: Config) -> frozenset[str]:
-    """The weights of the model that the file's tensors are adapters of."""
+    """Return the weights of the model that the file's tensors are adapters of."""
     family, _ = family_for(config.train.model, None)
     down = "\n".join(name for name in stored if ".lora_A." in name)
     found = set()
@@ -184,7 +184,8 @@ def _shapes(setup: Setup, tuning: LoRA) -> dict[str, tuple[int, ...]]:
 
 
 def _names(config: Config, setup: Setup, tuning: LoRA) -> list[tuple[Name, ...]]:
-    """The map's line of each weight that has an adapter, and those of its A, B and magnitude."""
+    """Return the map's line of each weight that has an adapter, and those of its A, B and
+    magnitude."""
     family, _ = family_for(config.train.model, None)
     shapes = by_name(parameter_shapes(setup.build))
     for line in family.names(config.train.model):
@@ -202,7 +203,8 @@ def _names(config: Config, setup: Setup, tuning: LoRA) -> list[tuple[Name, ...]]
 
 
 def _of_adapter(line: Name, axes: tuple[str, ...]) -> tuple[Name, Name, Name]:
-    """A is [r, in] there, B [out, r] and m [out], whichever way the weight itself is stored."""
+    """Return a is [r, in] there, B [out, r] and m [out], whichever way the weight itself is
+    stored."""
     letters, there = line.form.split("->")
     inside, outside = sides_of(axes)
     taken = {letters[i] for i in inside}
@@ -238,7 +240,7 @@ def _until_bracket(piece: str) -> list[str]:
 
 
 def _adapter_config(config: Config, tuning: LoRA, pairs: list[tuple[Name, ...]]) -> dict[str, Any]:
-    """The adapter_config.json."""
+    """Return the adapter_config.json."""
     family, _ = family_for(config.train.model, None)
     others = {
         line.theirs.removesuffix(".weight").rpartition(".")[2]

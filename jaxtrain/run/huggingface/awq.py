@@ -62,7 +62,7 @@ def export_awq(
     ancestors: Sequence[Ancestor],
     console: Console,
 ) -> receipt.Receipt:
-    """Writes the folder, whole or not at all, and compares what it holds with the run.
+    """Write the folder, whole or not at all, and compare what it holds with the run.
 
     Args:
       out: the folder, which is not there yet or empty.
@@ -155,7 +155,7 @@ def _compare(
 
 @jax.jit
 def _in_half(state: TrainState) -> TrainState:
-    """The state with what is held in floats rounded to float16, as the folder has it."""
+    """Return the state with what is held in floats rounded to float16, as the folder has it."""
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         if role_of(variable) == "quantized":
@@ -169,7 +169,7 @@ def _in_half(state: TrainState) -> TrainState:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _split_codes(tuning: QuantizedBase, frozen: nnx.State) -> nnx.State:
-    """The parameters, of those quantized codes, zeros and scales, a byte a code."""
+    """Return the parameters, of those quantized codes, zeros and scales, a byte a code."""
     found: dict[Any, Any] = {}
     for path, variable in tuning.as_declared(frozen).items():
         value = variable.get_value()
@@ -186,7 +186,7 @@ def _split_codes(tuning: QuantizedBase, frozen: nnx.State) -> nnx.State:
 def _names(
     lines: tuple[Name, ...], tuning: QuantizedBase, setup: Setup, architecture: str
 ) -> tuple[Name, ...]:
-    """The lines of the map, three for one of a weight quantized."""
+    """Return the lines of the map, three for one of a weight quantized."""
     variables, found = by_name(parameter_shapes(setup.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
@@ -207,7 +207,7 @@ def _names(
 
 
 def _validate_latents(theirs: str, variable: Any, architecture: str) -> None:
-    """Raises UserError for a linear layer that is held in floats."""
+    """Raise UserError for a linear layer that is held in floats."""
     if "latent" in logical_axes(variable):
         raise UserError(
             f"--awq: {theirs} of {architecture} is held in floats, and AutoAWQ reads every linear "
@@ -216,7 +216,7 @@ def _validate_latents(theirs: str, variable: Any, architecture: str) -> None:
 
 
 def _validate_others(line: Name, inside: tuple[int, ...], architecture: str) -> None:
-    """Raises UserError for what is stored [in, out] there, and no linear layer of PyTorch's."""
+    """Raise UserError for what is stored [in, out] there, and no linear layer of PyTorch's."""
     letters, there = line.form.split("->")
     last = there[there.rindex("(") + 1 : -1] if there.endswith(")") else there[-1]
     if set(last) != {letters[i] for i in inside} or not line.theirs.endswith(".weight"):
@@ -239,7 +239,7 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _tensor(name: str, of: np.ndarray) -> np.ndarray:
-    """A tensor of AutoAWQ's, of what it is without its packing, [out, in]."""
+    """Return a tensor of AutoAWQ's, of what it is without its packing, [out, in]."""
     if not name.endswith(tuple(_PARTS.values())):
         return of
     return of.T if name.endswith("scales") else awq.pack_codes(of.T)

@@ -66,7 +66,7 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
 
 
 def require_one_process(out: str) -> None:
-    """Raises UserError in a run of several processes, each of which has a part of the arrays."""
+    """Raise UserError in a run of several processes, each of which has a part of the arrays."""
     if jax.process_count() > 1:
         raise UserError(
             f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
@@ -93,7 +93,7 @@ def export_run(
     console: Console,
     file_bytes: int = FILE_BYTES,
 ) -> receipt.Receipt:
-    """Writes a folder that transformers reads, whole or not at all, and compares it with the run.
+    """Write a folder that transformers reads, whole or not at all, and compare it with the run.
 
     Args:
       out: the folder, which is not there yet or empty.
@@ -153,7 +153,7 @@ def companion_files(config: Config, workdir: Place | None) -> dict[str, bytes]:
 
 
 def _of_tokenizer(config: Config) -> dict[str, bytes]:
-    """The files of the tokenizer's folder, and the chat template that the data name."""
+    """Return the files of the tokenizer's folder, and the chat template that the data name."""
     data = config.train.data
     data = data if isinstance(data, Templated | PairData) else text_of(data)
     found: dict[str, bytes] = {}
@@ -180,7 +180,7 @@ def config_json_settings(
     config: Config,
     dtype: str,
 ) -> dict[str, Any]:
-    """The config.json: what was carried along and what the sizes say, the latter over it.
+    """Return the config.json: what was carried along and what the sizes say, the latter over it.
 
     Args:
       carried: an earlier one.
@@ -243,7 +243,7 @@ def write_weights(
 
 
 def _split_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """The tensors in their order, in parts of at most `most` bytes, or of one tensor."""
+    """Yield the tensors in their order, in parts of at most `most` bytes, or of one tensor."""
     part: list[str] = []
     size = 0
     for name, one in sizes.items():
@@ -294,7 +294,8 @@ _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 def byte_tokenizer() -> str:
-    """The tokenizer.json of the byte tokenizer: a token a byte of UTF-8, and byte 0 an end."""
+    """Return the tokenizer.json of the byte tokenizer: a token a byte of UTF-8, and byte 0 an
+    end."""
     import tokenizers
 
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -312,7 +313,7 @@ def byte_tokenizer() -> str:
 
 
 def _tokenizer_of(config: Config) -> Any:
-    """The tokenizer of the run's texts; None where it has none."""
+    """Return the tokenizer of the run's texts; None where it has none."""
     data = config.train.data
     text = data if isinstance(data, Templated | PairData) else text_of(data)
     if text is None or text.source == "synthetic":

@@ -45,7 +45,7 @@ from jaxtrain.training.transforms import biases_of
 def import_run(
     config: Config, workdir: Place, *, console: Console, report: Callable[[str], None]
 ) -> receipt.Receipt:
-    """Makes the run's folder: config.gin, a sealed checkpoint of step 0, and what is carried along.
+    """Make the run's folder: config.gin, a sealed checkpoint of step 0, and what is carried along.
 
     Args:
       config: of `hf:DIR`, with what is bound otherwise.
@@ -127,7 +127,7 @@ def save_first(
     workdir: Place,
     report: Callable[[str], None],
 ) -> None:
-    """Writes the checkpoint that a new run begins with, then its config.gin.
+    """Write the checkpoint that a new run begins with, then its config.gin.
 
     Raises:
       CheckpointError: it cannot be written; there is no later save to wait for.
@@ -154,7 +154,7 @@ def create_atomically(workdir: Place) -> Iterator[None]:
 
 
 def require_free(named: str, workdir: Place) -> None:
-    """Raises UserError where a new run's folder holds one already, or cannot be made.
+    """Raise UserError where a new run's folder holds one already, or cannot be made.
 
     Args:
       named: the option that names it.
@@ -169,7 +169,7 @@ def require_free(named: str, workdir: Place) -> None:
 
 
 def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Config:
-    """The configuration with the tokenizer that is carried along in place of the source's.
+    """Return the configuration with the tokenizer that is carried along in place of the source's.
 
     In a GGUF file it has no path that the configuration could have named before.
     """

@@ -32,22 +32,22 @@ MOST_AT_ONCE = 1 << 28  # bytes
 
 
 def shapes_of(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter and running statistic by name, its layers in the model's order
-    and number."""
+    """Return the shape of each parameter and running statistic by name, its layers in the model's
+    order and number."""
     names, leaves, _ = flatten(weight_shapes(setup.build))
     return {name: tuple(leaf.shape) for name, leaf in zip(names, leaves, strict=True)}
 
 
 def weight_shapes(build: Callable[[jax.Array], nnx.Module]) -> nnx.State:
-    """The parameters and running statistics that a model would have; no array is made."""
+    """Return the parameters and running statistics that a model would have; no array is made."""
     return nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), (nnx.Param, Statistic))
 
 
 def read_parameters(
     folder: Published, setup: Setup, model: Model, unread: Collection[str] = ()
 ) -> nnx.State:
-    """The parameters and running statistics of a folder, all of them, in the program's layout,
-    dtypes and order of layers.
+    """Return the parameters and running statistics of a folder, all of them, in the program's
+    layout, dtypes and order of layers.
 
     Args:
       folder: of the published model.
@@ -85,7 +85,8 @@ def read_parameters(
 def _place(
     read: "_Reader", index: tuple[slice, ...], shape: tuple[int, ...], device: jax.Device
 ) -> jax.Array:
-    """The part of a parameter at this index, put together on its device out of a few layers'."""
+    """Return the part of a parameter at this index, put together on its device out of a few
+    layers'."""
     rows = range(*index[0].indices(shape[0]))
     row_bytes = read.row_bytes(index)
     step = max(1, MOST_AT_ONCE // max(row_bytes, 1))
@@ -143,7 +144,7 @@ class _Reader:
 def their_tensors(
     names: tuple[Name, ...], params: Any, order: list[int] | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor there and its name, made of a state's parameters one at a time.
+    """Yield every tensor there and its name, made of a state's parameters one at a time.
 
     Args:
       names: the family's map.

@@ -63,7 +63,7 @@ class Logits:
     def of(
         cls, ours: np.ndarray, theirs: np.ndarray, tokens: int, against: str, *, independent: bool
     ) -> "Logits":
-        """The comparison of two models' logits."""
+        """Return the comparison of two models' logits."""
         difference = float(np.abs(ours - theirs).max())
         return cls(tokens, difference, float(np.abs(theirs).max()), against, independent)
 
@@ -115,7 +115,7 @@ class Receipt:
         return {**head, **dataclasses.asdict(self)}
 
     def show(self, console: Console) -> None:
-        """Prints what was compared and how it came out."""
+        """Print what was compared and how it came out."""
         count = len(self.digests)
         same = (
             f"{count - len(self.differing)} of {count} tensors are bit for bit those of "
@@ -152,7 +152,7 @@ def compare(
     called: Path | None = None,
     read_otherwise: str | None = None,
 ) -> Receipt:
-    """Compares a folder's tensors with what our parameters are there, and both models' logits.
+    """Compare a folder's tensors with what our parameters are there, and both models' logits.
 
     Args:
       folder: of the published model, or its one file.
@@ -202,7 +202,8 @@ def compare(
 def compare_tensors(
     stored: Mapping[str, StoredTensor], made: Iterable[tuple[str, np.ndarray]]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The digest of each tensor of a folder, and the names of those that are not what was made.
+    """Return the digest of each tensor of a folder, and the names of those that are not what was
+    made.
 
     Args:
       stored: the folder's, by name.

@@ -37,7 +37,7 @@ class Record:
     fields: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """The string of this name; UserError where there is none."""
+        """Return the string of this name; UserError where there is none."""
         value = self.value(name)
         if not isinstance(value, str):
             raise UserError(f"{self.where}: {name!r} is {value!r}; use a string")
@@ -51,7 +51,7 @@ class Record:
 
 
 def read_records(argument: str, path: str) -> list[Record]:
-    """The records of a file, empty lines left out.
+    """Return the records of a file, empty lines left out.
 
     Args:
       argument: the option that names it, for messages.
@@ -113,7 +113,7 @@ def row_of(ids: Sequence[int], length: int) -> Batch:
 
 
 def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:
-    """The texts themselves, or those in files.
+    """Yield the texts themselves, or those in files.
 
     Raises:
       UserError: one of them is empty, or no text, or a file that is not there.

@@ -33,7 +33,7 @@ from jaxtrain.training.state import TrainState
 
 
 def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.ndarray:
-    """The logits of inputs, float32 [B, T, V] of tokens or [B, C] of images.
+    """Return the logits of inputs, float32 [B, T, V] of tokens or [B, C] of images.
 
     Every device computes with all rows, split over `tensor` and `expert` alone: any number of rows
     is taken, and any length that the model's context has room for.
@@ -65,7 +65,7 @@ def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.nda
 
 
 def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
-    """The vector of each text, float32 [B, D], computed as `logits` is.
+    """Return the vector of each text, float32 [B, D], computed as `logits` is.
 
     Args:
       setup: the synchronous program.
@@ -158,7 +158,7 @@ def predict_vectors(
     *,
     again: bool,
 ) -> Iterator[RegressionOutput]:
-    """The numbers of each vector, prepared as in evaluation.
+    """Yield the numbers of each vector, prepared as in evaluation.
 
     Args:
       given: as of `vectors_of`.
@@ -213,7 +213,7 @@ def embed_texts(
     *,
     report: Callable[[str], object],
 ) -> Iterator[Embedding]:
-    """The embedding of each text, which neither padding nor the other texts change.
+    """Yield the embedding of each text, which neither padding nor the other texts change.
 
     Args:
       given: texts, or .txt files with one in each.
@@ -318,7 +318,7 @@ def token_names(model: TokenModel, tokenizer: Tokenizer) -> list[str]:
 
 
 def _mask(model: TokenModel, tokenizer: Tokenizer) -> int:
-    """The last token, as in training; of an imported model, which has no row next to its
+    """Return the last token, as in training; of an imported model, which has no row next to its
     tokenizer's tokens, the one that the tokenizer names."""
     if tokenizer.vocab_size < model.vocab_size:
         return model.vocab_size - 1

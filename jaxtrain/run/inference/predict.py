@@ -213,7 +213,7 @@ def _classes(
     report: Callable[[str], object],
     skip: Skip,
 ) -> Iterator[Prediction]:
-    """The likeliest classes."""
+    """Yield the likeliest classes."""
     classes = token_classes_of(model)
     if reads_images(model) and isinstance(data, ImageData):
         logits_of_parts = _of_images(given, model, data, logits, skip)
@@ -334,7 +334,7 @@ def _of_words(
     logits: Callable[[Any], np.ndarray],
     classes: int,
 ) -> _Request:
-    """Every word of every text is an example."""
+    """Return a request for every word of every text."""
     tokenizer, called = data.open_tokenizer(), list[str]()
     rows, positions = list[Batch](), list[tuple[int, int]]()
     for number, text in enumerate(texts_of(given, model)):
@@ -368,7 +368,7 @@ def _of_words(
 def _of_hidden(
     given: list[Given], model: TokenModel, data: TextSource, logits: Callable[[Any], np.ndarray]
 ) -> _Request:
-    """Every hidden token of every text is an example, the tokens are its classes."""
+    """Return a request for every masked token of every text; classes are tokens."""
     tokenizer = data.open_tokenizer()
     rows, called, masked = fill_masks(given, model, tokenizer)
 
@@ -443,7 +443,7 @@ def _logits_of_labels(
 
 
 def _images(source: Given) -> Iterator[Place | Image.Image]:
-    """The images of an input, none of them read yet."""
+    """Yield the images of an input, none of them read yet."""
     if isinstance(source, np.ndarray):
         raise UserError("predict: an array is no image; give files, or images of Pillow's")
     if isinstance(source, Image.Image):

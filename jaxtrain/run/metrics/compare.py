@@ -28,7 +28,7 @@ _SHOWN = 8
 
 
 def runs_in(folder: Path, file: str) -> list[Path]:
-    """The folders below this one that hold a file of runs, in order of their names.
+    """Return the folders below this one that hold a file of runs, in order of their names.
 
     Args:
       folder: a folder.
@@ -80,7 +80,7 @@ def plot(
     html: str | None = None,
     words: Sequence[str] = (),
 ) -> None:
-    """Prints a table of these runs' folders and draws them.
+    """Print a table of these runs and draw them.
 
     Args:
       console: where the table is printed.
@@ -124,7 +124,7 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, Place]]:
-    """Runs' folders: those that are named, and those in folders that hold runs."""
+    """Run' folders: those that are named, and those in folders that hold runs."""
     for folder in folders:
         workdir = place(folder)
         with path_errors(f"plot {folder}", needs="use a run's folder that can be read"):
@@ -150,7 +150,7 @@ def table(runs: Iterable[Run]) -> Table:
 
 
 def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """The last number of each metric; None where that was not finite."""
+    """Return the last number of each metric; None where that was not finite."""
     return {
         name: value
         for line in lines
@@ -228,8 +228,8 @@ def curve(
 
 
 def _metrics(runs: Iterable[Run]) -> list[str]:
-    """The objectives' metrics other than the loss: those of both training and evaluation lines,
-    and accuracies."""
+    """Return the objectives' metrics other than the loss: those of both training and evaluation
+    lines, and accuracies."""
     names = {name for run in runs for line in run.lines for name in line} - {"loss", "eval_loss"}
     found = (
         name

@@ -51,11 +51,11 @@ class EventFile:
         self._append(event(time.time(), purged, _bytes(7, _number(1, _STARTED))))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends the values of a step."""
+        """Append the values of a step."""
         self._append(event(time.time(), step, summary(values)))
 
     def close(self) -> None:
-        """Writes the rest; raises FullDiskError where it cannot."""
+        """Write the rest; raise FullDiskError where it cannot."""
         self._file.close()
 
     def _append(self, content: bytes) -> None:
@@ -79,12 +79,12 @@ def summary(values: Mapping[str, float]) -> bytes:
 
 
 def _bytes(field: int, content: bytes) -> bytes:
-    """A field that holds text or a message."""
+    """Return a field that holds text or a message."""
     return bytes([field << 3 | 2]) + _varint(len(content)) + content
 
 
 def _number(field: int, value: int) -> bytes:
-    """A field that holds a number, 0 or more."""
+    """Return a field that holds a number, 0 or more."""
     return bytes([field << 3]) + _varint(value)
 
 
@@ -147,7 +147,7 @@ class MetricsFiles:
         self._drawing: Future[None] | None = None
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends one line; infinities and NaN, which JSON does not have, become null."""
+        """Append one line; infinities and NaN, which JSON does not have, become null."""
         self._lines.append((json.dumps(strict(line), allow_nan=False) + "\n").encode())
         self._events.write(int(line["step"]), numbers_of(line))
         self._confusion = line.get(CONFUSION, self._confusion)
@@ -171,7 +171,7 @@ class MetricsFiles:
             )
 
     def close(self) -> None:
-        """Draws the last pictures and closes the files; more calls do nothing.
+        """Draw the last pictures and close the files; further calls do nothing.
 
         Raises:
           FullDiskError: a file could not be written to its end.
@@ -195,13 +195,13 @@ def _drawer() -> ThreadPoolExecutor:
 
 
 def class_names(facts: Mapping[str, Any]) -> list[str]:
-    """The names of the classes in what is known of the data; none where it does not say."""
+    """Return the names of the classes in what is known of the data; none where it does not say."""
     names = facts.get("class_names")
     return [] if names is None else str(names).split(", ")
 
 
 def strict(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line as JSON can have it: without infinities and NaN."""
+    """Return a line as JSON can have it: without infinities and NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
@@ -221,7 +221,7 @@ def _warn(sentence: str) -> None:
 
 
 def read_lines(file: Place, report: Report = _warn) -> list[dict[str, Any]]:
-    """All of `each_line`."""
+    """Return all of `each_line`."""
     return list(each_line(file, report))
 
 
@@ -308,6 +308,6 @@ def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
 
 
 def lines_of(folder: Place) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; none where there is no such file yet."""
+    """Return the lines of a run's metrics.jsonl; none where there is no such file yet."""
     file = folder / METRICS_FILE
     return read_lines(file) if file.exists() else []

@@ -65,7 +65,7 @@ class MetricsLog:
         guard: Guard | None = Guard(),  # noqa: B008 - frozen
         history: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Opens the log; the clock of the first step starts here.
+        """Open the log; the clock of the first step starts here.
 
         Args:
           workdir: the run's folder; None writes no files.
@@ -114,7 +114,7 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Closes it; where the run ends by an error, one of the files does not hide that."""
+        """Close it; where the run ends by an error, one of the files does not hide that."""
         try:
             self.close()
         except OSError:
@@ -128,7 +128,7 @@ class MetricsLog:
         return now - self._paused_seconds
 
     def later(self, step: int, metrics: Mapping[str, Any], *, tokens: int | None = None) -> None:
-        """Takes a dispatched step's metrics and waits for the step two before it, never for this.
+        """Take a dispatched step's metrics and wait for the step two before it, never for this.
 
         Args:
           step: number of optimizer steps done with this one.
@@ -148,7 +148,7 @@ class MetricsLog:
     def now(
         self, step: int, values: Mapping[str, Any], account: Mapping[str, Any] | None = None
     ) -> None:
-        """Writes an evaluation's line.
+        """Write an evaluation's line.
 
         Args:
           step: number of optimizer steps done.
@@ -171,7 +171,7 @@ class MetricsLog:
         return self.bad_steps - taken
 
     def flush(self) -> None:
-        """Waits for every dispatched step and writes what is due.
+        """Wait for every dispatched step and write what is due.
 
         Raises:
           BadStepError: a step, now read, is bad, and the run is to stop.
@@ -200,7 +200,7 @@ class MetricsLog:
             self._paused_seconds += 0.0 if before else paused
 
     def close(self) -> None:
-        """Writes what is due and the final loss.png, and gives the terminal back.
+        """Write what is due and the final loss.png, and give the terminal back.
 
         Raises:
           BadStepError: a step, now read, is bad, and the run is to stop.
@@ -216,7 +216,7 @@ class MetricsLog:
                 self._files.close()
 
     def _settle(self, dispatched: _Dispatched, *, last: bool = False) -> None:
-        """Waits for one step, writes its line if it has one, and does what the guard says of it.
+        """Wait for one step, write its line if it has one, and apply the guard.
 
         Vectors are looked at where they are written, and `last` anyway.
         """
@@ -327,7 +327,7 @@ class RunMetrics:
         workdir: Place | None,
         terminal: Console,
     ) -> None:
-        """Opens nothing.
+        """Open nothing.
 
         Args:
           config: the run's configuration.
@@ -346,7 +346,7 @@ class RunMetrics:
         return list(self.in_memory) if self._workdir is None else lines_of(self._workdir)
 
     def open(self, dataset: Dataset, first: int, last: int, *, guarded: bool = True) -> MetricsLog:
-        """The log of some steps, whose clock starts here.
+        """Return the log of some steps, whose clock starts here.
 
         Args:
           dataset: says what is counted, and what the loss is compared with.

@@ -40,11 +40,11 @@ class Service(Protocol):
     run: str | None
 
     def track(self, step: int, metrics: Mapping[str, float], /) -> None:
-        """Takes the numbers of one line; what it raises is tried again with the next ones."""
+        """Take the numbers of one line; what it raises is tried again with the next ones."""
         ...
 
     def close(self) -> None:
-        """Takes what it has not taken yet to its server."""
+        """Take what it has not taken yet to its server."""
         ...
 
 
@@ -141,7 +141,7 @@ _SERVICES: dict[str, Callable[..., Service]] = {"wandb": WandB, "mlflow": MLflow
 def open_service(
     settings: Tracker, run: str | None, *, folder: Path | None, named: str, config: str
 ) -> Service:
-    """The service that a run's settings name.
+    """Return the service that a run's settings name.
 
     Args:
       settings: which.
@@ -191,7 +191,7 @@ class Tracking:
         lines: list[dict[str, Any]],
         report: Callable[[str], None],
     ) -> None:
-        """Opens the service.
+        """Open the service.
 
         Args:
           service: opens it, given the name by which it knows the run; None for a new one.
@@ -224,7 +224,7 @@ class Tracking:
         self._thread.submit(self._give, step)
 
     def close(self) -> None:
-        """Waits until what was to be given away is, as far as the service takes it."""
+        """Wait until what was to be given away is, as far as the service takes it."""
         self._thread.shutdown()
         try:
             self._service.close()

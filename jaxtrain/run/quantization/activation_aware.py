@@ -111,8 +111,8 @@ READ = tuple(dict.fromkeys(_READ_BY.values()))  # the weights whose inputs are a
 def clip_weight(
     x_NI: jax.Array, weight_IO: jax.Array, *, group: int
 ) -> tuple[jax.Array, jax.Array]:
-    """A weight with each group of each output clipped, and the shares [G, O] of its range that are
-    left.
+    """Return a weight with each group of each output clipped, and the shares [G, O] of its range
+    that are left.
 
     Args:
       x_NI: what it reads on calibration text.
@@ -147,7 +147,7 @@ def clip(
     group: int,
     report: Callable[[str], None],
 ) -> None:
-    """Clips the weights of a Llama's layers in place, but for queries and keys.
+    """Clip the weights of a Llama's layers in place, but for queries and keys.
 
     Args:
       weights: its parameters by name, float32, the layers in their order.
@@ -187,7 +187,7 @@ class Readers:
 
 
 def scaling_groups(model: Model) -> tuple[Readers, ...]:
-    """The weights of a model's layers that can be scaled; none of a model that is no Llama.
+    """Return the weights of a model's layers that can be scaled; none of a model that is no Llama.
 
     What `out` reads are values, each of which serves several heads where queries are grouped: there
     it is unchanged.
@@ -209,7 +209,8 @@ def scaling_groups(model: Model) -> tuple[Readers, ...]:
 def best_scales(
     x_NI: jax.Array, weight_IO: jax.Array, *, group: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales s [I] of one weight, or of several side by side, and the alpha that made them.
+    """Return the scales s [I] of one weight, or of several side by side, and the alpha that made
+    them.
 
     Args:
       x_NI: what it reads on calibration text.
@@ -242,7 +243,7 @@ def scale(
     group: int,
     report: Callable[[str], None],
 ) -> None:
-    """Scales a model's weights in place; what it computes is the same but for rounding.
+    """Scale a model's weights in place; what it computes is the same but for rounding.
 
     Args:
       weights: its parameters by name, float32, the layers in their order.
@@ -276,7 +277,7 @@ def scale(
 def _of_layers(
     weights: Mapping[str, np.ndarray], seen_LNI: np.ndarray, one: Readers, group: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The scales [L, I] and the alphas [L] of all layers."""
+    """Return the scales [L, I] and the alphas [L] of all layers."""
     scales, alphas = [], []
     for layer, x_NI in enumerate(seen_LNI):
         side_by_side = [

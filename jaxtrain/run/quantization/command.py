@@ -67,7 +67,7 @@ _OPTIONS = SettingNames("--bits 4", "--group-size {}", "--bits 8")
 
 
 def quantize(arguments: argparse.Namespace) -> int:
-    """Makes the new run's folder: config.gin, a checkpoint, and what an import carried along."""
+    """Make the new run's folder: config.gin, a checkpoint, and what an import carried along."""
     bits, group, text = arguments.bits, arguments.group_size, arguments.calibrate
     for name, value in (("--group-size", group), ("--calibrate", text)):
         if bits == 8 and value is not None:
@@ -100,7 +100,7 @@ def write_quantized(
     text: str | None,
     report: Reporter,
 ) -> None:
-    """Writes the folder of the run with its layers' quantized weights.
+    """Write the folder of the run with its layers' quantized weights.
 
     Args:
       trainer: of the run.
@@ -167,7 +167,7 @@ def write_quantized(
 def _scale(
     trainer: Trainer, setup: Setup, params: nnx.State, group: int, text: str, report: Reporter
 ) -> nnx.State:
-    """The parameters with their weights scaled and clipped by what they read on a text."""
+    """Return the parameters with their weights scaled and clipped by what they read on a text."""
     sizes = token_model(trainer.config.train.model)
     of = scaling_groups(sizes)
     if not of:
@@ -195,7 +195,7 @@ def _scale(
 def _config(
     trainer: Trainer, weight_format: Literal["int8", "int4"], group: int, out: Place
 ) -> Config:
-    """The configuration of a run that only reads: of training nothing is left in it."""
+    """Return the configuration of a run that only reads: of training nothing is left in it."""
     config = trainer.config
     train = dataclasses.replace(config.train, start_from=None)
     if isinstance(train.objective, Distillation):

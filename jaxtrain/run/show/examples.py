@@ -27,7 +27,7 @@ MOST = 10  # of the commonest tokens
 
 
 def first_batch(train: Train, dataset: Dataset, rows: int, report: Callable[[str], None]) -> Batch:
-    """The first rows of the first step's batch, in its order and with its augmentation.
+    """Return the first rows of the first step's batch, in its order and with its augmentation.
 
     Raises:
       BadRecordError: more of them than Train.bad_records allows cannot be read.
@@ -47,7 +47,7 @@ def first_batch(train: Train, dataset: Dataset, rows: int, report: Callable[[str
 def show_examples(
     batch: Batch, dataset: Dataset, count: int, report: Callable[[str], None]
 ) -> None:
-    """Prints the first `count` rows of a batch: text by its documents, with the row drawn."""
+    """Print the first `count` rows of a batch: text by its documents, with the row drawn."""
     for row in range(min(count, len(batch.inputs))):
         example = Batch(*(None if leaf is None else leaf[row] for leaf in vars(batch).values()))
         if dataset.unit in ("images", "vectors"):
@@ -67,7 +67,7 @@ def show_examples(
 
 
 def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -> None:
-    """Prints what a batch of text is made of: padding, documents per row, its commonest tokens."""
+    """Print what a batch of text is made of: padding, documents per row, its commonest tokens."""
     ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
     size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
     fractions = [
@@ -94,7 +94,7 @@ def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -
 
 
 def draw_row(example: Batch) -> list[str]:
-    """A row of text in lines of at most WIDTH signs, of some tokens each.
+    """Return a row of text in lines of at most WIDTH signs, of some tokens each.
 
     A letter for each document, a dot for padding; where targets count, '#', where of a sign's some
     do, '+'. Rows without documents of their own, all of whose targets count, are not drawn.
@@ -145,7 +145,7 @@ def _tokens(example: Batch) -> str:
 
 
 def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
-    """The text of a row; of one with several documents each below a line that says which."""
+    """Return the text of a row; of one with several documents each below a line that says which."""
     ids, segments = example.inputs, example.segment_ids
     if tokenizer is None or segments is None or segments.max() <= 1:
         return [_text(_real(ids, segments), tokenizer)]
@@ -168,7 +168,7 @@ def _place(example: Batch, positions: np.ndarray) -> int:
 
 
 def _real(ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """The tokens that are no padding."""
+    """Return the tokens that are no padding."""
     return ids.reshape(-1) if segment_ids is None else ids[segment_ids > 0]
 
 

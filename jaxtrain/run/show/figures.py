@@ -28,7 +28,7 @@ class Picture(Figure):
         FigureCanvasAgg(self)
 
     def png(self) -> bytes:
-        """The bytes of a PNG file."""
+        """Return the bytes of a PNG file."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
@@ -47,7 +47,7 @@ _REFERENCE_STYLES = ("--", ":", "-.")
 def loss_figure(
     lines: Iterable[Mapping[str, Any]], yardstick: "Yardstick | None" = None
 ) -> Picture:
-    """The loss and the objective's other metrics over steps, a panel each.
+    """Return the loss and the objective's other metrics over steps, a panel each.
 
     Args:
       lines: the objects of metrics.jsonl; those whose value is null leave a gap.

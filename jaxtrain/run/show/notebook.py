@@ -61,7 +61,7 @@ def parameter_picture(state: TrainState, name: str) -> "Picture":
 
 
 def parts_of(array: jax.Array) -> dict[Bounds, list[int]]:
-    """The parts that an array is cut into, in order, and the devices that hold each."""
+    """Return the parts that an array is cut into, in order, and the devices that hold each."""
     parts: dict[Bounds, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         cut = zip(index, array.shape, strict=True)
@@ -71,7 +71,8 @@ def parts_of(array: jax.Array) -> dict[Bounds, list[int]]:
 
 
 def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Picture":
-    """The array as a rectangle, cut as its sharding cuts it, in each part its devices' numbers.
+    """Return the array as a rectangle, cut as its sharding cuts it, in each part its devices'
+    numbers.
 
     Two dimensions are drawn, those that are cut first; further ones that are cut become panels, and
     what is whole in every part is said in the title.

@@ -122,7 +122,7 @@ class Display:
 
 
 def quantity(number: float) -> str:
-    """A number in three or four figures: 950, 41.2k, 1.3M."""
+    """Return a number in three or four figures: 950, 41.2k, 1.3M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.1f}{letter}"
@@ -137,7 +137,7 @@ def clock(seconds: float) -> str:
 
 
 def print_lines(console: Console, *lines: str) -> None:
-    """Prints lines as they are: a log file's are not cut to a terminal's width."""
+    """Print lines as they are: a log file's are not cut to a terminal's width."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -155,7 +155,7 @@ def on_first_process(console: Console) -> Callable[[str], None]:
 
 
 def quiet() -> Console:
-    """A console that prints nothing."""
+    """Return a console that prints nothing."""
     return Console(file=open(os.devnull, "w"))  # noqa: SIM115 - lives as long as the console
 
 

@@ -36,7 +36,7 @@ _NO_WAIT = Unfreezing()
 
 
 def human_bytes(count: float) -> str:
-    """A byte count in binary units, such as '1.5 MiB'."""
+    """Return a byte count in binary units, such as '1.5 MiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -52,7 +52,7 @@ def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 
 def parameters(state: TrainState) -> dict[str, tuple[jax.Array, tuple[str, ...]]]:
-    """Every parameter by its name: the array, and what its dimensions mean."""
+    """Return every parameter by its name: the array, and what its dimensions mean."""
     named = by_name(state.params) | by_name(state.frozen)
     return {name: (one.get_value(), logical_axes(one)) for name, one in named.items()}
 
@@ -83,7 +83,7 @@ def _part(part: str | tuple[str, ...] | None) -> str:
 
 
 def parameter_table(state: TrainState, waits: Unfreezing = _NO_WAIT) -> Table:
-    """Every parameter: shape, logical axes, sharding, bytes per device; and, where some
+    """Return every parameter: shape, logical axes, sharding, bytes per device; and, where some
     are not, whether it is trained, or from which step on."""
     rows, trained = parameter_rows(state), by_name(state.params)
     shows_trained = bool(by_name(state.frozen)) or bool(waits.steps)
@@ -116,7 +116,7 @@ def _when(waits: Unfreezing, name: str, param: Any) -> str:
 
 
 def group_table(state: TrainState, optimizer: Optimizer) -> Table:
-    """Every parameter: its role, its part of the learning rate, its decay."""
+    """Return every parameter: its role, its part of the learning rate, its decay."""
     table = Table(title="Groups", title_justify="left")
     for column in ("name", "role", "learning rate", "decay"):
         table.add_column(column, overflow="fold")
@@ -143,7 +143,7 @@ def _layers(part: Part) -> str:
 def show_parameters(
     console: Console, state: TrainState, optimizer: Optimizer, waits: Unfreezing
 ) -> None:
-    """Prints the parameter table, that of groups if there are some, and what the state takes on
+    """Print the parameter table, that of groups if there are some, and what the state takes on
     each device."""
     console.print(parameter_table(state, waits))
     if optimizer.learning_rates or optimizer.weight_decays:
@@ -162,12 +162,12 @@ def show_parameters(
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-    """The axes above 1: "fsdp=8 x tensor=4"."""
+    """Return the axes above 1: "fsdp=8 x tensor=4"."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one device"
 
 
 def show_mesh(console: Console, layout: Layout) -> None:
-    """Prints the mesh's axes and the order of its devices."""
+    """Print the mesh's axes and the order of its devices."""
     mesh = layout.mesh
     assert isinstance(mesh, jax.sharding.Mesh)
     axes = format_mesh(mesh.shape)
@@ -190,14 +190,14 @@ def show_mesh(console: Console, layout: Layout) -> None:
 
 
 def show_attention(console: Console, choice: Choice | None) -> None:
-    """Prints which attention kernel runs, and why; nothing for a model without attention."""
+    """Print which attention kernel runs, and why; nothing for a model without attention."""
     if choice is not None:
         text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
         print_lines(console, text)
 
 
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
-    """Prints how many layers each stage of the pipeline has, of each of the model's stacks."""
+    """Print how many layers each stage of the pipeline has, of each of the model's stacks."""
     layers = ", ".join(map(str, stages.cut))
     twice = "; twice around, through the encoder and the decoder" * (stacks > 1)
     padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
@@ -215,7 +215,7 @@ def show_run(
     dataset: Dataset,
     state: TrainState,
 ) -> None:
-    """Prints mesh, attention's kernel, stages, data and parameters of a run."""
+    """Print mesh, attention's kernel, stages, data and parameters of a run."""
     show_mesh(console, setup.layout)
     show_attention(console, attention)
     if setup.stages is not None:
@@ -229,13 +229,13 @@ def show_run(
 
 
 def show_config(console: Console, gin_text: str) -> None:
-    """Prints the resolved configuration of a run."""
+    """Print the resolved configuration of a run."""
     console.print("Configuration (saved as config.gin):")
     console.print(escape(gin_text), highlight=False, soft_wrap=True)
 
 
 def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
-    """Prints the settings that differ from their defaults, or all of them."""
+    """Print the settings that differ from their defaults, or all of them."""
     if verbose:
         show_config(console, config.to_gin())
         return
@@ -246,7 +246,7 @@ def show_own_config(console: Console, config: Config, *, verbose: bool) -> None:
 
 
 def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> None:
-    """Prints what is known of the data, and which files and records of it are left out."""
+    """Print facts of the data, and which files and records are skipped."""
     parts = [f"{name} {_fact(value)}" for name, value in facts.items() if name not in SENTENCES]
     prefix = f"{', '.join(parts)}; " if parts else ""
     console.print(f"Data: {prefix}sha256 {digest[:16]}", soft_wrap=True)
@@ -254,7 +254,7 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
 
 
 def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
-    """Prints the sources of a mixture: what they have, their shares, epochs at the run's end."""
+    """Print the sources of a mixture: what they have, their shares, epochs at the run's end."""
     mixing = dataset.mixing
     if mixing is None:
         return
@@ -290,7 +290,7 @@ def _fact(value: object) -> str:
 def show_checkpoint(
     console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
 ) -> None:
-    """Prints a checkpoint's step, versions, configuration and arrays."""
+    """Print a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in extra["versions"].items())
     console.print(f"Format {extra['format']}, written with {versions}", soft_wrap=True)

@@ -98,7 +98,8 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
 
 
 def _parse_settings(settings: Mapping[str, Any], *, length: int) -> tuple[int, list[str], Sampling]:
-    """The greatest length of an answer, the strings that end it, and how its tokens are drawn."""
+    """Return the greatest length of an answer, the strings that end it, and how its tokens are
+    drawn."""
     for name in settings:
         if name not in _READ:
             raise UserError(

@@ -69,7 +69,7 @@ class Score:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, *, length: int) -> Pair:
-    """The tokens of a continuation after a context, as lm-eval takes them.
+    """Return the tokens of a continuation after a context, as lm-eval takes them.
 
     White space at the context's end goes to the continuation; both are tokenized together, and what
     is beyond the context's own tokens is the continuation's. An empty context is the end-of-text
@@ -209,7 +209,7 @@ class Task:
 
 
 def read_task(path: str) -> Task:
-    """The task of a file of JSON lines.
+    """Return the task of a file of JSON lines.
 
     Each line has a `prompt`, and either `choices` and `answer` (the number of the right one, from
     0, or its text) or a `target`; all lines are of one kind.
@@ -249,7 +249,7 @@ def _choice(record: Record) -> Question:
 
 
 def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> list[Pair]:
-    """Every continuation of a task after its context, question by question.
+    """Return every continuation of a task after its context, question by question.
 
     Args:
       task: the task.
@@ -320,7 +320,7 @@ def _standard_error(values: Sequence[float]) -> float | None:
 
 
 def evaluate_tasks(arguments: argparse.Namespace) -> int:
-    """Prints what a trained language model's answers are worth."""
+    """Print what a trained language model's answers are worth."""
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size {arguments.batch_size}: use at least 1")
     tasks = [read_task(path) for path in arguments.tasks]

@@ -86,7 +86,7 @@ _NORM_EPS = 1e-5  # of PyTorch's batch norms; config.json never sets another
 
 
 def _convolution_and_norm(theirs: str, ours: str) -> Iterator[Name]:
-    """A convolution and its batch norm."""
+    """Yield a convolution and its batch norm."""
     yield Name(f"{theirs}.convolution.weight", f"{ours}/kernel", "HWCD->DCHW")
     for there, here in _NORM.items():
         yield Name(f"{theirs}.normalization.{there}", f"{ours}/{here}", "D->D")

@@ -150,7 +150,7 @@ _UNSAID_ROPE = {
 
 
 def _read_balance(config: ConfigFile) -> dict[str, Any]:
-    """The published 0.9 is unused there, unless router logits are requested."""
+    """Return the published 0.9 is unused there, unless router logits are requested."""
     weight = config.number("router_aux_loss_coef", 0.001)
     return {"balance_weight": weight if config.flag("output_router_logits", False) else 0.0}
 

@@ -29,7 +29,7 @@ def pack_codes(codes_IO: np.ndarray) -> np.ndarray:
 
 
 def unpack_codes(packed_IP: np.ndarray) -> np.ndarray:
-    """The codes uint8 [in, out] of int32 [in, out / 8]."""
+    """Return the codes uint8 [in, out] of int32 [in, out / 8]."""
     found = np.empty((*packed_IP.shape, len(ORDER)), np.uint8)
     words = np.ascontiguousarray(packed_IP).view(np.uint32)
     for index, number in enumerate(ORDER):
@@ -60,7 +60,7 @@ class AwqTensor:
         return self.scales.shape[1], self.codes.shape[0]
 
     def open(self) -> np.ndarray:
-        """The dequantized values, float32 [out, in]."""
+        """Return the dequantized values, float32 [out, in]."""
         scales_GO = np.asarray(self.scales.open()).astype(np.float32)
         group = self.codes.shape[0] // len(scales_GO)
         codes_GSO = unpack_codes(self.codes.open()).reshape(len(scales_GO), group, -1)

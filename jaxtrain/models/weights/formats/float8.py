@@ -45,7 +45,7 @@ class Float8Tensor:
         return self.codes.shape
 
     def open(self) -> np.ndarray:
-        """The matrix in float32."""
+        """Return the matrix in float32."""
         rows, columns = self.block
         codes = np.memmap(self.codes.file, jnp.float8_e4m3fn, "r", self.codes.begin, self.shape)
         out = codes.astype(np.float32)

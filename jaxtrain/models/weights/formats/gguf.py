@@ -120,7 +120,7 @@ class GgufTensor:
         return "F32"
 
     def open(self) -> np.ndarray:
-        """The tensor as float32."""
+        """Return the tensor as float32."""
         form, size, floats = _kind(self.kind)
         blocks = np.memmap(self.file, form, "r", self.begin, math.prod(self.shape) // size)
         values = floats(blocks).reshape(self.shape)
@@ -198,7 +198,7 @@ class GgufFile:
         return read_otherwise(self._read[0])
 
     def tensors(self) -> dict[str, GgufTensor]:
-        """Every tensor by its name in a Hugging Face folder."""
+        """Return every tensor by its name in a Hugging Face folder."""
         heads = {
             "self_attn.q_proj": self.content["num_attention_heads"],
             "self_attn.k_proj": self.content["num_key_value_heads"],
@@ -223,7 +223,7 @@ class _Reader:
         self._file, self._stream, self._size = file, stream, file.stat().st_size
 
     def everything(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-        """The key-value pairs, and the tensors."""
+        """Return the key-value pairs, and the tensors."""
         if self._stream.read(4) != MAGIC or self._number("I") not in (2, 3):
             raise ValueError("it does not begin as one of version 2 or 3")
         count, pairs = self._count(), self._count()

@@ -250,7 +250,7 @@ def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> 
 
 
 def _rope_scaling(config: ConfigFile) -> dict[str, Any] | None:
-    """A factor without a type is linear, and 0 means none."""
+    """Return the rope_type of a factor: without a type it is linear, and 0 means none."""
     factor = config.number("rope.scaling.factor", config.number("rope.scale_linear", 0.0))
     kind = config.content.get("rope.scaling.type") or "linear"
     config.only("rope.scaling.type", ["none", "linear", "yarn"], default="linear")

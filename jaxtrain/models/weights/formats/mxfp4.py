@@ -45,7 +45,7 @@ class Mxfp4Tensor:
         return matrices, blocks * _IN_A_BLOCK, columns
 
     def open(self) -> np.ndarray:
-        """The matrices in bfloat16."""
+        """Return the matrices in bfloat16."""
         out = np.empty((*self.scales.shape, _IN_A_BLOCK), jnp.bfloat16)
         blocks, scales = (
             np.memmap(one.file, np.uint8, "r", one.begin, one.shape)

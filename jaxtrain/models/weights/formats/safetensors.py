@@ -57,7 +57,7 @@ class Tensor:
         return math.prod(self.shape) * _BITS[self.dtype] // 8
 
     def open(self) -> np.ndarray:
-        """The tensor, memory-mapped: only the parts that are used are read.
+        """Return the tensor, memory-mapped: only the parts that are used are read.
 
         The mapping is released with its last view, so that read pages do not stay in memory.
         """
@@ -163,5 +163,5 @@ def itemsize(dtype: str) -> int:
 
 
 def raw(tensor: np.ndarray) -> Any:
-    """The bytes of a tensor in file order, as a buffer."""
+    """Return the bytes of a tensor in file order, as a buffer."""
     return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
