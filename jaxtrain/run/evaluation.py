@@ -38,7 +38,7 @@ class Evaluation:
         Args:
           step: whose states are evaluated.
           compiler_options: of XLA, by name.
-          phases: what this process is doing.
+          phases: of this process.
         """
         self._step, self._phases = step, phases
         self._eval_step = jax.jit(step.setup.eval_step, compiler_options=compiler_options)

@@ -125,7 +125,7 @@ class Loop:
       metrics: the lines of all steps so far, and logs of the next ones.
       tracking: who else takes the metrics, of lines that survive a resume.
       report: called with each line to print.
-      next_batch: the number of the batch that the next step takes.
+      next_batch: index of the next step's batch.
       steps_done: optimizer steps taken, known without asking the device.
     """
 

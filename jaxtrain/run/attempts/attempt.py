@@ -9,16 +9,16 @@ from jaxtrain.run.attempts.signals import stop_signals
 from jaxtrain.run.cluster.cluster import Peers
 from jaxtrain.run.phases import Phases
 
-# A reason to stop that is no preemption: nobody sees what the same command would print again.
+# A reason to stop that is not a preemption: a restart's output would also go nowhere.
 OUTPUT_CLOSED = "closed standard output"
 
 
 class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
-    """Somebody asked the run to stop; everything up to `step` is saved.
+    """The run was requested to stop; everything up to `step` is saved.
 
     Attributes:
       step: optimizer steps done.
-      is_failure: whether whoever runs it should look: its standard output was closed.
+      is_failure: whether this needs attention: its standard output was closed.
     """
 
     def __init__(self, step: int, reason: str) -> None:
@@ -29,18 +29,18 @@ class Preempted(Exception):  # noqa: N818 - an orderly end, not an error
 
 
 class Attempt:
-    """One start of a run.
+    """One attempt of a run.
 
     Attributes:
-      number: which start of the same run this is, from 1.
+      number: index of this attempt of the run, from 1.
       phases: what the process is doing.
       goodput: where the time of the run goes.
-      may_write: raises where the run's folder belongs to a later attempt by now.
+      may_write: raises if the run's folder belongs to a later attempt by now.
       folder: the run's folder; None: the trainer opens its own.
-      step: optimizer steps done, as the trainer says.
-      has_begun: whether there is a trainer: its configuration was not rejected.
-      at_end: what waits for the other processes at an orderly end, and is left out where one of
-        them failed or is gone.
+      step: optimizer steps done, set by the trainer.
+      has_begun: whether there is a trainer, so that its configuration was accepted.
+      at_end: waits for the other processes at a clean exit; skipped if one of
+        them failed or is lost.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Attempt:
         return self._peers.process_id == 0
 
     def stop_reason(self) -> str | None:
-        """Before a step or a batch of an evaluation: why the run stops here, or None.
+        """Return the reason to stop before this step or evaluation batch, or None.
 
         Each process asks at the same points, so that all stop at the same one.
         """
@@ -86,10 +86,10 @@ class Attempt:
 
     @contextlib.contextmanager
     def listening(self, stop_now: Callable[[], None] | None = None) -> Iterator[None]:
-        """While signals are requests to stop; inside another such `with` it does nothing.
+        """Turn signals into requests to stop, within the context; nested uses do nothing.
 
         Args:
-          stop_now: what a second Ctrl-C does, from another thread; None: it interrupts.
+          stop_now: called from another thread at a second Ctrl-C; None: KeyboardInterrupt.
         """
         if self._listening:
             yield

@@ -31,8 +31,8 @@ from jaxtrain.run.metrics.tracking import POSITION_FILES
 from jaxtrain.run.phases import Activity, Phases
 from jaxtrain.training.settings import Config
 
-SILENCE_SECONDS = 30.0  # after which a process that says nothing is lost
-TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process ends
+SILENCE_SECONDS = 30.0  # after which a silent process is lost
+TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process exits
 TOKEN_FILE = "token"  # in attempts/: fetched files of a run's folder are next to it
 GOODPUT_FILE, GOODPUT_PICTURE = "goodput.json", "goodput.png"
 
@@ -41,21 +41,22 @@ Reporter = Callable[[str], None]
 
 @contextlib.contextmanager
 def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> Iterator[Attempt]:
-    """Everything around the training of one attempt; leaving it records how it ended.
+    """Context of one attempt of training; leaving it records how it ended.
 
-    Finds and joins the other processes, takes the run's folder, watches the phases, and turns
+    It detects and joins the other processes, locks the run's folder, starts the watchdog, and turns
     signals, maintenance notices and the end of a supervisor into one request to stop. A process
-    that stalls or is lost ends the attempt in all processes, their stacks and the reason on disk.
+    that stalls or is lost ends the attempt in all processes; their stacks and the reason are on
+    disk.
 
     Args:
       config: the run's configuration.
       workdir: the run's folder.
-      flags: what the command line says about the processes.
+      flags: the command line's cluster options.
       report: called with each line to print.
 
     Raises:
-      UserError: the folder is in use, another program's, cannot be made or written, or is in no
-        bucket that lets us, or the processes do not fit together.
+      UserError: the folder is in use, another program's, cannot be created or written, or is in a
+        bucket without permission, or the processes disagree.
       BucketError: the bucket cannot be reached.
       ClusterError: a process is missing.
     """
@@ -167,13 +168,13 @@ def _fence(lock: RunLock) -> Callable[[], None]:
 
 
 def _leave_superseded(superseded: Superseded) -> NoReturn:
-    """End this process without a word in the folder, which belongs to another attempt."""
+    """End this process without writing to the folder, which belongs to another attempt."""
     _leave(f"{superseded}: this process ends, nothing more is written")
 
 
 def _leave(line: str) -> NoReturn:
-    # No exception: other threads may wait indefinitely, and JAX's own shutdown waits for peers.
-    with contextlib.suppress(OSError):  # a terminal that is gone
+    # Not an exception: other threads may wait indefinitely, and JAX's own shutdown waits for peers.
+    with contextlib.suppress(OSError):  # a closed terminal
         # A progress bar hides the cursor, and redirects what is written past it.
         if sys.__stdout__ is not None:
             sys.__stdout__.write("\x1b[?25h\n" * sys.__stdout__.isatty())
@@ -185,9 +186,9 @@ def _leave(line: str) -> NoReturn:
 
 
 def _give_back(lock: RunLock, is_new: bool) -> None:
-    """Release the lock; a folder that was made for it alone goes too."""
+    """Release the lock, and remove a folder that was created for it alone."""
     lock.release()
-    with contextlib.suppress(OSError):  # a folder that is away
+    with contextlib.suppress(OSError):  # a folder that is unavailable
         left = {path.name for path in lock.workdir.iterdir()}
         if is_new and left <= {records.ATTEMPTS_FOLDER, sealing.FOLDER}:
             with contextlib.suppress(FileNotFoundError):
@@ -215,22 +216,22 @@ class _End:
         phase, step, seconds, _ = self._phases.activity()
         return {"phase": phase, "step": step, "seconds": round(seconds, 3)}
 
-    # -- ends found by other threads --------------------------------------------------------------
+    # -- failures detected by other threads ------------------------------------------------------
 
     def report_lost(
         self, process: int, host: str, why: str, table: dict[int, dict[str, Any]]
     ) -> None:
-        """Another process is gone or silent."""
+        """Report that another process is lost or silent."""
         doing = table.get(process, {})
         last = f"; it was last in {doing.get('phase')}, step {doing.get('step')}"
         self._abort(f"process {process} (host {host}) is lost: {why}{last if doing else ''}")
 
     def report_failed(self, process: int, host: str, reason: str) -> None:
-        """Another process said why it ends."""
+        """Report that another process failed, with its reason."""
         self._abort(f"process {process} (host {host}) failed: {reason}")
 
     def report_stalled(self, activity: Activity, deadline: float) -> None:
-        """This process makes no progress."""
+        """Report that this process makes no progress."""
         message = (
             f"stalled in {activity.phase}, step {activity.step}: no progress for "
             f"{activity.seconds:.0f} s (its deadline is {deadline:.0f} s)"
@@ -244,7 +245,7 @@ class _End:
         self._abort(f"{message}{behind}" if mine else str(cause))
 
     def report_interrupted(self) -> None:
-        """A second Ctrl-C: whoever sits there does not want to wait."""
+        """Report a second Ctrl-C: stop without saving."""
         step = self._attempt.step
         when = f"after step {step}" if step else "before the first step"
         message = f"stopped by a second Ctrl-C {when}, without saving"
@@ -253,7 +254,7 @@ class _End:
         self._abort(message if mine else str(cause), with_stacks=False)
 
     def _behind(self) -> str:
-        """Which process has come less far than the others, in words."""
+        """Name the processes that are behind the others."""
         rows = self._peers.table()
         steps = {process: row.get("step", 0) for process, row in rows.items()}
         least = min(steps.values(), default=0)
@@ -266,10 +267,10 @@ class _End:
         return f"; behind the others, at step {least}: {text}"
 
     def _abort(self, reason: str, *, with_stacks: bool = True) -> None:
-        """From another thread: stacks and reason on disk, then the end of the process."""
+        """From another thread: write stacks and reason to disk, then end the process."""
         if not self._once.acquire(blocking=False):
-            return  # the first to come ends the process, and may wait for this thread
-        # Not indefinitely: the disk or bucket may be what hangs.
+            return  # the first caller ends the process, and may wait for this thread
+        # With a timeout: the disk or bucket may be what hangs.
         traces = (reason, with_stacks)
         writer = threading.Thread(target=self._leave_traces, args=traces, daemon=True)
         writer.start()
@@ -289,7 +290,7 @@ class _End:
     # -- the end of the main thread ---------------------------------------------------------------
 
     def orderly(self) -> None:
-        """Finish what waits for the other processes."""
+        """Finish the work that waits for the other processes."""
         for finish in self._attempt.at_end:
             finish()
 
@@ -297,11 +298,11 @@ class _End:
         """Write exit.json, and report a failure to the other processes.
 
         Returns:
-          The first cause in any process, where this one's error only follows from it.
+          It reports the first cause in any process, if this one's error only follows from it.
         """
         if not self._once.acquire(blocking=False):
             threading.Event().wait()
-        # First: whoever reads exit.json may take the machine away.
+        # First: a reader of exit.json may shut the machine down.
         self._run_folder.push_or_report()
         if isinstance(error, Preempted):
             self._peers.goodbye()
@@ -312,9 +313,9 @@ class _End:
             reason = str(error) or type(error).__name__
             cause = self._peers.report_failure(reason)
             is_other = cause.process_id != self._peers.process_id
-            # Where the configuration was rejected nothing was started, and nothing is written.
+            # If the configuration was rejected, nothing was started, and nothing is written.
             if self._attempt.has_begun:
-                # Where the folder is what failed, the error says so.
+                # If the folder itself failed, the error says so.
                 with contextlib.suppress(OSError):
                     self._write_exit("failed", str(cause) if is_other else reason)
             if is_other:
@@ -322,7 +323,7 @@ class _End:
         return None
 
     def _write_exit(self, status: str, reason: str) -> None:
-        """By process 0; by the first of the others where that one is lost."""
+        """Written by process 0, or by the first of the others if that one is lost."""
         cause = self._peers.cause
         lost = cause.process_id if cause is not None and cause.what == "lost" else None
         writer = 1 if lost == 0 else 0

@@ -1,9 +1,9 @@
 """The run's folder as one process writes it: directly, or mirrored to a bucket.
 
 Objects in a bucket cannot be appended to, and a request takes as long as a step may. So metrics,
-event files, pictures and stacks are written into a folder on this machine and what has changed is
-pushed: before a checkpoint is sealed, after evaluations and at the end. What says who may write and
-how an attempt ended (`records`) and the checkpoints themselves go to the bucket
+event files, figures and stacks are written to a local folder, and changed files are
+pushed: before a checkpoint is sealed, after evaluations and at the end. Records of ownership and
+exits (`records`) and the checkpoints themselves go to the bucket
 directly.
 """
 
@@ -19,16 +19,16 @@ from jaxtrain.config.files import full_disk, remove_tree, sync
 
 
 def nothing() -> None:
-    """Let everything be written: the folder of a run that nobody else can have."""
+    """Allow all writes: the folder of a run without other attempts."""
 
 
 class LostFolderError(RuntimeError):
-    """A run's folder was taken from under the run: no permission any more, a dead disk."""
+    """A run's folder became unavailable: no permission any more, a dead disk."""
 
 
 @contextlib.contextmanager
 def explain_folder_errors(workdir: Place) -> Iterator[None]:
-    """Around a run: what the system rejects in its folder becomes a sentence."""
+    """Turn system errors in a run's folder into a message, within the context."""
     try:
         yield
     except OSError as error:
@@ -48,7 +48,7 @@ class RunFolder:
 
     Attributes:
       workdir: the run's folder.
-      local: where this process writes: the same, or for a bucket a folder of its own, so that two
+      local: where this process writes: the same, or for a bucket a separate folder, so that two
         processes of one machine never share one.
     """
 
@@ -64,9 +64,9 @@ class RunFolder:
 
         Args:
           workdir: the run's folder.
-          pull: names of files that earlier attempts wrote and this one goes on with.
-          may_write: raises or exits where the run's folder belongs to a later attempt by now.
-          report: called with a line about what could not be pushed.
+          pull: names of files of earlier attempts that this one continues.
+          may_write: raises or exits if the run's folder belongs to a later attempt by now.
+          report: called with a line about files that could not be pushed.
 
         Raises:
           BucketError: a file cannot be pulled.
@@ -87,7 +87,7 @@ class RunFolder:
             self._pull(workdir / name)
 
     def push(self) -> None:
-        """Copy to the bucket what has changed; return when it is there.
+        """Copy changed files to the bucket; return when they are there.
 
         Raises:
           BucketError: something could not be copied.
@@ -95,7 +95,7 @@ class RunFolder:
         if not isinstance(self.workdir, BucketPath):
             return
         with self._lock:
-            # Before the content is read: what is written meanwhile is pushed again.
+            # Before the content is read: files written meanwhile are pushed again.
             now = _stamps(self.local)
             changed = [path for path, stamp in now.items() if self._pushed.get(path) != stamp]
             if not changed:
@@ -105,11 +105,11 @@ class RunFolder:
             self._pushed.update({path: now[path] for path in changed})
 
     def secure(self) -> None:
-        """Before a checkpoint is sealed: brings what has to be there with it into the bucket, or
-        out of the system's memory onto the disk, where a machine that goes leaves it.
+        """Before a checkpoint is sealed: copy the files that belong to it to the bucket, or
+        flush them to disk, so that they survive the machine.
 
         Raises:
-          OSError: the bucket or the disk does not take it.
+          OSError: the bucket or the disk rejects them.
         """
         self.push()
         if not isinstance(self.workdir, BucketPath):
@@ -123,7 +123,7 @@ class RunFolder:
             self._pushing = self._thread.submit(self.push_or_report)
 
     def close(self) -> None:
-        """Push the rest and remove the folder on this machine; keep it where that fails."""
+        """Push the rest and remove the local folder; keep it if that fails."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -132,7 +132,7 @@ class RunFolder:
             remove_tree(self.local)
 
     def push_or_report(self) -> bool:
-        """Push; False, and a line, where the bucket does not take it."""
+        """Push; return False, with a report, if the bucket rejects it."""
         try:
             self.push()
         except OSError as error:
@@ -157,7 +157,7 @@ class RunFolder:
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
-    """When each file was last written, and its size; left out: empty ones, and half of one."""
+    """Return modification time and size of each file, except empty and partial ones."""
     found = {}
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
@@ -168,7 +168,7 @@ def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
-    """Return the folder of a run that has no attempt of the command line's.
+    """Return the folder of a run without a command-line attempt.
 
     Raises:
       UserError: another process is writing there, or the bucket cannot be reached.

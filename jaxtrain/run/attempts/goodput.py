@@ -1,7 +1,7 @@
 """Goodput: accounting of productive and lost time over all attempts of a run.
 
-Goodput is the share of the time that went into optimizer steps whose result was kept. All seconds
-come from the phases' monotonic clock; the wall clock only says how long the run was down between
+Goodput is the fraction of the time spent on optimizer steps whose result was kept. All seconds
+come from the phases' monotonic clock; the wall clock is used only for the time down between
 two attempts.
 """
 
@@ -44,12 +44,12 @@ CAUSES = {
     "idle": "between the phases",
 }
 
-# Above this many points every second one of the older half goes: a file that grows with the run
-# would be written ever more slowly. Between points seconds are taken to be alike for each step.
+# Above this many points every second one of the older half is dropped: a file that grows with the
+# run would be written ever more slowly. Between points all steps are assumed to take equal time.
 _MAX_POINTS = 1000
 _MAX_BARS = 16
 
-# Distinguished by lightness and hatching, so that a greyscale print can be read.
+# Distinguished by lightness and hatching, so that grayscale prints are readable.
 _COLUMNS = 3  # of the legend
 _FACES = ("0.85", "white", "0.6", "0.95", "0.4", "white", "0.75", "0.2", "white", "0.5", "1", "0.9")
 _HATCHES = ("", "///", "...", "xxx", "", "...", "\\\\\\", "", "+++", "xxx", "", "---")
@@ -64,8 +64,8 @@ class Account:
         one that is absent took no time. The time down before an attempt is that attempt's.
       points: (step, productive seconds up to it), both growing: what is moved to `replay` when a
         later attempt resumes at a step.
-      recorded_at: the wall clock when this was recorded; None where the run had then come to its
-        end, so that the time until somebody goes on with it is no loss.
+      recorded_at: the wall clock when this was recorded; None if the run had then reached its
+        end, so that the time until it is resumed is not a loss.
     """
 
     attempts: tuple[Mapping[str, float], ...]
@@ -153,7 +153,7 @@ class Account:
         axes.spines[["top", "right"]].set_visible(False)
         handles, causes = axes.get_legend_handles_labels()
         if handles:
-            # A legend fills its columns one after the other; it is read line by line.
+            # A legend fills columns first, but is read by rows.
             order = [n for column in range(_COLUMNS) for n in range(column, len(causes), _COLUMNS)]
             figure.legend(
                 [handles[n] for n in order], [CAUSES[causes[n]] for n in order],
@@ -198,7 +198,7 @@ def read_account(file: Path) -> Account | None:
 
 
 class Goodput:
-    """The account of a run while one attempt goes on."""
+    """Account of a run during one attempt."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Goodput:
         self._wall_clock = wall_clock
         # Mutable copies: resuming moves seconds of earlier attempts from step to replay.
         self._earlier = [dict(a) for a in previous.attempts] if previous else []
-        self._moved: dict[str, float] = {}  # what the current attempt's causes differ from phases
+        self._moved: dict[str, float] = {}  # corrections of the current attempt's phases
         self._points = list(previous.points) if previous else []
         self._recorded_at = previous.recorded_at if previous else None
         if previous is not None and previous.recorded_at is not None:
@@ -238,26 +238,29 @@ class Goodput:
     def record(self, step: int, *, stalled: Activity | None = None, finished: bool = False) -> None:
         """Note the productive time up to `step`, and write the file.
 
-        Called after a start, after every evaluation and save and at the end, because the time
+        Called after the start, after every evaluation and save and at the end, because the time
         since the last record of an attempt that is killed counts as down.
 
         Args:
-          step: optimizer steps done; none below that of the last record, but after `mark_replay`.
-          stalled: what hung, where the process ends because of it: its time becomes `stall`.
-          finished: the run has come to its end: what follows is not time down.
+          step: optimizer steps done; not below the last record, except after `mark_replay`.
+          stalled: the activity that hung, if the process ends because of it: its time becomes
+            `stall`.
+          finished: whether the run has reached its end: later time is not down time.
         """
         if stalled is not None:
             self._move(stalled.phase, "stall", stalled.seconds)
         self._add_point(step)
         self._recorded_at = None if finished else self._wall_clock()
         if self._file is not None:
-            with contextlib.suppress(OSError):  # full, or away: the next is written
+            with contextlib.suppress(
+                OSError
+            ):  # disk full or unavailable: the next record is written
                 self.account().write(self._file)
 
     def mark_replay(self, step: int, *, done: int | None = None) -> None:
         """Turn the productive seconds of the steps past `step` into replay.
 
-        Called by every attempt that begins, with the step of its checkpoint or 0, and by a rewind.
+        Called at the start of every attempt, with the step of its checkpoint or 0, and by rewinds.
 
         Args:
           step: optimizer steps that the state has now.
@@ -274,7 +277,7 @@ class Goodput:
     def mark_skipped(self, steps: int = 1) -> None:
         """Turn the time of steps whose update was skipped from productive into bad.
 
-        Which of the last steps it was is known too late to have taken its time: each counts as
+        The bad step is known too late to have its time measured: each counts as
         the mean of those in `phases.recent("step")`.
         """
         recent = self._phases.recent(PRODUCTIVE)
@@ -292,7 +295,7 @@ class Goodput:
         self._moved[cause] = self._moved.get(cause, 0) - seconds
         self._moved[to] = self._moved.get(to, 0) + seconds
         if cause == PRODUCTIVE:
-            # What was taken out of a step before a point is no longer in that point's seconds.
+            # Time removed from a step before a point is no longer in that point's seconds.
             productive = self._productive()
             self._points = [(step, min(p, productive)) for step, p in self._points]
 

@@ -1,8 +1,8 @@
 """Lock of a run's folder with a heartbeat: one attempt writes at a time.
 
 The holder of the newest attempt (see `jaxtrain.run.attempts.records`) shows itself in lock.json and
-counts its beats there. No clock is compared with another machine's: a holder elsewhere is alive
-while its counter moves. Whoever finds a newer number than its own has been superseded.
+counts its heartbeats there. Clocks of machines are not compared: a holder elsewhere is alive
+while its counter increases. An attempt that finds a newer number than its own has been superseded.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken 
 
 
 class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not an error
-    """A newer attempt has taken the run's folder over: this one must write nothing there."""
+    """A newer attempt has taken over the run's folder: this one must not write there."""
 
     def __init__(self, workdir: Place, attempt: int, newer: int) -> None:
         super().__init__(
@@ -50,11 +50,11 @@ class RunLock:
 
     Attributes:
       workdir: the run's folder.
-      attempt: this start's number, from 1.
+      attempt: this attempt's number, from 1.
     """
 
     def __init__(self, workdir: Place, attempt: int, holder: "_Holder | None" = None) -> None:
-        """For `acquire` and `join`, which are the ways to get one."""
+        """Internal: use `acquire` or `join`."""
         self.workdir, self.attempt = workdir, attempt
         self._holder = holder
 
@@ -68,16 +68,17 @@ class RunLock:
         report: Callable[[str], None] | None = None,
         on_superseded: Callable[[Superseded], None] | None = None,
     ) -> Self:
-        """Take the folder for the next attempt and beats until `release`; process 0 alone calls.
+        """Take the folder for the next attempt and beat until `release`; called by process 0 alone.
 
-        A holder on this machine whose process is gone is followed at once, one on another machine
-        after its counter stood still for BEATS_WAITED of its beats on our monotonic clock.
+        A holder on this machine whose process is gone is replaced at once, one on another machine
+        after its counter was unchanged for BEATS_WAITED of its beats on our monotonic clock.
 
         Args:
-          workdir: the run's folder; made if it is not there.
-          host: this machine's name; None asks it.
+          workdir: the run's folder; created if missing.
+          host: this machine's name; None: the system's.
           beat_seconds: between two beats.
-          report: takes the line that a folder was taken over from another machine; None: stderr.
+          report: called with a line if the folder was taken over from another machine; None:
+            stderr.
           on_superseded: called once, by the beating thread, when a newer attempt has the folder.
 
         Raises:
@@ -89,9 +90,9 @@ class RunLock:
             newest = newest_attempt(workdir)
             holder = find_unended(workdir, newest)
             if holder is not None and holder.token == claim.token:
-                break  # a storage that was slow to show what we took
+                break  # storage that was slow to show our claim
             _wait_until_stale(workdir, newest, holder, claim, report or _to_stderr)
-            # Exactly the number after the one that was judged: who judged an older one loses.
+            # Exactly the number after the one that was checked: with an older one, the claim fails.
             if take(workdir, newest + 1, claim):
                 newest += 1
                 break
@@ -121,7 +122,7 @@ class RunLock:
             raise Superseded(self.workdir, self.attempt, newer)
 
     def release(self) -> None:
-        """Stop beating and give the folder back; the attempt's number stays known.
+        """Stop beating and release the folder; the attempt's number is kept.
 
         Does nothing in a process that joined, and more calls do nothing.
         """
@@ -137,14 +138,14 @@ class RunLock:
 
 
 def require_not_held(workdir: Place, report: Callable[[str], None]) -> None:
-    """For a program that writes without a lock of its own, such as a notebook.
+    """Raise UserError if a run's folder is locked; for programs without a lock, such as notebooks.
 
-    A holder on another machine is waited for as `RunLock.acquire` does: one that went with its
-    machine never says that it ended.
+    A holder on another machine is waited for as in `RunLock.acquire`: one that died with its
+    machine never records its end.
 
     Args:
       workdir: the run's folder.
-      report: takes the line that a holder elsewhere is taken for gone.
+      report: called with a line if a holder elsewhere is assumed gone.
 
     Raises:
       UserError: an attempt from the command line is alive there.
@@ -165,7 +166,7 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
 def _wait_until_stale(
     workdir: Place, attempt: int, holder: Claim | None, mine: Claim, report: Callable[[str], None]
 ) -> None:
-    """Return when the holder of `attempt` has ended; raises UserError where it is alive."""
+    """Return when the holder of `attempt` has ended; raise UserError if it is alive."""
     if holder is None:
         return
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
@@ -179,7 +180,7 @@ def _wait_until_stale(
     now = time.monotonic()
     while now < deadline:
         time.sleep(holder.beat_seconds / 5)
-        # The clock before the look: where we were frozen ourselves, the last look is fresh.
+        # The clock before the check: if we were frozen ourselves, the last check is fresh.
         now = time.monotonic()
         if _beat(workdir, attempt) != before:
             raise refused
@@ -211,7 +212,7 @@ class _Holder:
         self._thread.start()
 
     def _content(self) -> bytes:
-        # Always of one length, so that a beat is written over the last.
+        # Constant length, so that a beat overwrites the last.
         facts = json.dumps({"attempt": self._lock.attempt, **dataclasses.asdict(self._claim)})
         return f'{facts[:-1]}, "beat": {self._beats:>12}}}\n'.encode()
 
@@ -237,21 +238,22 @@ class _Holder:
                     self._on_superseded(superseded)
                 return
             except OSError:
-                # A disk that is full or away: the next beat tries again, and where that takes too
+                # Disk full or unavailable: the next beat tries again, and if that takes too
                 # long another machine takes over, which `check` then finds.
                 continue
 
     def _beat(self) -> None:
         self._beats += 1
-        # In a bucket a beat between another's look and its writing may be lost for one interval,
-        # like a file that was removed by hand: whose folder it is, attempts/ says.
+        # In a bucket a beat between another process's check and its write may be lost for one
+        # interval, like a file that was removed by hand: attempts/ determines the owner.
         if self._stream is None or not self._is_shown():
-            # Removed by hand, or an older attempt that froze while taking the folder wrote its own.
+            # Removed by hand, or overwritten by an older attempt that froze while taking the
+            # folder.
             before, self._stream = self._stream, self._show()
             if before is not None:
                 before.close()
             return
-        # Into the file that was opened, not by its name: when a newer attempt puts its own in
+        # Into the open file, not by its name: if a newer attempt renames its own
         # over between the check and this, the beat goes into the file that was replaced.
         os.pwrite(self._stream.fileno(), self._content(), 0)
         os.fsync(self._stream.fileno())

@@ -20,7 +20,7 @@ from jaxtrain.config.buckets import Place
 from jaxtrain.config.files import create, write_atomically
 from jaxtrain.config.untrusted import parse_json
 
-# Exit statuses of the command line; 75 asks for another start (sysexits.h: EX_TEMPFAIL).
+# Exit statuses of the command line; 75 requests a restart (sysexits.h: EX_TEMPFAIL).
 DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 
 LOCK_FILE = "lock.json"
@@ -28,11 +28,11 @@ EXIT_FILE = "exit.json"
 ATTEMPTS_FOLDER = "attempts"
 
 
-# -- what the folder says ------------------------------------------------------------------------
+# -- state of the folder -------------------------------------------------------------------------
 
 
 def newest_attempt(workdir: Place) -> int:
-    """Return the highest attempt that the folder knows of; 0 where there was none."""
+    """Return the highest attempt in the folder; 0 if there was none."""
     try:
         files = list((workdir / ATTEMPTS_FOLDER).iterdir())
     except FileNotFoundError:
@@ -43,9 +43,9 @@ def newest_attempt(workdir: Place) -> int:
 
 
 def newer_attempt(workdir: Place, attempt: int) -> int | None:
-    """Return the number of an attempt after this one, which was taken; None while there is none."""
+    """Return the number of a later attempt; None if there is none."""
     # The lock first: opening it makes a network file system ask its server, while of a name that
-    # was absent a moment ago it may go by its memory.
+    # was absent a moment ago it may use its cache.
     shown = attempt_in(read(workdir / LOCK_FILE))
     if shown > attempt:
         return shown
@@ -79,14 +79,14 @@ def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> Non
 
 
 def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: int) -> bool:
-    """Record in exit.json how an attempt ended; False: not, since a newer attempt is known.
+    """Record in exit.json how an attempt ended; return False if there is a newer attempt.
 
     Args:
       workdir: the run's folder.
       status: how it ended, in a word: done, preempted, failed.
-      reason: why, in a sentence.
-      step: the last step done, or kept where that is not known.
-      attempt: which start of the run this was, from 1.
+      reason: the cause, in a sentence.
+      step: the last step done, or the last saved one if unknown.
+      attempt: index of that attempt of the run, from 1.
     """
     if newest_attempt(workdir) > attempt:
         return False
@@ -96,7 +96,7 @@ def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: 
 
 
 def read(file: Place) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None where there is no file or something else in it."""
+    """Return the JSON object in a file; None if there is no such file or object."""
     try:
         value = parse_json(file.read_bytes())
     except (ValueError, FileNotFoundError):
@@ -127,7 +127,7 @@ def newest_step(workdir: Place) -> int | None:
 
 
 def stops_without_progress(workdir: Place, status: int) -> int:
-    """How many of the newest attempts, in a row, ended with this status and no newer checkpoint."""
+    """Count the newest consecutive attempts that ended with this status and no newer checkpoint."""
     count, attempt = 0, newest_attempt(workdir)
     while attempt > 0:
         record = read(workdir / ATTEMPTS_FOLDER / f"{attempt}.json") or {}
@@ -137,7 +137,7 @@ def stops_without_progress(workdir: Place, status: int) -> int:
     return count
 
 
-# -- who took it ----------------------------------------------------------------------------------
+# -- owner ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,13 +146,13 @@ class Claim:
 
     Attributes:
       host: the machine's name.
-      machine: what the process number counts in; it means something on this machine alone.
-      pid: the process's number.
+      machine: id of the machine and pid namespace in which `pid` is valid.
+      pid: the process id.
       process_start: when the process started, which distinguishes it from a later process with the
         same number; "" if unknown.
-      token: of this claim alone.
+      token: unique to this claim.
       beat_seconds: between two beats.
-      started: wall time, seconds since 1970, for people to read.
+      started: wall time, seconds since 1970, for information.
     """
 
     host: str
@@ -183,14 +183,14 @@ class Claim:
         return cls(**{n: content[n] for n in names}) if content.keys() >= set(names) else None
 
     def is_alive(self) -> bool:
-        """Whether the process runs; asked on its own machine."""
+        """Whether the process runs; valid only on its own machine."""
         start = _process_start(self.pid)
         return start is not None and (
             start == self.process_start or "" in (start, self.process_start)
         )
 
 
-# Of a claim that a crash or a disk left unreadable.
+# For a claim that is unreadable after a crash.
 _UNKNOWN = Claim(
     host="an unknown host",
     machine="",
@@ -215,7 +215,7 @@ def find_unended(workdir: Place, attempt: int) -> Claim | None:
 
 
 def take(workdir: Place, attempt: int, claim: Claim) -> bool:
-    """Create attempts/<attempt>.json with its whole content, unless somebody else has."""
+    """Create attempts/<attempt>.json with its whole content, unless it exists."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     create(file, (json.dumps({"attempt": attempt, **dataclasses.asdict(claim)}) + "\n").encode())
     winner = Claim.read(file)
@@ -235,7 +235,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """When a process of this machine started; "" if that cannot be seen, None if it is gone."""
+    """Return the start time of a process on this machine; "" if unknown, None if it is gone."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -31,16 +31,16 @@ def stop_signals(
 ) -> Iterator[None]:
     """Call `request_stop` with the name of every stop signal that arrives.
 
-    Python runs a signal's handler in the main thread between two of its instructions, which may be
-    a compilation away; the handler's number comes through a socket at once, to a thread of ours.
-    The first Ctrl-C asks to stop, a second one interrupts at once. Outside the main thread, where
-    Python lets nobody set handlers (a notebook's worker), nothing is set.
+    Python runs a signal's handler in the main thread between two bytecodes, which may take
+    as long as a compilation; the signal number arrives through a socket at once, in our own thread.
+    The first Ctrl-C requests a stop, a second one interrupts at once. Outside the main thread,
+    where Python does not allow handlers (a notebook's worker), nothing is set.
 
     Args:
       request_stop: called in another thread; more than once if more signals come.
       answer: a line for stderr at the first Ctrl-C.
       stop_now: called in that thread at the second Ctrl-C; None: KeyboardInterrupt is raised in the
-        main thread, which may be a compilation away.
+        main thread, which may take as long as a compilation.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -74,7 +74,8 @@ def stop_signals(
 
 @contextlib.contextmanager
 def record_signals() -> Iterator[list[int]]:
-    """The numbers of the stop signals that came, in order; for one who waits for other processes.
+    """Yield the list of received stop signals, in order; for programs that wait for child
+    processes.
 
     To be used in the main thread.
     """
@@ -103,16 +104,16 @@ def _listen(
             if number == signal.SIGINT and is_interrupted:
                 if stop_now is not None:
                     stop_now()
-            elif number in STOP_SIGNALS:  # other handlers' signals come through the socket too
+            elif number in STOP_SIGNALS:  # other handlers' signals arrive through the socket too
                 request_stop(signal.Signals(number).name)
                 if number == signal.SIGINT:
                     is_interrupted = True
-                    with contextlib.suppress(OSError):  # a terminal that is gone
+                    with contextlib.suppress(OSError):  # a closed terminal
                         sys.stderr.write(f"jaxtrain: {answer}\n")
                         sys.stderr.flush()
 
 
-# What the metadata server says of a virtual machine (Google Cloud: "Maintenance notices",
+# Metadata server attributes of a virtual machine (Google Cloud: "Maintenance notices",
 # "Preemptible VM instances"), and the answers that announce its end.
 NOTICES = {
     "instance/maintenance-event": ("TERMINATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
@@ -123,9 +124,9 @@ PERIOD_SECONDS = 10.0
 
 
 def notice(host: str, timeout_seconds: float = 2.0) -> str | None:
-    """Return the notice of this machine's end, such as 'instance/preempted TRUE', or None.
+    """Return the notice of this machine's shutdown, such as 'instance/preempted TRUE', or None.
 
-    A metadata server that does not answer announces nothing: SIGTERM still comes.
+    A metadata server that does not answer is ignored: SIGTERM still arrives.
     """
     for path, alarms in NOTICES.items():
         request = urllib.request.Request(
@@ -152,10 +153,10 @@ def maintenance_notices(
     """Poll the notices in a thread and call `request_stop` once when one comes.
 
     Args:
-      request_stop: called with what announces the end.
+      request_stop: called with the notice.
       environment: GCE_METADATA_HOST in it names another metadata server, as for Google's libraries.
       on_google_cloud: whether there is a metadata server to ask; False polls nothing.
-      period_seconds: between two questions.
+      period_seconds: between two requests.
     """
     host = environment.get("GCE_METADATA_HOST")
     if host is None and not on_google_cloud:

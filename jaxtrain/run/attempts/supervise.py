@@ -30,7 +30,7 @@ SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 
 
 class Child:
-    """A command in a process group of its own, seen by its supervisor."""
+    """A command in its own process group, watched by its supervisor."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Child:
 
         Args:
           command: the program and its arguments.
-          beat_seconds: between two beats that it is to send.
-          grace_seconds: that it has to end when this process is gone.
-          output: takes its standard output; None: where this process's goes.
+          beat_seconds: its heartbeat interval.
+          grace_seconds: time to exit when this process is gone.
+          output: receives its standard output; None: this process's.
         """
         self._line, theirs = socket.socketpair()
         self._line_open = True
@@ -55,7 +55,7 @@ class Child:
             self._process = subprocess.Popen(
                 command,
                 stdout=output,
-                stdin=subprocess.DEVNULL,  # a group in the background may not read a terminal
+                stdin=subprocess.DEVNULL,  # a background group must not read a terminal
                 process_group=0,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, SUPERVISOR_VARIABLE: facts},
@@ -63,11 +63,11 @@ class Child:
         self.pid = self._process.pid
 
     def status(self) -> int | None:
-        """Its exit status, negative: the signal that ended it; None while it runs."""
+        """Return its exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def listen(self, seconds: float) -> bool:
-        """Wait for a beat, at most so long; whether there was one."""
+        """Wait for a heartbeat, up to a timeout; return whether there was one."""
         if not self._line_open:
             time.sleep(seconds)
             return False
@@ -77,29 +77,29 @@ class Child:
         return self._line_open
 
     def send_signal(self, number: int) -> None:
-        """To the command alone, not to what it started."""
+        """Send a signal to the command alone, not to its children."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """End the command and all that it started, at once."""
-        # macOS says PermissionError of a group of which only unreaped processes are left.
+        """Kill the command's process group."""
+        # macOS raises PermissionError for a group with only unreaped processes.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close the line."""
+        """Close the connection."""
         self._line.close()
 
 
 def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
-    """Let a supervisor know that this process is alive, and end it when the supervisor is gone.
+    """Send heartbeats to a supervisor, and end this process when the supervisor is gone.
 
     A daemon thread sends the beats. When the supervisor is gone, however it ended, `on_lost` is
     called in that thread; a process still there after the supervisor's grace_seconds is killed with
-    its group. To be called once, as soon as the process can react to SIGTERM.
+    its group. Call once, as soon as the process can handle SIGTERM.
 
     Args:
-      on_lost: asks the process to save and end; None sends it SIGTERM.
+      on_lost: requests the process to save and exit; None sends it SIGTERM.
 
     Returns:
       Whether there is a supervisor.
@@ -120,7 +120,7 @@ def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
 def _report(
     line: socket.socket, beat_seconds: float, grace_seconds: float, on_lost: Callable[[], None]
 ) -> None:
-    # The supervisor sends nothing: what there is to read is the end of the line.
+    # The supervisor sends nothing: reading detects the end of the connection.
     while not select.select([line], [], [], beat_seconds)[0]:
         _beat(line)
     on_lost()
@@ -131,7 +131,7 @@ def _report(
 
 
 def _beat(line: socket.socket) -> None:
-    # A frozen supervisor does not read; one that is gone is seen at the next check.
+    # A frozen supervisor does not read; a lost one is detected at the next check.
     with contextlib.suppress(BlockingIOError, ConnectionError):
         line.send(b".")
 
@@ -145,17 +145,18 @@ _STATUS_WORDS = {DONE: "done", PREEMPTED: "preempted"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Supervision:
-    """When a command is started again, and how long it is waited for.
+    """Restart policy and timeouts of a supervised command.
 
     Attributes:
-      max_restarts_without_progress: restarts in a row that bring no newer checkpoint; then it gives
-        up. Attempts that a signal stopped are counted likewise, over all starts of the supervisor.
-      grace_seconds: that a command may take to save and end after the first SIGTERM or Ctrl-C.
-      stall_seconds: without a beat, after which a command counts as stalled and is killed. Beats
+      max_restarts_without_progress: consecutive restarts without a newer checkpoint; then it gives
+        up. Attempts that a signal stopped are counted likewise, over all launches of the
+        supervisor.
+      grace_seconds: time for a command to save and exit after the first SIGTERM or Ctrl-C.
+      stall_seconds: time without a heartbeat after which a command is killed as stalled. Heartbeats
         begin when the command calls `jaxtrain.run.attempts.supervise.report_to_supervisor`.
-      backoff_seconds: before the first restart; doubled with each restart that brings no progress.
-      max_backoff_seconds: never longer than this.
-      poll_seconds: between two looks at the command.
+      backoff_seconds: before the first restart; doubled with each restart without progress.
+      max_backoff_seconds: upper bound of the backoff.
+      poll_seconds: between two checks of the command.
     """
 
     max_restarts_without_progress: int = 3
@@ -188,15 +189,15 @@ def supervise(
     settings: Supervision | None = None,
     report: Callable[[str], None] | None = None,
 ) -> int:
-    """Run a command until it is done, cannot go on or is stopped; return the exit status.
+    """Run a command until it is done, gives up or is stopped; return the exit status.
 
-    Status 0, 2 and 75 of the command are final; after anything else it is started again. What the
-    command prints goes where this process prints. To be called from the main thread.
+    Status 0, 2 and 75 of the command are final; after anything else it is restarted. The
+    command's output goes where this process prints. Call from the main thread.
 
     Args:
       command: the program and its arguments; it writes into `workdir`.
       workdir: the run's folder.
-      settings: when and how long; None: the defaults.
+      settings: restart policy and timeouts; None: the defaults.
       report: called with each line to print; None: stderr.
     """
     workdir, settings, report = place(workdir), settings or Supervision(), report or _to_stderr
@@ -220,7 +221,7 @@ def supervise(
                 best, restarts = step, 0
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
             if stop and ending.attempt is None and ending.status == -stop[0]:
-                # What exit.json says of the attempt before is still so.
+                # exit.json of the previous attempt is still valid.
                 report(f"stopped by {_name(stop[0])} before anything was started")
                 return PREEMPTED
             if stop:
@@ -246,15 +247,15 @@ def supervise(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Ending:
-    """How one start of the command ended.
+    """How one launch of the command ended.
 
     Attributes:
-      cause: in words.
+      cause: a description.
       status: its exit status; negative: the signal that ended it.
-      attempt: that it took; None where it did not get so far or is not the run's process 0.
+      attempt: its attempt; None if it did not get that far or is not the run's process 0.
       step_before: the newest checkpoint when it started; None: there was none.
       step_after: the newest checkpoint when it ended.
-      seconds: that it ran.
+      seconds: its run time.
     """
 
     cause: str
@@ -269,7 +270,7 @@ class _Ending:
         return f"{who}: {self.cause}"
 
     def write(self, workdir: Place) -> None:
-        """Complete attempts/<attempt>.json, and exit.json where the command left it behind."""
+        """Complete attempts/<attempt>.json, and exit.json if the command did not."""
         if self.attempt is None:
             return
         records.record_end(
@@ -284,13 +285,13 @@ class _Ending:
         )
         record = records.read(workdir / records.EXIT_FILE) or {}
         status = _STATUS_WORDS.get(self.status, "failed")
-        # A run that said it was done or preempted, and then failed, did not end so.
+        # A run that recorded done or preempted, and then failed, did not end that way.
         contradicts = record.get("status") in _STATUS_WORDS.values() and record["status"] != status
         if record.get("attempt") != self.attempt or contradicts:
             self._write_exit(workdir, status, self.cause, self.attempt)
 
     def write_last(self, workdir: Place, status: str, reason: str) -> None:
-        """How the supervisor ended, in exit.json: where nobody else is at the folder.
+        """Record in exit.json how the supervisor ended, unless another process uses the folder.
 
         A launch that took no attempt has no number: the newest attempt's is used.
         """
@@ -313,13 +314,13 @@ def _run(
     stop: list[int],
     report: Callable[[str], None],
 ) -> _Ending:
-    """One start of the command; kills it where it stalls or does not stop in time.
+    """Run the command once; kill it if it stalls or does not stop in time.
 
     Args:
       command: the program and its arguments.
       workdir: the run's folder.
-      settings: when and how long.
-      stop: numbers of the signals that came to this process; others are added meanwhile.
+      settings: restart policy and timeouts.
+      stop: signals received by this process; others are added meanwhile.
       report: called with each line to print.
     """
     attempt_before, step_before = _read_progress(workdir)
@@ -334,7 +335,7 @@ def _run(
         beat = child.listen(settings.poll_seconds)
         before, now = now, time.monotonic()
         heard = heard or beat
-        # A look that took long was no look: then we were frozen, and it may well be alive.
+        # A check that took too long does not count: then we were frozen, and it may well be alive.
         silent = 0.0 if beat else silent + min(now - before, 5 * settings.poll_seconds)
         if cause:
             continue
@@ -349,7 +350,7 @@ def _run(
         elif heard and silent > settings.stall_seconds:
             cause = f"stalled, killed: no sign of life for {settings.stall_seconds:g} s"
             child.kill()
-    child.kill()  # what it started goes with it
+    child.kill()  # its children are killed too
     child.close()
     attempt, outcome = None, f"ended with status {status}"
     with contextlib.suppress(BucketError):
@@ -369,7 +370,7 @@ def _run(
 def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
     """Return the newest attempt and checkpoint; None for both while a bucket does not answer.
 
-    The command that is started then says itself what is wrong, and is started again.
+    The launched command then reports the error itself, and is restarted.
     """
     try:
         return records.newest_attempt(workdir), records.newest_step(workdir)
@@ -378,7 +379,7 @@ def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
 
 
 def _idle(workdir: Place, settings: Supervision) -> str | None:
-    """Why a run that was stopped should not be queued again; None where it trains in between."""
+    """Return why a stopped run should not be queued again; None if it makes progress in between."""
     with contextlib.suppress(BucketError):
         stops = records.stops_without_progress(workdir, PREEMPTED)
         if stops > settings.max_restarts_without_progress:
@@ -390,7 +391,7 @@ def _idle(workdir: Place, settings: Supervision) -> str | None:
 
 
 def _cause(workdir: Place, status: int, attempt: int | None) -> str:
-    """Why a command ended of itself, in its own words where it left some."""
+    """Return why a command ended by itself, in its own words if recorded."""
     if status < 0:
         return f"killed by {_name(-status)}"
     record = records.read(workdir / records.EXIT_FILE) or {}
@@ -400,7 +401,7 @@ def _cause(workdir: Place, status: int, attempt: int | None) -> str:
 
 
 def _wait(seconds: float, poll_seconds: float, stop: list[int]) -> bool:
-    """Wait; True, and at once, where a signal came."""
+    """Wait; return True at once if a signal arrives."""
     end = time.monotonic() + seconds
     while not stop and time.monotonic() < end:
         time.sleep(min(poll_seconds, seconds))
@@ -419,8 +420,8 @@ def _to_stderr(line: str) -> None:
         sys.stderr.write(f"jaxtrain supervise: {line}\n")
         sys.stderr.flush()
     except OSError:
-        # A terminal that was closed takes no more lines; the command still has to be waited for.
-        # What is left goes nowhere: the interpreter writes it out at its end, and fails over it.
+        # A closed terminal accepts no more lines; the command still has to be waited for.
+        # Discard pending output: the interpreter flushes it at exit, which would fail.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stderr.fileno())
         os.close(null)

@@ -14,17 +14,17 @@ from jaxtrain.config.files import write_atomically
 from jaxtrain.run.phases import NAMES, Activity, Phases
 from jaxtrain.training.settings import Timeouts
 
-# The last resort comes this many deadlines after the last time the watchdog could look.
+# The last resort fires this many deadlines after the watchdog's last check.
 LAST_RESORT = 2
 
 
 class Watchdog:
-    """A thread that looks at the phases, between `__enter__` and `__exit__`.
+    """A thread that watches the phases, between `__enter__` and `__exit__`.
 
-    Python threads run only while the interpreter's lock is free. Where C code keeps it indefinitely
-    the last resort remains: a timer of the C library's, wound up again at every look, writes the
-    stacks and ends the process with status 1. It also fires where `on_expiry` itself hangs, say
-    at a dead disk.
+    Python threads run only while the interpreter's lock is free. If C code holds it indefinitely,
+    the last resort remains: a timer of the C library, rearmed at every check, writes the
+    stacks and ends the process with status 1. It also fires if `on_expiry` itself hangs, for
+    example on a dead disk.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Watchdog:
         *,
         last_resort: Path | None = None,
     ) -> None:
-        """Does not watch yet.
+        """Prepare the watchdog; it does not watch yet.
 
         Args:
-          phases: what is watched.
-          timeouts: how long each phase may last.
+          phases: the watched phases.
+          timeouts: the deadline of each phase.
           on_expiry: called from the watchdog's thread with the stalled activity and the deadline
-            in seconds that it passed, once for each time that progress stops.
-          last_resort: the file that the C library's timer writes the stacks to; None: no timer.
+            in seconds that it exceeded, once per stop of progress.
+          last_resort: the file for the stacks of the C library's timer; None: no timer.
             It is opened at the start, because later there may be no disk, and removed if empty.
         """
         self._phases = phases
@@ -50,7 +50,9 @@ class Watchdog:
         self._on_expiry = on_expiry
         self._last_resort = last_resort
         self._stacks: BinaryIO | None = None
-        self._reported: int | None = None  # the beats of the activity that on_expiry was called for
+        self._reported: int | None = (
+            None  # heartbeats of the activity that on_expiry was called for
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -79,7 +81,7 @@ class Watchdog:
                     self._last_resort.unlink()
 
     def check(self) -> None:
-        """One look: calls `on_expiry` where the current phase has passed its deadline."""
+        """Check once: call `on_expiry` if the current phase has exceeded its deadline."""
         activity = self._phases.activity()
         recent = self._phases.recent(activity.phase) if activity.phase in NAMES else ()
         deadline = self._timeouts.of(activity.phase, recent)
@@ -95,8 +97,8 @@ class Watchdog:
     def _wind_up(self, activity: Activity, deadline: float | None) -> None:
         if self._stacks is None:
             return
-        # A phase switched off may hold the interpreter as long as it likes; between phases the
-        # next one may take the interpreter at once, so the timer runs there too.
+        # A phase without a deadline may hold the interpreter indefinitely; between phases the
+        # next one may take it at once, so the timer runs there too.
         seconds = deadline if activity.phase in NAMES else self._timeouts.longest()
         if seconds is None:
             faulthandler.cancel_dump_traceback_later()
@@ -112,7 +114,7 @@ class Watchdog:
 def dump_stacks(file: Path) -> None:
     """Write the Python stacks of all threads of this process, and the threads' names.
 
-    Called from another thread it works while the main thread is stuck in C code: nothing is asked
+    Called from another thread it works while the main thread is stuck in C code: it needs nothing
     of that thread.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -128,10 +130,10 @@ def write_reason(folder: Path, process: int, attempt: int, reason: str, activity
     """Write why a process ends to `reason-ATTEMPT-PROCESS.json`, whole or not at all.
 
     Args:
-      folder: where to.
+      folder: the folder.
       process: the process's index in its run.
-      attempt: which start of the run this is, from 1.
-      reason: why, in a sentence.
+      attempt: index of this attempt of the run, from 1.
+      reason: the cause, in a sentence.
       activity: what the process was doing.
     """
     folder.mkdir(parents=True, exist_ok=True)

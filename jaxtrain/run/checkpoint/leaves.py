@@ -26,7 +26,7 @@ _MOST_AT_ONCE = 1 << 28  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class StoredLeaf:
-    """One array of a checkpoint, as its metadata tell it.
+    """One array of a checkpoint, from its metadata.
 
     Attributes:
       shape: global shape.
@@ -42,10 +42,10 @@ class StoredLeaf:
 
 
 class OtherLeavesError(UserError):
-    """Arrays are wanted that are not those stored.
+    """The requested arrays differ from the stored ones.
 
     Attributes:
-      headline: without the list of them.
+      headline: the message without the list of differences.
     """
 
     def __init__(self, headline: str, lines: Iterable[str]) -> None:
@@ -60,12 +60,13 @@ def require_same_leaves(
     partial: bool,
     folder: Place,
 ) -> None:
-    """Raise OtherLeavesError, one screen of it, where the wanted arrays are not those stored.
+    """Raise OtherLeavesError, at most one screen, if the requested arrays differ from the stored
+    ones.
 
     Args:
       wanted: by name.
       stored: all arrays of the checkpoint, by name.
-      partial: arrays that are stored and not wanted are no difference.
+      partial: ignore stored arrays that are not requested.
       folder: the checkpoint's, `workdir/checkpoints/<step>`.
     """
     found = list(_differences(wanted, stored, partial=partial))
@@ -85,7 +86,7 @@ def require_same_leaves(
 def _differences(
     wanted: Mapping[str, jax.ShapeDtypeStruct], stored: Mapping[str, StoredLeaf], *, partial: bool
 ) -> Iterable[str]:
-    """One clause for each leaf that is missing, left over, or of another shape or dtype."""
+    """Yield a clause for each leaf that is missing, unexpected, or of another shape or dtype."""
     for name, leaf in wanted.items():
         if name not in stored:
             close = nearest(name, stored.keys() - wanted.keys())
@@ -106,7 +107,7 @@ def _form(leaf: jax.ShapeDtypeStruct | StoredLeaf) -> str:
 
 
 def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
-    """Yield the arrays in parts of at most 256 MiB, or of one array: what is read at once."""
+    """Yield the arrays in groups of at most 256 MiB, or of one array, that are read at once."""
     part: dict[str, StoredLeaf] = {}
     size = 0
     for name, leaf in stored.items():
@@ -120,7 +121,7 @@ def groups(stored: Mapping[str, StoredLeaf]) -> Iterator[dict[str, StoredLeaf]]:
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Names, leaves and structure of a pytree; a name joins the keys on the way with "/"."""
+    """Return names, leaves and structure of a pytree; a name joins the keys with "/"."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [name_of(path) for path, _ in paths]
     assert len(set(names)) == len(names), "two leaves of the state have one name"
@@ -139,7 +140,7 @@ def stored_leaf(leaf: Any) -> StoredLeaf:
 
 # 2**32 / golden ratio (Knuth, The Art of Computer Programming 3, section 6.4).
 _FACTOR = 2654435769
-_THREADS = min(8, os.cpu_count() or 1)  # sums in numpy let go of the interpreter
+_THREADS = min(8, os.cpu_count() or 1)  # numpy sums release the interpreter lock
 _ROW, _ROWS = 1024, 64  # elements of a row, rows of a block: one stays in a core's cache
 
 
@@ -157,21 +158,21 @@ def fingerprints(arrays: Arrays) -> dict[str, int]:
 
 
 def start_fingerprints(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
-    """Begin to count; `await_fingerprints` waits for the result."""
+    """Start the computation; `await_fingerprints` waits for the result."""
     in_files = {name: x for name, x in arrays.items() if isinstance(x, FileArray)}
     arrays = {name: x for name, x in arrays.items() if name not in in_files}
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
     of_hosts = [name for name, x in arrays.items() if name not in here and is_pinned(x.sharding)]
     there = {name: x for name, x in arrays.items() if name not in here and name not in of_hosts}
-    # One program for all arrays: a program each, all in flight, starves simulated devices' threads
+    # One program for all arrays: separate programs in flight starve simulated devices' threads
     # until their reductions wait for one another indefinitely.
     counted: dict[str, jax.Array | Future[int]] = dict(_fingerprint_all(there)) if there else {}
-    # What is kept out of the devices' memory comes there one after the other, and goes.
+    # Offloaded arrays are moved to the devices one by one, and freed.
     counted |= {name: _fetch(arrays[name]) for name in of_hosts}
     counted |= {name: _fetch(x.read()) for name, x in in_files.items()}
     threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fingerprint")
     counted |= {name: threads.submit(_fingerprint_in_memory, x) for name, x in here.items()}
-    threads.shutdown(wait=False)  # they end with their work
+    threads.shutdown(wait=False)  # they end when they are done
     return counted
 
 
@@ -199,7 +200,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     2**32.
 
     Sums of integers do not depend on their order, so the layout does not matter; an odd factor has
-    an inverse modulo 2**32, so no change of a single element goes unseen.
+    an inverse modulo 2**32, so any change of a single element is detected.
     """
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)

@@ -2,16 +2,16 @@
 
 TensorStore has checksums for its indices but none for the arrays' own bytes: a flipped bit on the
 disk would come back as a wrong parameter. `manifest.json` is written last and atomically, so that a
-folder with one is a finished checkpoint and anything else is what a kill left behind. It holds its
-own digest too. All names in it are data: none of them leads out of the checkpoint.
+folder with one is a finished checkpoint and anything else is a leftover of a kill. It includes its
+own digest. All names in it are untrusted: none of them may lead out of the checkpoint.
 
-New digests are CRC-32. They guard against accident, a failing disk or a truncated copy: whoever
-alters a file on purpose can seal it anew, whatever the digest. Of two contents of one size CRC-32
-detects all differences within four bytes in a row, all of two bits less than 512 MiB apart (its
+New digests are CRC-32. They guard against accidents, a failing disk or a truncated copy: whoever
+alters a file on purpose can recompute any digest. For two contents of one size CRC-32
+detects all differences within four consecutive bytes, all of two bits less than 512 MiB apart (its
 polynomial is primitive), and of the others all but one in 2**32 (W. W. Peterson and D. T. Brown,
-Cyclic codes for error detection, 1961). Arrays have fingerprints too, sums of another kind: a
+Cyclic codes for error detection, 1961). Arrays have fingerprints too, a different checksum: a
 change of a parameter would have to escape both. CRC-32 takes a fifth of the time of BLAKE2b (0.3
-and 1.7 s a GB on one core).
+and 1.7 s per GB on one core).
 """
 
 import concurrent.futures
@@ -59,11 +59,11 @@ def kind(digest: str) -> str:
 
 
 def digest(file: Place, prefix: str) -> tuple[int, str]:
-    """Size and digest of what can be read of a file.
+    """Return size and digest of the readable part of a file.
 
     Args:
       file: on a disk, read in parts of 256 KiB, or in a bucket.
-      prefix: CRC32 or MD5, and what the digest begins with.
+      prefix: CRC32 or MD5, the prefix of the digest.
     """
     algorithm = _ALGORITHMS[prefix]
     if isinstance(file, BucketPath):
@@ -77,17 +77,17 @@ def digest(file: Place, prefix: str) -> tuple[int, str]:
 
 FILE = "manifest.json"
 FORMAT = 4  # of a checkpoint: the manifest, the files it names, and the metadata of the state
-# Reading and digesting let go of the interpreter. More threads than cores would take them from
+# Reading and digesting release the interpreter lock. More threads than cores would compete with
 # those that read the arrays meanwhile.
 _THREADS = min(8, os.cpu_count() or 1)
 
-# What Orbax and TensorStore raise for files that are missing, cut short or altered; TensorStore's
-# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. What the devices raise, such as out of
-# memory (jax.errors.JaxRuntimeError), is not among them.
+# Errors of Orbax and TensorStore for files that are missing, truncated or altered; TensorStore's
+# statuses (DATA_LOSS, NOT_FOUND, ...) arrive as ValueError. Errors of devices, such as out of
+# memory (jax.errors.JaxRuntimeError), are not among them.
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of JSON
-# What the system says of a file that is gone, or on a disk that breaks. All else that it says (no
-# permission, no free descriptor, a server that is away) says nothing against the file.
+# System errors for a missing file or a failing disk. Others (no
+# permission, no free descriptor, an unavailable server) do not mean that the file is damaged.
 _BROKEN = {
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO, errno.EBADMSG,
     errno.EUCLEAN if hasattr(errno, "EUCLEAN") else errno.EIO,
@@ -95,11 +95,12 @@ _BROKEN = {
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or whose files cannot be read or are not as written."""
+    """A checkpoint cannot be written, or its files cannot be read or differ from what was
+    written."""
 
 
 class UnreadError(CheckpointError):
-    """A checkpoint that the system does not let be read now; its files may be as written."""
+    """A checkpoint cannot be read now because of a system error; its files may be intact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Manifest:
 
 
 class Reading:
-    """While a checkpoint is read: what its files raise becomes a CheckpointError.
+    """Turn errors of reading a checkpoint into CheckpointError, within the context.
 
     A context manager, because Orbax raises a bare Exception for an array that it cannot read.
     """
@@ -161,8 +162,8 @@ def is_sealed(folder: Place) -> bool:
 def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
     """Digest every file in `folder` and write its manifest, whole or not at all.
 
-    The files are brought to the disk before the manifest that vouches for them, so that a power cut
-    leaves no sealed checkpoint without its content: the one before it may be deleted at once.
+    The files are flushed to disk before their manifest, so that a power failure
+    never leaves a sealed checkpoint without its content: the previous one may be deleted at once.
 
     Raises:
       OSError: a file cannot be read or the manifest not be written.
@@ -189,7 +190,7 @@ def read(folder: Place, step: int) -> Manifest:
     """Return the manifest of the sealed checkpoint in `folder`.
 
     Raises:
-      CheckpointError: it is damaged, another step's, or leads out of the folder.
+      CheckpointError: it is damaged, of another step, or leads out of the folder.
       UserError: a newer jaxtrain wrote it.
     """
     _validate_ways_out(folder, step)
@@ -221,7 +222,7 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
 
     Raises:
       CheckpointError: a file is missing, of another size, or of another content.
-      UnreadError: the system does not let one be read.
+      UnreadError: one cannot be read because of a system error.
     """
     names = list(names)
     stored = _list_objects(folder) if isinstance(folder, BucketPath) else None
@@ -246,7 +247,7 @@ def damage_error(folder: Place, step: int, detail: str) -> CheckpointError:
 
 
 def unread(folder: Place, step: int, detail: str) -> UnreadError:
-    """Return the error that names a checkpoint and what the system says against reading it."""
+    """Return the error with a checkpoint and the system's error message."""
     return UnreadError(
         f"the checkpoint of step {step} in {folder} cannot be read now ({detail}); nothing was "
         "changed: see to it that it can, and start again"
@@ -271,7 +272,7 @@ def _envelope(content: dict[str, Any]) -> bytes:
 
 def _from_bytes(content: bytes) -> Manifest:
     found = parse_json(content)["manifest"]
-    # Byte for byte: a bit flipped in a space changes nothing, but says that the disk is failing.
+    # Byte for byte: a bit flip in white space is harmless, but means that the disk is failing.
     if _envelope(found) != content:
         raise ValueError("its bytes changed")
     if found["format"] > FORMAT:
@@ -298,13 +299,13 @@ def _from_bytes(content: bytes) -> Manifest:
 
 
 def _walk(folder: Path) -> Iterable[Path]:
-    """Everything below a folder; links are named, not followed."""
+    """Yield everything below a folder; links are listed, not followed."""
     for parent, folders, files in os.walk(folder):
         yield from (Path(parent) / name for name in folders + files)
 
 
 def _validate_ways_out(folder: Place, step: int) -> None:
-    """Raise CheckpointError where the folder or something in it is a link to elsewhere."""
+    """Raise CheckpointError if the folder or something in it is a link to elsewhere."""
     if isinstance(folder, BucketPath):
         return  # names that lead out are rejected where they are listed
     root = folder.parent.resolve()
@@ -319,7 +320,7 @@ def _list_objects(folder: BucketPath) -> dict[str, Stored]:
 
 
 def _md5(row: Stored) -> str | None:
-    """Return the digest that the bucket computed, where it did."""
+    """Return the digest that the bucket computed, or None."""
     return row.md5 and MD5 + row.md5
 
 
@@ -343,7 +344,7 @@ def _difference(
       folder: of the checkpoint.
       name: the file's, in the folder.
       expected: size and digest.
-      stored: what a bucket says of all objects in the folder; None on a disk.
+      stored: a bucket's metadata of all objects in the folder; None on a disk.
     """
     size, written = expected
     path, row = folder / name, stored.get(name) if stored is not None else None

@@ -54,8 +54,8 @@ def describe(
       config: the run's configuration.
       program: the run's program.
       digest: the data's sha256.
-      next_batch: the number of the batch that the next step takes.
-      ancestors: what the run's first parameters came from.
+      next_batch: index of the next step's batch.
+      ancestors: origins of the run's initial parameters.
     """
     return {
         "format": FORMAT,
@@ -70,12 +70,12 @@ def describe(
 def describe_parameters(
     config: Config, setup: Setup, ancestors: "Sequence[Ancestor]"
 ) -> dict[str, Any]:
-    """Return what is saved next to parameters alone, of a run before its first step.
+    """Return the metadata of a checkpoint of parameters alone, before a run's first step.
 
     Args:
       config: the run's configuration.
       setup: whose layout and order of layers they have.
-      ancestors: what they came from.
+      ancestors: their origins.
     """
     return {
         "format": FORMAT,
@@ -98,10 +98,10 @@ def versions() -> dict[str, str]:
 def require_same_run(
     extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
 ) -> None:
-    """Raise UserError where going on would be another run: other data, order or batches, or what
-    another update rule keeps."""
+    """Raise UserError if resuming would be another run: other data, order or batches, or state of
+    another update rule."""
     for name, now in _position(config, dataset.digest).items():
-        saved = extra["data"].get(name)  # none of an order from before they had names
+        saved = extra["data"].get(name)  # None for an order from before they had names
         if saved == now:
             continue
         setting, pythons = (name, repr(saved), repr(now)), None
@@ -143,7 +143,7 @@ def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str |
       dataset: the opened data.
     """
     saved = extra["data"].get(_DIGEST)
-    if saved in (None, dataset.digest):  # parameters alone were trained on nothing here
+    if saved in (None, dataset.digest):  # parameters alone were not trained on this run's data
         return None
     setting, pythons = _other_setting(extra["config"], config), _other_python(extra, config)
     if setting is not None:
@@ -182,7 +182,7 @@ def _other_setting(saved: str, config: Config) -> tuple[str, str, str] | None:
 
 
 def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, str, str]]:
-    """Settings that are others than in the saved config: name, value there, value now."""
+    """Yield settings that differ from the saved config: name, value there, value now."""
     before, now = (
         with_present_names(dict(line.split(" = ", 1) for line in bindings_of(text, *beginnings)))
         for text in (saved, config.operative())
@@ -190,7 +190,7 @@ def _differing(saved: str, config: Config, *beginnings: str) -> list[tuple[str, 
     return [(n, before[n], now[n]) for n in now if n in before and before[n] != now[n]]
 
 
-# What decides which arrays a state consists of, what explains most first.
+# Settings that determine the arrays of a state, the most likely first.
 _OF_STATE = (
     ("Train.model ",),
     ("Finetune.", "Optimizer.", "Precision.", "Exchange.", "Guard.", "Train.noise_scale_every "),
@@ -201,7 +201,7 @@ def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserEr
     """The error with the settings that differ in place of the arrays, where there are such.
 
     Args:
-      error: what the arrays of a checkpoint were rejected with.
+      error: the error about the arrays of a checkpoint.
       saved: the config that wrote them.
       config: the present one.
     """
@@ -233,7 +233,7 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
     """A sentence where a run resumes from `step` with other settings than were saved.
 
     Most may change, such as the mesh; others change what the same parameters compute, such as the
-    frequencies of positions, which no array shape shows. What `other_rate` reports is left out.
+    frequencies of positions, which no array shape shows. Reports of `other_rate` are excluded.
     """
     names = ("Train.steps", *_OF_RATES) if any(other_rate(extra, config, step)) else ()
     found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(names)]
@@ -245,7 +245,7 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
 def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
     """A sentence where a run resumes from `step` with another learning rate than was saved.
 
-    That is meant where someone changed it, and a surprise where a schedule that decays to the last
+    This is intended if it was changed, and surprising if a schedule that decays to the last
     step was given more steps.
     """
     saved = dict(line.split(" = ", 1) for line in extra["config"].splitlines() if " = " in line)
@@ -253,7 +253,7 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
     try:
         before = load(_Rates, None, bindings, search_path=Path())
     except UserError:
-        return  # of a version with other settings: there is nothing to compare with
+        return  # of a version with other settings: not comparable
     steps = int(saved["Train.steps"])
     old, new = (
         float(np.asarray(make_schedule(one.schedule, one.optimizer.learning_rate, length)(step)))
@@ -276,7 +276,7 @@ def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str
 
 Ancestor = dict[str, Any]
 
-RECEIPT = "parity.json"  # of an exported model: how far it is that of its run
+RECEIPT = "parity.json"  # of an exported model: its agreement with its run
 
 
 def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[Ancestor]:
@@ -323,7 +323,7 @@ def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
 
 
 def _read_ancestors(receipt: Path) -> list[Ancestor]:
-    """Return the ancestors in a receipt; [] where there is none, or it is no such list."""
+    """Return the ancestors in a receipt; [] if there are none."""
     try:
         found = parse_json(receipt.read_bytes())["ancestors"]
         return [

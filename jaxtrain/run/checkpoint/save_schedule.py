@@ -22,7 +22,7 @@ class FailureRate:
 
     Attributes:
       name: of the run or the cluster.
-      devices: what counts as one device there.
+      devices: the unit of a device there.
       per_1000_device_days: interruptions of a job per 1,000 device-days.
       counted: how the figure follows from what was published.
       source: where it was published.
@@ -79,7 +79,7 @@ FAILURE_RATES = (
     ),
 )  # fmt: skip
 
-# Device-hours per interruption where the user gives none: the median of the table. Chips have no
+# Default device-hours per interruption: the median of the table. Chips have no
 # rates of their own: rows of one chip differ by more than chips do, and those that count software
 # and maintenance differ most from those that do not.
 DEFAULT_MTBF_HOURS = statistics.median(rate.mtbf_hours for rate in FAILURE_RATES)
@@ -92,7 +92,7 @@ def young_interval(save_seconds: float, mtbf: float) -> float:
     """Return the seconds of work between two saves by the first-order rule sqrt(2 C M).
 
     Args:
-      save_seconds: that a save takes from the steps, C.
+      save_seconds: time that a save takes from the steps, C.
       mtbf: seconds between two failures of the whole job, M.
 
     Source: Young, "A first order approximation to the optimum checkpoint interval", CACM 1974.
@@ -118,13 +118,13 @@ def daly_interval(save_seconds: float, mtbf: float) -> float:
 def effective_training_time_ratio(
     interval_seconds: float, restart_seconds: float, mtbf: float, *, save_seconds: float = 0.0
 ) -> float:
-    """Return the expected ETTR of a long job to first order: half an interval is lost a failure.
+    """Return the expected ETTR of a long job to first order: half an interval is lost per failure.
 
     Args:
       interval_seconds: between two checkpoints.
       restart_seconds: from a failure to the first step that is new or repeated.
       mtbf: seconds between two failures of the whole job.
-      save_seconds: that a save takes from the steps.
+      save_seconds: time that a save takes from the steps.
 
     Returns:
       Productive time over all time; 0 where the estimate is below.
@@ -141,8 +141,8 @@ class Costs:
 
     Attributes:
       step: of one optimizer step.
-      save: that a save takes from the steps.
-      write: from there until the checkpoint is complete, while steps go on.
+      save: time that a save takes from the steps.
+      write: from there until the checkpoint is complete, while steps continue.
       recovery: from a failure to the first step after it.
       mtbf: between two failures of the whole job.
       startup: before the first step of the first attempt.
@@ -160,7 +160,7 @@ class Costs:
 
         Exact for Poisson failures, also during recovery: M e^((R + w) / M) (e^((n s + C) / M) - 1),
         Daly 2006 equation 20 with the write w, in which a failure costs the interval before too.
-        `math.inf` where a run makes no progress.
+        `math.inf` if a run makes no progress.
         """
         length = steps * self.step + self.save
         exponent = (self.recovery + self.write) / self.mtbf
@@ -189,7 +189,7 @@ class Costs:
         Args:
           steps: of the run: no interval is longer, as the end is saved.
         """
-        # The next save waits for the write before it.
+        # The next save waits for the previous write.
         least = min(steps, max(1, math.ceil((self.write - self.save) / self.step)))
         low, high = least, steps
         while low < high:  # `fraction` has one maximum
@@ -201,7 +201,7 @@ class Costs:
         return low
 
     def _is_better(self, one: int, other: int) -> bool:
-        """Whether a segment of `one` steps wastes less a step than one of `other`.
+        """Whether a segment of `one` steps wastes less per step than one of `other`.
 
         Compares (e^(L / M) - 1) / n alone: the other factors are the same, and may be infinite.
         """
@@ -218,29 +218,29 @@ FIRST_STEPS = 20
 # A new interval within this part of the current one changes nothing: near the best interval the
 # time lost is flat (10 % off the optimum costs 0.5 % more), and a run should not report noise.
 _CHANGE = 0.2
-_RECENT = 5  # saves whose cost counts
+_RECENT = 5  # number of recent saves that are measured
 
 Agree = Callable[[Sequence[float]], Sequence[float]]
 
 
 class SaveSchedule(Protocol):
-    """Which steps are followed by a save."""
+    """Interface: which steps are followed by a save."""
 
     def resume(self, step: int) -> None:
         """Start at a step: of an attempt, or after a rewind."""
         ...
 
     def is_due(self, step: int) -> bool:
-        """Whether a save follows this step; alike on all processes."""
+        """Whether a save follows this step; equal on all processes."""
         ...
 
     def record(self, step: int, save_seconds: float, *, waited_seconds: float) -> None:
         """Take note of a save; all processes call it at the same step.
 
         Args:
-          step: that was saved.
-          save_seconds: that the save took from the steps, in this process.
-          waited_seconds: for steps that were under way when the save was due.
+          step: the saved step.
+          save_seconds: time that the save took from the steps, in this process.
+          waited_seconds: for steps that were in flight when the save was due.
         """
         ...
 
@@ -263,7 +263,7 @@ class FixedInterval(SaveSchedule):
 
 
 class AutomaticInterval(SaveSchedule):
-    """The interval with the least time lost, from measured saves and steps and a failure rate.
+    """The optimal interval, from measured saves and steps and a failure rate.
 
     The first save of an attempt follows `FIRST_STEPS` steps. At each save all processes agree on
     the slowest one's figures, so that all save at the same steps.
@@ -287,7 +287,7 @@ class AutomaticInterval(SaveSchedule):
           mtbf: seconds between two failures of the whole job.
           steps: of the run: no interval is longer.
           phases: where the time of this process goes.
-          agree: returns the largest of every process's value, for each of the values.
+          agree: returns the maximum over processes of each value.
           report: called with each line to print.
         """
         self._mtbf, self._steps = mtbf, steps
@@ -324,7 +324,8 @@ class AutomaticInterval(SaveSchedule):
         )
 
     def _seconds_of_steps(self) -> float:
-        """Own time of all steps so far: no save, evaluation, compilation or start."""
+        """Return the time of all steps so far: without saves, evaluations, compilation and
+        start."""
         seconds = self._phases.seconds
         return sum(seconds.get(name, 0.0) for name in ("step", "data", IDLE))
 

@@ -71,7 +71,7 @@ class SavedRun(RunStates):
         for line in self._checkpoints.cleaned:
             report(line)
         self.schedule = self._schedule()
-        self._described: dict[str, Any] | None = None  # what every save says of the run
+        self._described: dict[str, Any] | None = None  # the metadata of every save
 
     def _schedule(self) -> SaveSchedule:
         train, mtbf = self._config.train, self._config.checkpoint.mtbf
@@ -138,7 +138,9 @@ class SavedRun(RunStates):
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         extra = self._checkpoints.extra(step)
-        self.ancestors = extra.get("ancestors", [])  # none of a checkpoint from before they stood
+        self.ancestors = extra.get(
+            "ancestors", []
+        )  # none for a checkpoint from before they were stored
         if extra.get("only_parameters"):
             state, self.extra = self._initial.from_parameters(self._checkpoints, step), extra
             return state, 0
@@ -158,7 +160,7 @@ class SavedRun(RunStates):
 
 
 def _largest(values: Sequence[float]) -> Sequence[float]:
-    """Return the largest of every process's value, for each; the same numbers on all of them."""
+    """Return the maximum over processes of each value; the same on all of them."""
     if jax.process_count() == 1:
         return values
     gathered = multihost_utils.process_allgather(np.array(values, np.float32))
@@ -177,8 +179,8 @@ class _Tuned:
 def restore(checkpoints: Checkpoints, step: int, program: Step) -> TrainState:
     """Return the state of `step` in the program's layout, whatever mesh and stages wrote it.
 
-    A pipeline keeps its layers in stage order; where the saved order is another one they are read
-    in that order and then dealt out again.
+    A pipeline stores its layers in stage order; if the saved order differs they are read
+    in that order and then rearranged.
     """
 
     def read(part: Callable[[TrainState], Any]) -> Any:
@@ -199,7 +201,7 @@ def restore_parameters(
     Args:
       checkpoints: another run's, or this one's.
       step: of the checkpoint.
-      setup: what they are for.
+      setup: their target.
       unread: names of those that are skipped, with their companions.
     """
     saved_bindings = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
@@ -250,7 +252,7 @@ def _restore(
             if not (is_variable(variable) and is_layer(variable)):
                 return variable
             value, axes = variable.get_value(), variable.get_metadata()["axes"]
-            # Layers are taken from all stages: first they have to be at hand on each.
+            # Layers are taken from all stages: first they have to be gathered.
             value = jax.sharding.reshard(value, whole.moment(axes))
             return rearrange(variable.replace(value), present, wanted)
 

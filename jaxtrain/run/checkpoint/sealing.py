@@ -24,8 +24,8 @@ from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.manifest import FILE, CheckpointError, Leaf, is_sealed
 
 FOLDER = "checkpoints"
-# What Orbax calls a folder that it is still writing: `<step>.orbax-checkpoint-tmp`, and with a
-# number behind it in some versions.
+# Orbax's name of an unfinished folder: `<step>.orbax-checkpoint-tmp`, and with a
+# number after it in some versions.
 _UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 _DELETED, _DAMAGED = "deleted-", "damaged-"
 
@@ -36,7 +36,7 @@ def sealed_steps(root: Place) -> list[int]:
 
 
 def require_sealed(root: Place, step: int) -> None:
-    """Raise UserError where there is no finished checkpoint of a step; names the nearest."""
+    """Raise UserError if there is no finished checkpoint of a step; name the nearest."""
     steps = sealed_steps(root)
     if step in steps:
         return
@@ -55,10 +55,10 @@ def select_expired(
 
     Args:
       steps: of all finished checkpoints.
-      keep: how many of the newest stay.
-      keep_every: multiples of this stay too; None: only the newest.
-      best: steps of which each was better than those before it; the last of them that is finished
-        stays, so that the one before it goes only when that is whole.
+      keep: number of newest checkpoints to keep.
+      keep_every: multiples of this are kept too; None: only the newest.
+      best: steps that were each better than those before; the last finished one
+        is kept, so that the previous one is deleted only when that is complete.
     """
     old = sorted(steps)[:-keep]
     stays = max((step for step in best if step in steps), default=None)
@@ -66,7 +66,7 @@ def select_expired(
 
 
 def delete(root: Place, step: int) -> None:
-    """Delete a checkpoint; a kill meanwhile leaves nothing that looks like one."""
+    """Delete a checkpoint; a kill meanwhile leaves nothing that looks like a finished one."""
     folder = root / str(step)
     if isinstance(folder, BucketPath):
         (folder / FILE).unlink(missing_ok=True)
@@ -89,8 +89,8 @@ def put_aside(root: Place, step: int) -> Place:
     if not isinstance(folder, BucketPath):
         folder.rename(folder.with_name(target.name))
         return target
-    # A bucket renames nothing: copied, within the storage, and deleted. A kill while it is copied
-    # leaves the checkpoint, to be found damaged again; one while it is deleted leaves the copy.
+    # Buckets cannot rename: copied, within the storage, and deleted. A kill during the copy
+    # leaves the checkpoint, to be found damaged again; one during the deletion leaves the copy.
     in_threads(
         lambda row: (folder / row.name).copy_to(root / target.name / row.name),
         folder.list_objects(),
@@ -156,7 +156,7 @@ def folder_size(folder: Place) -> int:
 def _entries(root: Place) -> list[Place]:
     try:
         if isinstance(root, BucketPath):
-            # What is no folder has no manifest in it and no name of Orbax's.
+            # Anything but a folder has no manifest and no Orbax name.
             return list(root.iterdir())
         return sorted(path for path in root.iterdir() if path.is_dir() or path.is_symlink())
     except FileNotFoundError:
@@ -164,20 +164,20 @@ def _entries(root: Place) -> list[Place]:
 
 
 def _is_step(path: Place) -> bool:
-    # As this package writes it: another name of the same number is somebody else's.
+    # As this package writes it: another spelling of the same number is not ours.
     return path.name.isascii() and path.name.isdigit() and str(int(path.name)) == path.name
 
 
 WRITE_SECONDS = 1200  # for the slowest process's part, and for process 0's digests
-_AGREE_SECONDS = 60  # for processes that leave a barrier together to come to the next
+_AGREE_SECONDS = 60  # for processes that leave a barrier together to reach the next
 _BARRIERS_OF_WRITER = 2  # of one save: all have written; process 0 has renamed
-# What Orbax raises when something cannot be written (a full disk: ValueError with TensorStore's
-# RESOURCE_EXHAUSTED), and the coordination service when another process stays away.
+# Errors of Orbax when something cannot be written (a full disk: ValueError with TensorStore's
+# RESOURCE_EXHAUSTED), and of the coordination service when another process is missing.
 UNWRITTEN = (OSError, ValueError, jax.errors.JaxRuntimeError)
 _MOST_COMPLAINTS = 8  # of one save: Orbax's metadata are written next to the arrays
 _LATE, _OF_A_FILE = "Event loop is closed", "in OCDBT database"
 _CANCELLED = r"coroutine '.*\bwrite_fragment' was never awaited"
-_serial = itertools.count()  # of saves: all processes count alike, and no barrier's name repeats
+_serial = itertools.count()  # of saves: equal on all processes, so that no barrier's name repeats
 
 
 class Barrier(Protocol):
@@ -187,18 +187,18 @@ class Barrier(Protocol):
 
 
 def unwritten() -> tuple[type[BaseException], ...]:
-    """UNWRITTEN, and what a bucket's libraries raise, under Orbax too."""
+    """Return UNWRITTEN, and the errors of bucket libraries, under Orbax too."""
     return (*UNWRITTEN, *library_errors())
 
 
 def drain(wait: Callable[[], None], first: BaseException | None = None) -> None:
-    """Wait for a writer until it has nothing more to complain about, and raise the first of it.
+    """Wait for a writer until it raises no more errors, and raise the first of them.
 
-    What was left over would be taken for a failure of the next save.
+    Remaining errors would be attributed to the next save.
 
     Args:
-      wait: returns when all is written, or raises one thing that went wrong.
-      first: what went wrong before.
+      wait: returns when all is written, or raises an error.
+      first: an earlier error.
     """
     for _ in range(_MOST_COMPLAINTS):
         try:
@@ -212,7 +212,7 @@ def drain(wait: Callable[[], None], first: BaseException | None = None) -> None:
 
 @functools.cache  # once in a process
 def filter_late_errors() -> None:
-    """Leaves out what is said of a failed save's other files after its first one.
+    """Suppress messages about a failed save's other files after the first one.
 
     Orbax closes its event loop at the first: TensorStore then finds the loop closed, and asyncio
       prints a traceback for each at the very end, after our own last line.
@@ -248,17 +248,17 @@ class Sealer:
         may_write: Callable[[], None],
         before_seal: Callable[[], None],
     ) -> None:
-        """Write nothing yet.
+        """Prepare the sealer; nothing is written yet.
 
         Args:
           folder: holds a folder for each step.
-          keep: number of newest checkpoints that stay.
-          keep_every: multiples of this stay too.
-          max_failures: number of failed saves in a row that raise.
+          keep: number of newest checkpoints to keep.
+          keep_every: multiples of this are kept too.
+          max_failures: number of consecutive failed saves that raise.
           barrier: among all processes, safe in any thread.
           report: called with a line about a failed save.
-          may_write: raises where another attempt owns the folder; BucketError where it cannot tell.
-          before_seal: brings to the run's folder what a checkpoint must not be there without;
+          may_write: raises if another attempt owns the folder; BucketError if unknown.
+          before_seal: copies files that belong to a checkpoint to the run's folder;
             process 0 calls it in the thread.
         """
         filter_late_errors()
@@ -279,10 +279,10 @@ class Sealer:
         self._save, self._barriers_passed = next(_serial), 0
 
     def barrier_of_writer(self, *, key: str, timeout_ms: int) -> None:
-        """The barrier that the writer is to use; where a process fails, it is still gone through.
+        """Barrier for the writer; a failing process still passes it.
 
         Args:
-          key: the writer's name of it; not used, because all processes pass them in one order.
+          key: the writer's name of it; unused, because all processes pass them in one order.
           timeout_ms: how long to wait, in milliseconds.
         """
         del key
@@ -294,8 +294,8 @@ class Sealer:
 
         Args:
           step: of the checkpoint.
-          written: returns when this process's part is on disk, or raises why it is not.
-          leaves: what the manifest is to say of the arrays.
+          written: returns when this process's part is on disk, or raises.
+          leaves: the manifest's entries of the arrays.
         """
         self._pending = step, self._thread.submit(self._finish, step, written, leaves)
 
@@ -303,7 +303,7 @@ class Sealer:
         """Wait for the save in progress; a failed one is reported, its remains are removed.
 
         Raises:
-          CheckpointError: it was one failure too many.
+          CheckpointError: there were too many failures.
         """
         if self._pending is None:
             return
@@ -322,7 +322,7 @@ class Sealer:
         if sealed:
             self._report(f"{self._folder}: an old checkpoint could not be deleted ({detail})")
             return
-        missing_room = self._room()  # what the rest of the save did not fit into
+        missing_room = self._room()  # free space at the failure
         self._sweep()
         self._failures += 1
         self._unsaved = CheckpointError(
@@ -347,13 +347,14 @@ class Sealer:
         self._raise_unsaved()
 
     def close(self) -> None:
-        """Let the thread end, and remove what a failed save's writer left late; `wait` first."""
+        """End the thread, and remove late leftovers of a failed save's writer; call `wait`
+        first."""
         self._thread.shutdown()
         if self._failures:
             self._sweep()
 
     def warn_of_little_space(self, last: int | None) -> None:
-        """Report a disk that soon has no room for one more checkpoint like that of step `last`."""
+        """Warn if the disk has no room for another checkpoint like that of step `last`."""
         if last is None or jax.process_index() != 0 or isinstance(self._folder, BucketPath):
             return
         size = folder_size(self._folder / str(last))
@@ -367,10 +368,10 @@ class Sealer:
     # -- in the thread -------------------------------------------------------------------------
 
     def _finish(self, step: int, written: Callable[[], None], leaves: dict[str, Leaf]) -> None:
-        """All processes agree on whether the step is there.
+        """Agree among all processes on whether the step is complete.
 
-        One that cannot write its part goes through the writer's barriers all the same, so that
-        none waits long for it, and stays away from the next, so that nothing is sealed.
+        A process that cannot write its part still passes the writer's barriers, so that
+        none waits long for it, and skips the next, so that nothing is sealed.
         """
         try:
             written()
@@ -390,7 +391,7 @@ class Sealer:
         try:
             self._may_write()
         except BucketError:
-            raise  # away for now: a failed save, and nobody else's folder
+            raise  # temporarily unavailable: a failed save, not another attempt's folder
         except BaseException as error:
             self._fenced = error
             raise

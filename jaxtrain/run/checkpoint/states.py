@@ -1,4 +1,4 @@
-"""States of a run: the one that it starts with, and those that it keeps."""
+"""States of a run: the initial one, and the saved ones."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -32,14 +32,14 @@ class Initial(Protocol):
 class RunStates(abc.ABC):
     """The states of one run, in the layout of its program.
 
-    A state comes with its position: the number of the batch that the next step takes. That is the
-    state's step, and more by the batches that rewinds have skipped.
+    A state comes with its position: the index of the next step's batch. That is the
+    state's step plus the batches that rewinds have skipped.
 
     Attributes:
       extra: metadata of the checkpoint that was restored last; None: none was.
-      ancestors: what the run's first parameters came from, the nearest first.
-      schedule: after which steps a state is saved.
-      keeps: whether states are kept at all.
+      ancestors: origins of the run's initial parameters, the nearest first.
+      schedule: the steps after which a state is saved.
+      keeps: whether states are saved at all.
     """
 
     schedule: SaveSchedule
@@ -60,19 +60,19 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def restore_step(self, step: int) -> tuple[TrainState, int]:
-        """Return the state of a step, and its position, for looking at it.
+        """Return the state of a step, and its position, for inspection.
 
         Raises:
-          UserError: there is no complete checkpoint of this step; offers the nearest.
+          UserError: there is no complete checkpoint of this step; names the nearest.
           CheckpointError: it is damaged.
         """
 
     @abc.abstractmethod
     def newest(self, open_data: Callable[[], Dataset]) -> tuple[TrainState, int]:
-        """Return the newest good state and its position; a fresh one where there is no checkpoint.
+        """Return the newest good state and its position; a new one if there is no checkpoint.
 
         Args:
-          open_data: the run's data; only asked for where the run goes on.
+          open_data: opens the run's data; called only if the run resumes.
 
         Raises:
           UserError: the folder holds another run.
@@ -94,7 +94,7 @@ class RunStates(abc.ABC):
         Args:
           step: optimizer steps taken.
           state: the state after them.
-          next_batch: the number of the batch that the next step takes.
+          next_batch: index of the next step's batch.
           digest: the data's sha256.
         """
 
@@ -105,19 +105,19 @@ class RunStates(abc.ABC):
 
     @abc.abstractmethod
     def on_disk(self) -> int:
-        """Return the step of the newest state that is complete there; 0 where there is none."""
+        """Return the step of the newest complete state; 0 if there is none."""
 
     @abc.abstractmethod
     def keep_best(self, steps: Sequence[int]) -> None:
-        """From now on the checkpoint of the last of these steps that is saved stays."""
+        """From now on keep the checkpoint of the last of these steps that is saved."""
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Return when the last save is on disk and sealed; raises what went wrong with it."""
+        """Return when the last save is on disk and sealed; raise its error, if any."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Wait for the save in progress and let go of the folder."""
+        """Wait for the save in progress and close the folder."""
 
     def _first(self) -> TrainState:
         """Return the state that the run starts with."""
@@ -126,7 +126,7 @@ class RunStates(abc.ABC):
 
 
 class InMemory(RunStates):
-    """The states of a run without a folder: none is kept."""
+    """States of a run without a folder: none is saved."""
 
     keeps = False
 
@@ -191,16 +191,16 @@ def states_of(
       workdir: the run's folder; None keeps no state.
       config: the run's configuration.
       program: what the states are restored into.
-      initial: makes the state of a run without checkpoints.
-      read_only: nothing in workdir changes.
+      initial: creates the state of a run without checkpoints.
+      read_only: do not change anything in workdir.
       report: called with each warning: damage, a disk that fills up.
-      may_write: raises where the folder belongs to another attempt by now.
-      before_seal: brings what belongs to a state into the folder, before the state counts.
-      phases: what this process is doing.
+      may_write: raises if the folder belongs to another attempt by now.
+      before_seal: copies files that belong to a state to the folder, before the state is sealed.
+      phases: of this process.
     """
     if workdir is None:
         return InMemory(config, program, initial, report)
-    # Imported here: a run without a folder needs no Orbax, which takes 0.3 s.
+    # Imported here: a run without a folder does not need Orbax, which takes 0.3 s.
     from jaxtrain.run.checkpoint.saved import SavedRun
 
     return SavedRun(

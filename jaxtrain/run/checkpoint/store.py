@@ -3,8 +3,8 @@
 A checkpoint is one folder, `workdir/checkpoints/<step>/`. Orbax writes the arrays under readable
 names (`params/layers/attention/query`) and one JSON object of the caller's (`extra`) into a
 temporary folder and renames it; then its manifest is written, and only with it the checkpoint
-counts as done, and only then older ones are deleted. Whatever a kill leaves behind is either whole
-or recognised and removed; whatever the disk does to it afterwards is found before it is used.
+is complete, and only then older ones are deleted. Leftovers of a kill are either complete
+or recognized and removed; later damage on the disk is detected before use.
 Memory-mapped arrays (parameters or optimizer state on disk) are written one at a time.
 """
 
@@ -50,7 +50,7 @@ from jaxtrain.training.settings import Checkpoint
 
 
 class _ArrayByArray(ocp.type_handlers.ArrayHandler):
-    """Orbax's way with arrays, after which come those in files, each read, written and let go."""
+    """Orbax's array handler, extended to arrays in files, each read, written and released."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
         own = super().serialize
 
         async def array_by_array() -> None:
-            # One after the other: Orbax adds a line to one file for each.
+            # In sequence: Orbax adds a line to one file for each.
             for pending in written:
                 await asyncio.to_thread(pending.result)
             for value, info, arg in there:
@@ -92,18 +92,20 @@ def handler_registry() -> Any:
 
 
 _STATE, _EXTRA_FILE = "state", "extra/metadata"  # where Orbax puts the two items of a save
-_FILE_BYTES = 64 * 2**20  # of a data file, roughly: a thread digests one, so that there be several
+_FILE_BYTES = (
+    64 * 2**20
+)  # approximate size of a data file: each is digested by one thread, so there should be several
 _log = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
 
 
 class Checkpoints:
-    """The checkpoints of one run's folder.
+    """Checkpoints of one run's folder.
 
     Attributes:
       folder: `workdir/checkpoints`, absolute.
-      cleaned: a line for each thing that killed saves had left behind and opening removed.
+      cleaned: a line for each leftover of killed saves that was removed.
     """
 
     def __init__(
@@ -116,18 +118,18 @@ class Checkpoints:
         may_write: Callable[[], None] = lambda: None,
         before_seal: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open `workdir/checkpoints`, making it and removing what killed saves left behind.
+        """Open `workdir/checkpoints`, creating it and removing leftovers of killed saves.
 
         Args:
-          read_only: for programs that look at a run which may be training at this moment: nothing
-            is made or removed, because an unfinished save may be a living one.
+          read_only: for programs that inspect a run that may be training: nothing
+            is created or removed, because an unfinished save may be in progress.
           report: called with each line to print: little space, a failed save, a damaged
             checkpoint. Called from the thread that calls the method concerned.
           may_write: called before leftovers are removed and before each save, and on process 0
             again before the save counts as done, then in another thread; raises or exits where
-            another attempt owns the folder. What it raises comes out of here, `save` or `wait`.
-          before_seal: then called, in that thread: brings into the run's folder what belongs with
-            the checkpoint. Where it raises OSError the save has failed.
+            another attempt owns the folder. Its error is raised here, in `save` or `wait`.
+          before_seal: then called, in that thread: copies to the run's folder the files that belong
+            to the checkpoint. If it raises OSError the save has failed.
         """
         # Orbax logs every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -153,7 +155,7 @@ class Checkpoints:
             timeout_secs=WRITE_SECONDS,
             barrier_sync_fn=self._sealer.barrier_of_writer,
             # Where a folder cannot be made next to the steps, Orbax's other threads wait for it
-            # until time is up, and the interpreter for them: 20 minutes. Several processes end
+            # until a timeout, and the interpreter for them: 20 minutes. Several processes end
             # without waiting for threads.
             create_directories_asynchronously=jax.process_count() > 1,
         )
@@ -184,17 +186,17 @@ class Checkpoints:
         return sealing.sealed_steps(self.folder)
 
     def newest_good(self) -> int | None:
-        """Return the newest step whose files are all as they were written; all processes call it.
+        """Return the newest step whose files are all intact; called by all processes.
 
-        Damaged ones that are newer are put aside: renamed to `damaged-<step>`, so that their steps
-        may be saved again, or, opened read-only, left where they are.
+        Newer damaged ones are moved aside: renamed to `damaged-<step>`, so that their steps
+        may be saved again, or, if opened read-only, left in place.
 
         Returns:
-          None where there is no checkpoint.
+          None if there is no checkpoint.
 
         Raises:
           CheckpointError: there are checkpoints, and none of them is good; nothing was changed. Or
-            the system does not let one be read, which says nothing against it.
+            one cannot be read because of a system error.
           UserError: a newer jaxtrain wrote the newest checkpoint.
         """
         while True:
@@ -213,7 +215,7 @@ class Checkpoints:
             return step
         if not self._bad:
             return None
-        # Without any the run would restart, and its metrics with it.
+        # Without any the run would restart, and discard its metrics.
         newest, *before = sorted(self._bad, reverse=True)
         steps = "that of step" if len(before) == 1 else "those of steps"
         nor = f", nor can {steps} {', '.join(map(str, before))}" if before else ""
@@ -223,7 +225,8 @@ class Checkpoints:
         )
 
     def pass_over(self, step: int, error: CheckpointError) -> None:
-        """Let `newest_good` look for one before a damaged checkpoint; all processes call it."""
+        """Let `newest_good` fall back to one before a damaged checkpoint; called by all
+        processes."""
         self._bad[step] = error
 
     def _put_aside(self) -> None:
@@ -240,7 +243,7 @@ class Checkpoints:
             self._bad.clear()
 
     def keep_best(self, steps: Sequence[int]) -> None:
-        """From now on the last of these steps that is saved stays, however many are newer.
+        """From now on keep the last of these steps that is saved, however many are newer.
 
         Args:
           steps: each better than those before it.
@@ -248,9 +251,10 @@ class Checkpoints:
         self._sealer.best = tuple(steps)
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints newer than `step`, to which a run goes back; all processes call.
+        """Delete the checkpoints newer than `step`, to which a run goes back; called by all
+        processes.
 
-        They would be found by the next start, though the run has gone another way.
+        The next attempt would find them, although the run has abandoned them.
         """
         self._sealer.settle()
         if jax.process_index() == 0:
@@ -258,16 +262,16 @@ class Checkpoints:
             for newer in self.steps():
                 if newer > step:
                     sealing.delete(self.folder, newer)
-        _from_all(1)  # nobody goes on, and saves one of these steps, before they are gone
+        _from_all(1)  # no process continues and saves one of these steps before they are deleted
 
     def save(self, step: int, state: Any, extra: dict[str, Any]) -> None:
-        """Save `state` and `extra` as the checkpoint of `step`; all processes call it alike.
+        """Save `state` and `extra` as the checkpoint of `step`; called by all processes.
 
         Returns when the arrays are in host memory, so that the next step may be given (donated)
-        their buffers; the disk is written behind the next steps' back. A save still being written
-        is waited for first. Where it failed, its remains are removed and it is reported; the run
-        goes on and saves again when it next should. A step that is already there is unchanged.
-        Of arrays in files, which the next step changes, the writing is waited for too.
+        their buffers; the disk is written during the next steps. A save still being written
+        is waited for first. If it failed, its leftovers are removed and it is reported; the run
+        continues and saves again when the next save is due. An existing step is unchanged.
+        For arrays in files, which the next step changes, the write is waited for too.
 
         Args:
           step: number of optimizer steps done.
@@ -275,7 +279,7 @@ class Checkpoints:
           extra: JSON-able values that belong to the state: config, data position, versions.
 
         Raises:
-          CheckpointError: the saves before this one failed, Checkpoint.max_failed_saves in a row.
+          CheckpointError: Checkpoint.max_failed_saves consecutive saves before this one failed.
         """
         assert not self._read_only, "opened read-only"
         self._sealer.settle()
@@ -290,7 +294,7 @@ class Checkpoints:
             away = error
         self._bad.pop(step, None)
         self._intact.pop(step, None)
-        # Found here where it is not serialisable, and not reached by what the caller changes later.
+        # Detects unserializable values here, and isolates it from later changes by the caller.
         extra = json.loads(json.dumps(extra))
         names, leaves, _ = flatten(state)
         self._sealer.warn_of_little_space(last)
@@ -303,7 +307,7 @@ class Checkpoints:
         written = functools.partial(drain, self._writer.wait_until_finished)
         self._sealer.begin()
         try:
-            if away is not None:  # what is there already would be overwritten
+            if away is not None:  # existing content would be overwritten
                 raise away
             self._writer.save(str(self._path(step)), args=items, force=True)
         except unwritten() as error:
@@ -320,29 +324,29 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:
         """Return the state of `step`, in the shardings of `abstract_state`, whatever mesh wrote it.
 
-        All processes call it. The files' digests are compared, and the arrays' fingerprints; one
-        process alone does the former while it reads. What comes back has passed both.
+        Called by all processes. The files' digests are compared, and the arrays' fingerprints; one
+        process alone does the former while it reads. The result has passed both.
 
         Args:
-          abstract_state: the tree wanted, each leaf a `jax.ShapeDtypeStruct` with a sharding.
+          abstract_state: the requested tree, each leaf a `jax.ShapeDtypeStruct` with a sharding.
           partial: `abstract_state` is a part of the saved tree under the same names, for example
             `{"params": ...}`; what it does not name is not read.
 
         Raises:
           UserError: the saved tree has other leaves, shapes or dtypes: nothing is cast or reshaped.
           ValueError: a shape does not divide over its sharding.
-          CheckpointError: the files cannot be read or are not what was written.
+          CheckpointError: the files cannot be read or are damaged.
         """
         names, leaves, treedef = flatten(abstract_state)
         wanted = dict(zip(names, leaves, strict=True))
         if jax.process_count() > 1:
             self._validate_absent(step)
-            # All agree first: one that stopped half-way would leave the others waiting for it.
+            # All agree first: a process that stopped halfway would leave the others waiting.
             self._check_files(step)
         try:
             stored = self.tree(step)
         except CheckpointError:
-            self._check_files(step)  # names the file, where it is one that only Orbax reads
+            self._check_files(step)  # names the file, if only Orbax reads it
             raise
         require_same_leaves(wanted, stored, partial=partial, folder=self._path(step))
         with concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="check") as thread:
@@ -351,7 +355,7 @@ class Checkpoints:
                 arrays = self._read(step, wanted, partial=partial)
                 found = fingerprints(arrays)
             finally:
-                saved = checked.result().leaves  # names the file, where reading it failed too
+                saved = checked.result().leaves  # names the file, if reading it failed too
         altered = [n for n, x in found.items() if n not in saved or x != saved[n].fingerprint]
         if altered:
             names = ", ".join(altered[:8])
@@ -359,7 +363,7 @@ class Checkpoints:
         return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
     def reject_left_over(self, step: int, abstract_state: Any) -> None:
-        """Raise UserError where `step` has arrays that this state, read in parts, does not."""
+        """Raise UserError if `step` has arrays that this state, read in parts, lacks."""
         stored = self.tree(step)
         names, leaves, _ = flatten(abstract_state)
         known: dict[str, Any] = dict(zip(names, leaves, strict=True))
@@ -387,7 +391,7 @@ class Checkpoints:
 
         Raises:
           UserError: there is no such checkpoint.
-          CheckpointError: the file cannot be read or is not what was written.
+          CheckpointError: the file cannot be read or is damaged.
         """
         self._check_described(step, lambda name: name == _EXTRA_FILE)
         with Reading(self._path(step), step):
@@ -398,7 +402,7 @@ class Checkpoints:
 
         Raises:
           UserError: there is no such checkpoint.
-          CheckpointError: its metadata cannot be read or are not what was written.
+          CheckpointError: its metadata cannot be read or are damaged.
         """
         self._check_described(step, lambda name: "/d/" not in name)
         with Reading(self._path(step), step):
@@ -408,11 +412,11 @@ class Checkpoints:
             return {name: stored_leaf(leaf) for name, leaf in found.tree.items()}
 
     def verify(self, step: int) -> None:
-        """Read all of `step`: every file, then every array, some at a time onto one device.
+        """Read all of `step`: every file, then every array, a few at a time onto one device.
 
         Raises:
           UserError: there is no such checkpoint.
-          CheckpointError: something cannot be read or is not what was written.
+          CheckpointError: something cannot be read or is damaged.
         """
         self._validate_absent(step)
         self._intact.pop(step, None)
@@ -430,12 +434,12 @@ class Checkpoints:
         """Return when the last save is complete on disk, for all processes.
 
         Raises:
-          CheckpointError: it failed; its remains are removed.
+          CheckpointError: it failed; its leftovers are removed.
         """
         self._sealer.wait()
 
     def close(self) -> None:
-        """Wait for the save in progress and let go of the folder; raise as `wait` does."""
+        """Wait for the save in progress and close the folder; raises like `wait`."""
         try:
             self.wait()
         finally:
@@ -449,13 +453,13 @@ class Checkpoints:
         return self.folder / str(step)
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:
-        """Compare the wanted ones of the files with the manifest, on this process alone."""
+        """Compare the requested files with the manifest, on this process alone."""
         self._validate_absent(step)
         found = manifest.read(self._path(step), step)
         manifest.check(self._path(step), found, filter(wanted, found.files))
 
     def _check_files(self, step: int) -> Manifest:
-        """Compare all files with their digests, each process a share; all raise, or none."""
+        """Compare all files with their digests, each process a part; all raise, or none."""
         if step in self._intact:
             return self._intact[step]
         own = found = None
@@ -465,7 +469,7 @@ class Checkpoints:
             manifest.check(self._path(step), found, share)
         except CheckpointError as error:
             own = error
-        # What stops all goes before damage: none puts aside what another is not let read.
+        # System errors take precedence over damage: none moves aside what another cannot read.
         worst = 0 if own is None else 2 if isinstance(own, UnreadError) else 1
         worst_of_each = _from_all(worst)
         found_by = int(np.argmax(worst_of_each))
@@ -481,17 +485,17 @@ class Checkpoints:
 
     def _validate_absent(self, step: int) -> None:
         if step not in self.steps() and self._path(step).exists():
-            manifest.read(self._path(step), step)  # which says why it is none
+            manifest.read(self._path(step), step)  # which explains why it is invalid
         sealing.require_sealed(self.folder, step)
 
 
 def _from_all(number: int) -> np.ndarray:
-    """Return every process's number, in their order."""
+    """Return every process's value, in order."""
     if jax.process_count() == 1:
         return np.array([number])
     return np.asarray(multihost_utils.process_allgather(np.array(number))).reshape(-1)
 
 
 def _barrier(*, key: str, timeout_ms: int) -> None:
-    # Through the coordination service: it may be waited for in any thread.
+    # Through the coordination service: any thread may wait for it.
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)

@@ -453,7 +453,7 @@ def detect(
 
     Args:
       environment: `os.environ`, or one made for a test.
-      flags: what the command line says.
+      flags: the command line's cluster options.
       root: where device files are looked for.
 
     Raises:

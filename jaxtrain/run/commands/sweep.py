@@ -162,7 +162,7 @@ def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int,
             for number in stop[given:]:
                 child.send_signal(number)
                 given += 1
-        child.kill()  # what it started goes with it
+        child.kill()  # its children are killed too
         child.close()
     return status, bool(stop)
 

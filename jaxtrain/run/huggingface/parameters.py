@@ -51,7 +51,7 @@ def read_parameters(
 
     Args:
       folder: of the published model.
-      setup: what they are for.
+      setup: their target.
       model: its sizes.
       unread: names of parameters that are left out.
 
