@@ -6,6 +6,7 @@ import types
 
 import jax
 import pytest
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.gpu import target_config
@@ -126,7 +127,7 @@ def test_the_part_of_a_gpu_s_memory_is_what_programs_are_planned_into():
     more = [*SMALL[1::2], "Train.gpu_memory_fraction=0.9375"]
     most = plan(load_config("gpt2_124m", more), "h100:1x8", compile=False)
     sizes = [found.to_json()["hbm_bytes"] for found in (some, most)]
-    assert sizes[1] == pytest.approx(sizes[0] * 0.9375 / 0.75, rel=1e-9)
+    assert sizes[1] == pytest.approx(sizes[0] * 0.9375 / 0.9, rel=1e-9)
     # The compiler is told of the whole board all the same.
     assert "device_memory_size: 84942979072\n" in target_config(most.target.chip)
     on_tpu = plan(load_config("gpt2_124m", more), "v5e:2x4", compile=False)
@@ -137,12 +138,18 @@ def test_the_part_of_a_gpu_s_memory_is_what_programs_are_planned_into():
 
 
 def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(monkeypatch):
-    name = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    monkeypatch.setenv(name, "0.5")
-    take_gpu_memory(None)
-    assert os.environ[name] == "0.5"
+    name, former = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    monkeypatch.setenv(name, "")
+    monkeypatch.setenv(former, "0.5")
+    take_gpu_memory(None)  # leaves what the user set
+    assert (os.environ[name], os.environ[former]) == ("", "0.5")
     take_gpu_memory(0.94)
     assert os.environ[name] == "0.94"
+    assert former not in os.environ  # JAX refuses both at once
+    assert "memory_fraction': 0.94" in str(generate_pjrt_gpu_plugin_options())
+    del os.environ[name]
+    take_gpu_memory(None)
+    assert os.environ[name] == "0.9"
 
     whole = 84_942_979_072
     taken = types.SimpleNamespace(

@@ -6,9 +6,11 @@ from typing import Literal
 _GIB = 2**30
 _PCIE4 = 16 * 16e9 * 128 / 130 / 8
 
-# The part of a GPU's memory that JAX's allocator takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-# otherwise (docs.jax.dev, "GPU memory allocation").
-GPU_MEMORY_FRACTION = 0.75
+# The part of a GPU's memory that a run takes unless `Train.gpu_memory_fraction` or the environment
+# says otherwise. JAX's own default of 0.75 (docs.jax.dev, "GPU memory allocation") leaves room for
+# other programs. The rest holds what is not in JAX's pool: CUDA's context (1.5 GiB on an A100, by
+# BLOOM's chronicles), NCCL's buffers and the libraries' workspaces.
+GPU_MEMORY_FRACTION = 0.9
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,8 @@ _NO_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+# JAX's own, the first in place of the second; it refuses both at once.
+_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 SIMULATED_DEVICES = 8  # as many as a TPU or GPU host has chips
 
 
@@ -99,10 +101,14 @@ def platforms_without_libtpu(
 def take_gpu_memory(fraction: float | None) -> None:
     """Set the fraction of each GPU's memory that JAX takes; call before the backend is opened.
 
-    None leaves it as the environment has it.
+    Args:
+      fraction: of the memory; None: as the environment has it, else `GPU_MEMORY_FRACTION`.
     """
-    if fraction is not None:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{fraction:g}"
+    if fraction is None and any(os.environ.get(name) for name in _MEMORY_VARIABLES):
+        return
+    for name in _MEMORY_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ[_MEMORY_VARIABLES[0]] = f"{fraction or GPU_MEMORY_FRACTION:g}"
 
 
 def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
@@ -120,7 +126,7 @@ def other_gpu_memory(fraction: float | None, device: Any) -> str | None:
         return None
     return (
         f"Train.gpu_memory_fraction={fraction:g} came too late: JAX has taken {taken:.0%} of the "
-        "GPUs' memory already; start a new process, or set XLA_PYTHON_CLIENT_MEM_FRACTION first"
+        "GPUs' memory already; start a new process, or set XLA_CLIENT_MEM_FRACTION first"
     )
 
 

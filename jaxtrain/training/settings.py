@@ -349,8 +349,7 @@ class Train:
         else: another run's folder, its newest checkpoint, or a Hugging Face folder. None draws
         them from the seed.
       gpu_memory_fraction: the part of each GPU's memory that JAX takes at the start, such as 0.94;
-        None leaves it to XLA_PYTHON_CLIENT_MEM_FRACTION, else 0.75. TPUs and CPUs have no such
-        part.
+        None leaves it to XLA_CLIENT_MEM_FRACTION, else 0.9. TPUs and CPUs have no such part.
     """
 
     model: Model

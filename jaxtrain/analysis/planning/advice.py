@@ -254,7 +254,7 @@ def explain(config: Config, message: str) -> str:
     """
     if _OF_ONE_OPERATION in message:
         return _explain_vector_memory(message)
-    target = with_memory(_this_machine(), config.train.gpu_memory_fraction)
+    target = _this_machine(config)
     needed = price(config, target).memory
     parts = {
         "parameters": needed.arguments.params,
@@ -290,9 +290,14 @@ def _explain_vector_memory(message: str) -> str:
     )
 
 
-def _this_machine() -> Target:
-    chip = chip_of(jax.devices()[0].device_kind) or CHIPS["cpu"]
-    count = jax.device_count()
-    if chip.kind == "gpu":
-        return Target(chip, (jax.process_count(), count // jax.process_count()))
-    return Target(chip, (count // chip.devices,))
+def _this_machine(config: Config) -> Target:
+    """The devices of this process, GPUs with the memory that JAX has taken."""
+    device, count = jax.devices()[0], jax.device_count()
+    chip = chip_of(device.device_kind) or CHIPS["cpu"]
+    if chip.kind != "gpu":
+        return Target(chip, (count // chip.devices,))
+    target = Target(chip, (jax.process_count(), count // jax.process_count()))
+    taken = (device.memory_stats() or {}).get("bytes_limit")
+    if taken is None:
+        return with_memory(target, config.train.gpu_memory_fraction)
+    return dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=taken))

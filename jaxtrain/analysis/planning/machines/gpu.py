@@ -1,6 +1,7 @@
 """Compile-only GPUs: the target configuration that XLA's compiler takes instead of a driver."""
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 
@@ -30,7 +31,7 @@ gpu_device_info {{
   core_count: {gpu.cores}
   fpus_per_core: {gpu.fpus_per_core}
   clock_rate_ghz: {gpu.clock_ghz}
-  device_memory_size: {round(whole / GPU_MEMORY_FRACTION)}
+  device_memory_size: {math.ceil(whole / GPU_MEMORY_FRACTION)}
   memory_bandwidth: {round(chip.hbm_bandwidth)}
   l2_cache_size: {gpu.l2_bytes}
   shared_memory_per_core: {gpu.shared_bytes_per_core}
