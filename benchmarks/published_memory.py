@@ -67,11 +67,9 @@ _ADD_IN_PLACE = {
 _CAST_BY_LAYER = {
     "Automodel", "KempnerForge", "fms-fsdp", "lit-gpt", "llm-foundry", "torchtitan",
 }  # fmt: skip
-# Megatron weights what an expert's activation gives, before its last product, whose result then has
-# no gradient that reads it (experts.py, weighted_bias_swiglu_impl); under sequence parallelism each
-# tensor rank has copies of a part of the tokens, and whole experts. Ours weights the result, and
-# every tensor rank has all copies.
-_WEIGHTS_BEFORE = {"Megatron-Bridge", "Megatron-LM"}
+# Under sequence parallelism each of Megatron's tensor ranks has copies of a part of the tokens, and
+# whole experts. Here every tensor rank has all copies.
+_SPLITS_COPIES = {"Megatron-Bridge", "Megatron-LM"}
 # torchtitan's FSDP splits weights over the ranks of a sequence too (docs/fsdp.md, dp_shard_cp).
 _SPLITS_OVER_CONTEXT = {"torchtitan"}
 _OF_WEIGHTS = ("parameters", "optimizer", "gradients", "parameters in the compute dtype")
@@ -238,11 +236,11 @@ def allocate_as_stack(
             parts[name] = parts[name] * 3 // 4
         if name == "one layer's backward pass" and _STAND_IN in row["notes"]:
             parts[name] = parts[name] * 4 // 5
-    if stack in _WEIGHTS_BEFORE and config.train.model.experts is not None:
+    if stack in _SPLITS_COPIES and config.train.model.experts is not None:
         model: Any = config.train.model
         wide, narrow = model.embed_dim, getattr(model, "expert_mlp_dim", model.mlp_dim)
         inside = 2 * narrow / sizes["tensor"]
-        share = (wide / sizes["tensor"] + inside) / (2 * wide + inside)
+        share = (wide / sizes["tensor"] + inside) / (wide + inside)
         parts["activations: experts"] = round(share * parts.get("activations: experts", 0))
     if stack in _SPLITS_OVER_CONTEXT:
         parts |= {name: parts.get(name, 0) // sizes["context"] for name in _OF_WEIGHTS}

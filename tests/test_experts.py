@@ -14,7 +14,8 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.moe.experts import Experts, router_statistics, slots_per_expert
+from jaxtrain.nn.moe.dispatch import slots_per_expert
+from jaxtrain.nn.moe.experts import Experts, router_statistics
 from jaxtrain.nn.moe.routing import Routes
 
 B, T, D, F, E, k = 3, 10, 8, 12, 4, 2

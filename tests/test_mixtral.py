@@ -20,8 +20,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.moe import experts
-from jaxtrain.nn.moe.experts import slots_per_expert
+from jaxtrain.nn.moe import dispatch
+from jaxtrain.nn.moe.dispatch import slots_per_expert
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.parallel.sharding import is_variable
@@ -243,14 +243,15 @@ def test_loss_and_gradients_equal_one_device(name, layout, capfd):
 )
 def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch):
     """Of five slots an expert the first part has three, the second two."""
-    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    monkeypatch.setattr(dispatch, "ROWS_OF_A_PART", 1)
     factor = {"dropless": None, "capacity": 1.25}[name]
     sizes = dataclasses.replace(SIZES, capacity_factor=factor)
     alone = evaluate(make_step(sizes, make_layout()), BATCH)
     program = make_step(sizes, make_layout(**LAYOUTS[layout]))
     found = exchanges(lower_step(program, BATCH).compile().as_text())["f32"]
-    assert len(found) == 8  # each part there and back, forward and backward
-    assert len(set(found)) == {"dropless": 1, "capacity": 2}[name]
+    # Each part there and back, forward and backward, and its gates there and their gradient back.
+    assert len(found) == 12
+    assert len(set(found)) == {"dropless": 2, "capacity": 4}[name]
     assert_equal(evaluate(program, BATCH), alone)
 
 
@@ -306,8 +307,9 @@ def test_two_exchanges_of_the_closed_form_and_each_rank_its_experts(name):
         payload = SIZES.num_experts * own * slots_per_expert(1.0, T, k, SIZES.num_experts) * D_
     else:
         payload = ranks * own * T * k * D_
-    # There and back, in the loop over layers forward and in the one backward.
-    assert found["f32"] == [payload] * 4
+    # Tokens there and back, and their gates there, in the loop over layers forward and in the one
+    # backward.
+    assert sorted(found["f32"]) == [payload // D_] * 2 + [payload] * 4
     assert found["s32"] == ([] if name == "capacity" else [SIZES.num_experts])
     for path in ("gate", "up", "down"):
         weight = program.abstract_state().params["layers"]["experts"][path].get_value()

@@ -145,7 +145,7 @@ def test_jax_is_told_how_much_of_a_gpu_to_take_or_the_user_that_it_was_too_late(
     assert (os.environ[name], os.environ[former]) == ("", "0.5")
     take_gpu_memory(0.94)
     assert os.environ[name] == "0.94"
-    assert former not in os.environ  # JAX refuses both at once
+    assert former not in os.environ  # both at once are an error
     assert "memory_fraction': 0.94" in str(generate_pjrt_gpu_plugin_options())
     del os.environ[name]
     take_gpu_memory(None)

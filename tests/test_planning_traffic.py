@@ -169,6 +169,7 @@ SLOW = {
         config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256, rows=16, accumulation=2), {WHOLE},
     ),
     "expert": (config_of(MIXTRAL, {"expert": 4, "data": 2}), set()),
+    "expert, full": (config_of(MIXTRAL, {"expert": 4, "data": 2}, remat=FULL), set()),
     "pipe x data, 1f1b": (
         config_of(deep(LLAMA), {"pipe": 4, "data": 2}, rows=16, pipeline=Pipeline(microbatches=4)),
         set(),

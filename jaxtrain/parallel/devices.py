@@ -22,7 +22,7 @@ _NO_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-# JAX's own, the first in place of the second; it refuses both at once.
+# JAX's own, the first in place of the second; setting both is an error.
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 SIMULATED_DEVICES = 8  # as many as a TPU or GPU host has chips
 

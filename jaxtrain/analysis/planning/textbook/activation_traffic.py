@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts, Weight
 from jaxtrain.models.model import AttentionFacts, TokenModel, pair_model, patches_of, reads_pairs
-from jaxtrain.nn.moe.experts import parts_of_exchange, slots_per_expert
+from jaxtrain.nn.moe.dispatch import parts_of_exchange, slots_per_expert
 from jaxtrain.training.pipeline.parts import crossing
 
 
@@ -367,12 +367,18 @@ class _Activations:
             rows, formula = experts.count * facts.B, "4 E B C D"
             parts = parts_of_exchange(ranks, ranks * facts.B * own, one_scale=one_scale)
         forwards = self.forwards + facts.recomputes
+        # What comes back is not sent again for the backward pass: nothing reads it.
+        exchanges = forwards + self.forwards + 2
         sizes = collections.Counter((own + later) // parts for later in range(parts))
         for size, times in sizes.items():
             yield Expected(
-                "all-to-all", "expert", times * (2 * forwards + 2) * self.runs,
+                "all-to-all", "expert", times * exchanges * self.runs,
                 size * rows * self.model.embed_dim * facts.value_bytes,
                 "tokens to experts and back", formula,
+            )  # fmt: skip
+            yield Expected(
+                "all-to-all", "expert", times * (forwards + 1) * self.runs, 4 * size * rows,
+                "router: gates of the tokens sent", formula.removesuffix(" D"),
             )  # fmt: skip
         if experts.capacity_factor is None:
             yield Expected(

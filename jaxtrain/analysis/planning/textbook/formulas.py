@@ -169,7 +169,7 @@ def expert_layer(slots: int, D: int, *, element_bytes: int) -> Traffic:
     """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668).
 
     Args:
-      slots: rows that a device puts in: experts x capacity (`nn.moe.experts.slots_per_expert`) for
+      slots: rows that a device puts in: experts x capacity (`nn.moe.dispatch.slots_per_expert`) for
         each row of its batch; or tokens x top_k without drops, times the devices along `expert`
         where, as here, shapes are fixed and all of them might go to one.
       D: embed.
