@@ -1,11 +1,13 @@
 """The channel between real processes: meeting, losses, failures, and one tick to stop at."""
 
+import asyncio
 import contextlib
 import functools
 import itertools
 import re
 import signal
 import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -15,9 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.authentication import RunToken
+from jaxtrain.run.cluster.authentication import RunToken, client_handshake, server_handshake
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Listeners, OneProcess
+from jaxtrain.run.cluster.wire import Link
 
 GIVEN = RunToken({"JAXTRAIN_TOKEN": TOKEN}, Path("/nowhere/token"))
 
@@ -382,6 +385,29 @@ def test_a_loss_before_anybody_listens_is_told_when_somebody_does():
     first.listen(Listeners(on_lost=lambda process, host, why, table: heard.set()))
     assert heard.wait(20)
     first.close()
+
+
+def test_what_came_before_a_connection_was_reset_is_received():
+    async def connect():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ends = socket.create_connection(server.getsockname()), server.accept()[0]
+        far, near = map(Link, ends)
+        handshakes = client_handshake(b"token"), server_handshake(b"token")
+        await asyncio.gather(*map(Link.authenticate, (far, near), handshakes))
+        far.send({"kind": "failed", "reason": "x" * 50_000})
+        while far.pending:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        far.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        far.close()
+        await asyncio.sleep(0.1)
+        received = [await near.receive(), await near.receive(), near.closed]
+        near.close()
+        return received
+
+    first, second, closed = asyncio.run(connect())
+    assert (first["reason"], second) == ("x" * 50_000, None)
+    assert closed == "broke its connection (Connection reset by peer)"
 
 
 def test_a_goodbye_that_the_others_do_not_share_names_them():

@@ -1,5 +1,6 @@
 """Who reaches the port of a run without its token: real sockets on loopback, and a run unharmed."""
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -18,11 +19,12 @@ from jaxtrain.run.cluster import rendezvous as rendezvous_module
 from jaxtrain.run.cluster import wire
 from jaxtrain.run.cluster.authentication import (
     PROTOCOL,
-    ClientHandshake,
     MessageKey,
+    OtherTokenError,
     RunToken,
-    ServerHandshake,
     UnauthenticatedError,
+    client_handshake,
+    server_handshake,
 )
 from jaxtrain.run.cluster.channel import rendezvous
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Listeners, Peers
@@ -429,12 +431,13 @@ def impostor(answer: Callable[[bytes], bytes]):
 
 
 def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
-    host = ServerHandshake(OTHER_TOKEN.encode())
+    host = server_handshake(OTHER_TOKEN.encode())
+    next(host)
 
     def answer(data):
-        if host.wants == 16:
-            host.receive(data[:16])
-            return host.receive(data[16:])
+        if len(data) == 48:
+            host.send(data[:16])
+            return host.send(data[16:])[0]
         # Whatever was proved, it says that all is well.
         return bytes(32)
 
@@ -497,43 +500,55 @@ def test_a_token_that_comes_late_is_waited_for(pair, tmp_path):
 
 
 def greet(joiner_token: bytes, host_token: bytes):
-    """Both ends of a greeting, and what was said."""
-    joiner, host = ClientHandshake(joiner_token), ServerHandshake(host_token)
-    said = [joiner.begin()]
-    host.receive(said[0][:16])
-    said.append(host.receive(said[0][16:]))
-    said.append(joiner.receive(said[1]))
-    said.append(host.receive(said[2]))
-    return joiner, host, said
+    """Both ends of a greeting, which wait for the last part, and the four parts."""
+    joiner, host = client_handshake(joiner_token), server_handshake(host_token)
+    sent = [next(joiner)[0]]
+    assert next(host) == (b"", 16)
+    assert host.send(sent[0][:16]) == (b"", 32)
+    sent.append(host.send(sent[0][16:])[0])
+    sent.append(joiner.send(sent[1])[0])
+    part, wanted = host.send(sent[2])
+    assert wanted == 0
+    return joiner, host, [*sent, part]
+
+
+def keys_of(end, last: bytes):
+    """The keys that an end returns on the last part."""
+    with pytest.raises(StopIteration) as over:
+        end.send(last)
+    return over.value.value
 
 
 def test_two_greetings_have_nothing_in_common_and_tell_nothing_of_the_token():
     seen, marks = set(), set()
     for _ in range(20):
-        joiner, host, said = greet(b"token", b"token")
-        joiner.receive(said[3])
-        assert not any(b"token" in part for part in said)
-        seen.update([said[0][16:], said[1][16:], said[2], said[3]])
-        for end, other in ((joiner, host), (host, joiner)):
-            mark = end.message_keys[0].mark(b"x")
-            assert mark == other.message_keys[1].mark(b"x")
+        joiner, host, sent = greet(b"token", b"token")
+        ends = keys_of(joiner, sent[3]), keys_of(host, b"")
+        assert not any(b"token" in part for part in sent)
+        seen.update([sent[0][16:], sent[1][16:], sent[2], sent[3]])
+        for own, other in (ends, ends[::-1]):
+            mark = own[0].mark(b"x")
+            assert mark == other[1].mark(b"x")
             marks.add(mark)
     assert len(seen) == 80
     assert len(marks) == 40
 
 
 def test_a_proof_of_one_end_is_none_for_the_other():
-    joiner, host, said = greet(b"token", b"token")
-    with pytest.raises(UnauthenticatedError):
-        joiner.receive(said[2])
-    assert joiner.message_keys is None
-    _, other, _ = greet(b"token", b"other")
-    assert (other.message_keys, other.is_rejected, other.wants) == (None, True, 0)
+    joiner, host, sent = greet(b"token", b"token")
+    with pytest.raises(OtherTokenError):
+        joiner.send(sent[2])
+    _, host, sent = greet(b"token", b"other")
+    assert sent[3] == b"another token".ljust(32, b"\0")
+    with pytest.raises(OtherTokenError, match="could not prove this run's token"):
+        host.send(b"")
 
 
 def test_who_does_not_say_the_protocol_s_name_hears_nothing():
+    host = server_handshake(b"token")
+    assert next(host) == (b"", 16)
     with pytest.raises(UnauthenticatedError, match="no handshake of this program"):
-        ServerHandshake(b"token").receive(b"jaxtrain-peers-1")
+        host.send(b"jaxtrain-peers-1")
 
 
 def test_a_link_reads_no_more_than_it_may_before_the_proof():
@@ -542,8 +557,8 @@ def test_a_link_reads_no_more_than_it_may_before_the_proof():
         near, _ = server.accept()
     with near, far:
         far.sendall(PROTOCOL + bytes(5000))
-        link = Link(near, ServerHandshake(b"token"))
-        assert link.receive() == []
+        link = Link(near)
+        assert not asyncio.run(link.authenticate(server_handshake(b"token")))
         assert link.closed == "could not prove this run's token"
         # 16, 32 and 32 bytes were taken, the rest was not.
         assert len(near.recv(10000)) == 16 + 5000 - 80

@@ -11,7 +11,6 @@ messages are derived from the token and both numbers, one for each direction, so
 be replayed on another connection.
 """
 
-import abc
 import contextlib
 import dataclasses
 import hmac
@@ -21,7 +20,7 @@ import secrets
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -174,6 +173,10 @@ class UnauthenticatedError(Exception):
     """The other end does not prove that it belongs to the run; the text says what it did."""
 
 
+class OtherTokenError(UnauthenticatedError):
+    """The two ends have different tokens."""
+
+
 class MessageKey:
     """Marks the messages of one direction: who has no key cannot write, repeat or reorder them."""
 
@@ -187,82 +190,39 @@ class MessageKey:
         return hmac.digest(self._key, number + body, "sha256")
 
 
-class Handshake(abc.ABC):
-    """One end of a handshake, fed with what the other end says; it opens no socket.
+# Yields what to send and how many bytes to wait for, more of which must not be read, and takes
+# those bytes; returns the keys for what is sent and for what is received.
+Handshake = Generator[tuple[bytes, int], bytes, tuple[MessageKey, MessageKey]]
 
-    Attributes:
-      wants: bytes that it waits for, 0 when it is over; more are not read before it has judged.
-      message_keys: for what is sent and for what is received, once both ends have proved the token.
-      is_rejected: whether the other end has another token.
+
+def client_handshake(token: bytes) -> Handshake:
+    """Prove the token as the process that connects; nothing is sent and received here.
+
+    Raises:
+      OtherTokenError: process 0 has another token.
+      UnauthenticatedError: what it sent is not what a process of the run sends.
     """
-
-    wants: int
-
-    def __init__(self, token: bytes) -> None:
-        self.message_keys: tuple[MessageKey, MessageKey] | None = None
-        self.is_rejected = False
-        self._token = token
-        self._own = secrets.token_bytes(_RANDOM)
-        self._keys: _Keys | None = None
-
-    @abc.abstractmethod
-    def begin(self) -> bytes:
-        """Return the bytes to send before any are received."""
-
-    @abc.abstractmethod
-    def receive(self, message: bytes) -> bytes:
-        """Take the bytes that it waited for; what is answered.
-
-        Raises:
-          StrangerError: they are not what a process of the run says.
-        """
+    own = secrets.token_bytes(_RANDOM)
+    answer = yield PROTOCOL + own, len(PROTOCOL) + _RANDOM
+    _same_protocol(answer[: len(PROTOCOL)])
+    keys = _Keys.of(token, own, answer[len(PROTOCOL) :])
+    proof = yield keys.joiner_proof, _PROOF
+    if not hmac.compare_digest(proof, keys.zero_proof):
+        raise OtherTokenError("has another token")
+    return MessageKey(keys.to_zero), MessageKey(keys.from_zero)
 
 
-class ClientHandshake(Handshake):
-    """The end of the process that connects."""
-
-    wants = len(PROTOCOL) + _RANDOM
-
-    def begin(self) -> bytes:
-        return PROTOCOL + self._own
-
-    def receive(self, message: bytes) -> bytes:
-        if self._keys is None:
-            _same_protocol(message[: len(PROTOCOL)])
-            self._keys = _Keys.of(self._token, self._own, message[len(PROTOCOL) :])
-            self.wants = _PROOF
-            return self._keys.joiner_proof
-        self.wants = 0
-        if not hmac.compare_digest(message, self._keys.zero_proof):
-            self.is_rejected = True
-            raise UnauthenticatedError("has another token")
-        self.message_keys = MessageKey(self._keys.to_zero), MessageKey(self._keys.from_zero)
-        return b""
-
-
-class ServerHandshake(Handshake):
-    """Process 0's end."""
-
-    wants = len(PROTOCOL)
-
-    def begin(self) -> bytes:
-        return b""
-
-    def receive(self, message: bytes) -> bytes:
-        if self.wants == len(PROTOCOL):
-            _same_protocol(message)
-            self.wants = _RANDOM
-            return b""
-        if self._keys is None:
-            self._keys = _Keys.of(self._token, message, self._own)
-            self.wants = _PROOF
-            return PROTOCOL + self._own
-        self.wants = 0
-        if not hmac.compare_digest(message, self._keys.joiner_proof):
-            self.is_rejected = True
-            return _REFUSED
-        self.message_keys = MessageKey(self._keys.from_zero), MessageKey(self._keys.to_zero)
-        return self._keys.zero_proof
+def server_handshake(token: bytes) -> Handshake:
+    """Prove the token as process 0; see `client_handshake`."""
+    _same_protocol((yield b"", len(PROTOCOL)))
+    joiner, own = (yield b"", _RANDOM), secrets.token_bytes(_RANDOM)
+    keys = _Keys.of(token, joiner, own)
+    proof = yield PROTOCOL + own, _PROOF
+    if not hmac.compare_digest(proof, keys.joiner_proof):
+        yield _REFUSED, 0
+        raise OtherTokenError("could not prove this run's token")
+    yield keys.zero_proof, 0
+    return MessageKey(keys.from_zero), MessageKey(keys.to_zero)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,11 +3,10 @@
 The coordinator collects lost processes, the first cause of a failure and the common stop step.
 """
 
-import collections
+import asyncio
 import contextlib
 import dataclasses
-import selectors
-import socket
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +26,15 @@ from jaxtrain.run.cluster.cluster import (
     Table,
     name_processes,
 )
-from jaxtrain.run.cluster.rendezvous import Rendezvous, duplicate_message, join_run
-from jaxtrain.run.cluster.wire import Link, Message, is_loopback
+from jaxtrain.run.cluster.rendezvous import duplicate_message, join_run
+from jaxtrain.run.cluster.wire import (
+    Link,
+    Listener,
+    Message,
+    is_loopback,
+    join_address,
+    split_address,
+)
 
 # A process that only feels another's death reports an error of its own, often some milliseconds
 # before that death is seen here: the loss is waited for before an error is called the cause.
@@ -100,18 +106,12 @@ class Coordinator:
             if process and process not in self._gone and now - heard > self._silence:
                 why = f"silent for {self._silence:g} s"
                 self._settle(Cause("lost", process, self._hosts[process], why), now)
-        if self._suspected is not None and now > self._suspected[0]:
+        if self._suspected is not None and now >= self._suspected[0]:
             self._settle(self._suspected[1], now)
 
     def mark_frozen(self, seconds: float, now: float) -> None:
         """This process itself did not run for so long that it is the one that was lost."""
         self._settle(Cause("lost", 0, self._hosts[0], f"stood still for {seconds:.0f} s"), now)
-
-    def next_check(self) -> float:
-        """When `check` will have a doubt to settle; infinity where there is none."""
-        if self._suspected is None or self.cause is not None:
-            return float("inf")
-        return self._suspected[0]
 
     def table(self, now: float) -> Table:
         """Return what each process was last doing, and how long ago it reported."""
@@ -173,6 +173,7 @@ def read_table(message: Message) -> Table:
 # number and not with its square.
 _TABLE_ROWS_PER_BEAT = 32
 _FLUSH_SECONDS = 2.0
+_POLL_SECONDS = 0.01
 _VERDICT_SECONDS = 5.0
 _BEFORE_FIRST_TICK = -1
 
@@ -215,55 +216,63 @@ def rendezvous(
     assert heartbeat_seconds * 2 <= silence_seconds
     if cluster.num_processes == 1:
         return OneProcess(welcome)
-    rendezvous = join_run(
-        cluster,
-        hello,
-        token=token,
-        timeout_seconds=timeout_seconds,
-        report=report,
-        welcome=welcome or {},
-        heartbeat_seconds=heartbeat_seconds,
-        silence_seconds=silence_seconds,
+    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+    opening: Message = {
+        "welcome": dict(welcome or {}),
+        "heartbeat_seconds": heartbeat_seconds,
+        "silence_seconds": silence_seconds,
+    }
+    joining = join_run(
+        cluster, hello, opening, token=token, timeout_seconds=timeout_seconds, report=report
     )
-    return ManyProcesses(cluster.process_id, rendezvous)
+    try:
+        # Not by `Runner.run`, whose handler of Ctrl-C does not interrupt an attempt to connect.
+        opening, links, listener = runner.get_loop().run_until_complete(joining)
+        return ManyProcesses(cluster, opening, links, listener, runner)
+    except BaseException:
+        runner.close()
+        raise
 
 
 class ManyProcesses(Peers):
-    """One process among several: a thread that keeps the connections.
+    """One process among several: a thread that runs the event loop of the connections.
 
-    The thread alone touches sockets; other threads leave messages in `_outbox` and wake it. A deque
-    and a socket pair, because a signal handler may interrupt this same code at any point and a lock
-    held there would never come free.
+    That thread alone touches sockets; other threads pass it messages by `call_soon_threadsafe`,
+    which takes no lock: a signal handler may interrupt this same code at any point.
     """
 
-    def __init__(self, process_id: int, rendezvous: Rendezvous) -> None:
-        self.process_id, self.num_processes = process_id, len(rendezvous.hosts)
-        self.hosts, self.welcome = rendezvous.hosts, rendezvous.welcome
-        self.address = _address_here(rendezvous.links.values())
-        self.jax_coordinator = rendezvous.jax_coordinator
-        self.silence_seconds = rendezvous.silence_seconds
+    def __init__(
+        self,
+        cluster: Cluster,
+        opening: Message,
+        links: dict[int, Link],
+        listener: Listener | None,
+        runner: asyncio.Runner,
+    ) -> None:
+        self.process_id, self.num_processes = cluster.process_id, cluster.num_processes
+        self.hosts = {int(process): name for process, name in opening["hosts"].items()}
+        self.welcome = opening["welcome"]
+        self.address = _address_here(links.values())
+        host, _ = split_address(cluster.coordinator or "")
+        self.jax_coordinator = join_address(host, opening["jax_port"])
+        self.silence_seconds = opening["silence_seconds"]
         self.cause = None
-        self._heartbeat = rendezvous.heartbeat_seconds
-        self._links, self._listener = rendezvous.links, rendezvous.listener
+        self._heartbeat = opening["heartbeat_seconds"]
+        self._links, self._listener = links, listener
         self._listeners = Listeners()
         self._table: Table = {}
-        self._outbox: collections.deque[Message] = collections.deque()
+        self._outbox = asyncio.Queue[Message]()
         self._changed = threading.Condition()
         self._tick = _BEFORE_FIRST_TICK
         self._asked, self._target, self._reason = False, None, ""
-        self._ended = self._closing = False
+        self._ended = False
+        self._closing = asyncio.Event()
         now = time.monotonic()
-        self._heard_zero = self._last_turn = self._next_beat = now
-        self._beats = 0
+        self._heard_zero = self._last_turn = now
         self._coordinator = None
-        if process_id == 0:
-            self._coordinator = Coordinator(
-                rendezvous.hosts, rendezvous.silence_seconds, self._send, now
-            )
-        self._selector = selectors.DefaultSelector()
-        self._wake_up, self._alarm = socket.socketpair()
-        self._wake_up.setblocking(False)
-        self._alarm.setblocking(False)
+        if self.process_id == 0:
+            self._coordinator = Coordinator(self.hosts, self.silence_seconds, self._send, now)
+        self._runner, self._loop = runner, runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="jaxtrain-peers", daemon=True)
         self._thread.start()
 
@@ -299,7 +308,9 @@ class ManyProcesses(Peers):
         own = Cause("failed", self.process_id, self.hosts[self.process_id], reason)
         with self._changed:
             if threading.current_thread() is not self._thread:
-                self._changed.wait_for(lambda: self.cause or self._closing, _VERDICT_SECONDS)
+                self._changed.wait_for(
+                    lambda: self.cause or self._closing.is_set(), _VERDICT_SECONDS
+                )
             return self.cause or own
 
     def goodbye(self, timeout_seconds: float = 60.0) -> None:
@@ -315,65 +326,49 @@ class ManyProcesses(Peers):
             raise ClusterError(late if cause is None else str(cause))
 
     def close(self) -> None:
-        self._closing = True
-        self._wake()
+        self._call(self._closing.set)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _post(self, message: Message) -> None:
-        self._outbox.append(message)
-        self._wake()
+        self._call(self._outbox.put_nowait, message)
 
-    def _wake(self) -> None:
-        # A full pair wakes just as well, and a closed one has nobody left to wake.
-        with contextlib.suppress(OSError):
-            self._alarm.send(b"!")
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # of a closed loop
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._selector.register(self._wake_up, selectors.EVENT_READ)
-            if self._listener is not None:
-                self._selector.register(self._listener.socket, selectors.EVENT_READ)
-                for link in self._listener.waiting:
-                    self._selector.register(link, selectors.EVENT_READ, link)
-            for process, link in self._links.items():
-                self._selector.register(link, selectors.EVENT_READ, process)
-                # What came together with the welcome is in no socket any more.
-                self._receive_from(process, link)
-            while not self._closing:
-                self._turn()
-            self._flush()
-        finally:
-            self._close_all()
+        with contextlib.closing(self._runner):
+            self._runner.run(self._serve())
 
-    def _turn(self) -> None:
-        until = self._next_beat
-        if self._coordinator is not None:
-            until = min(until, self._coordinator.next_check())
-        ready = self._selector.select(max(until - time.monotonic(), 0))
-        self._detect_stall()
-        for key, _ in ready:
-            if key.fileobj is self._wake_up:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_up.recv(4096)
-            elif self._listener is not None and key.fileobj is self._listener.socket:
-                for link in self._listener.accept():
-                    self._selector.register(link, selectors.EVENT_READ, link)
-            elif isinstance(key.data, Link):
-                self._receive_from_newcomer(key.data)
-            else:
-                self._receive_from(key.data, self._links[key.data])
-        while self._outbox:
-            self._say(self._outbox.popleft())
-        self._check_processes()
-        for link in self._links.values():
-            link.flush()
+    async def _serve(self) -> None:
         if self._listener is not None:
-            for link in self._listener.leavers():
-                self._selector.unregister(link)
+            self._listener.admit = self._reject_newcomer
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                tasks = [group.create_task(self._read(*one)) for one in self._links.items()]
+                tasks += [group.create_task(self._beat()), group.create_task(self._send_outbox())]
+                await self._closing.wait()
+                await self._flush()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._closing.set()
+            with self._changed:
+                self._changed.notify_all()
+            for link in self._links.values():
                 link.close()
+            if self._listener is not None:
+                await self._listener.close()
+
+    async def _send_outbox(self) -> None:
+        while True:
+            message = await self._outbox.get()
+            self._detect_stall()
+            self._say(message)
 
     def _say(self, message: Message) -> None:
         """Something this process has to tell: to process 0, which may be itself."""
@@ -381,9 +376,19 @@ class ManyProcesses(Peers):
             if self.cause is not None:
                 self._notify_listeners()
         elif self._coordinator is not None:
-            self._coordinator.receive(0, message, time.monotonic())
+            self._coordinate(0, message)
         else:
             self._links[0].send(message)
+
+    def _coordinate(self, process: int, message: Message) -> None:
+        assert self._coordinator is not None
+        self._coordinator.receive(process, message, time.monotonic())
+        if message["kind"] == "failed":
+            self._group.create_task(self._check_after_doubt())
+
+    async def _check_after_doubt(self) -> None:
+        await asyncio.sleep(_DOUBT_SECONDS)
+        self._check_processes()
 
     def _detect_stall(self) -> None:
         """A process that was frozen finds the others gone: before it blames them, itself."""
@@ -397,36 +402,42 @@ class ManyProcesses(Peers):
         else:
             self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
 
-    def _check_processes(self) -> None:
-        """Heartbeats and silence."""
-        now = time.monotonic()
-        if now >= self._next_beat:
-            self._next_beat = now + self._heartbeat
-            self._beats += 1
+    async def _beat(self) -> None:
+        """Heartbeats, and tests of the others'."""
+        rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
+        for count in itertools.count(1):
+            self._detect_stall()
             self._say({"kind": "beat", "activity": self._listeners.activity()})
-            rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
-            if self._coordinator is not None and self._beats % rare == 0:
-                self._coordinator.share_table(now)
+            if self._coordinator is not None and count % rare == 0:
+                self._coordinator.share_table(time.monotonic())
             elif self._coordinator is not None:
-                self._send_to_workers({"kind": "beat"})
+                for link in self._links.values():
+                    link.send({"kind": "beat"})
+            self._check_processes()
+            await asyncio.sleep(self._heartbeat)
+
+    def _check_processes(self) -> None:
+        now = time.monotonic()
         if self._coordinator is not None:
             self._coordinator.check(now)
         elif not self._ended and now - self._heard_zero > self.silence_seconds:
             self._settle_here("lost", 0, f"silent for {self.silence_seconds:g} s")
 
-    def _receive_from(self, process: int, link: Link) -> None:
-        for message in link.receive():
+    async def _read(self, process: int, link: Link) -> None:
+        """Receive until the connection ends."""
+        while message := await link.receive():
+            self._detect_stall()
             if self._coordinator is not None:
-                self._coordinator.receive(process, message, time.monotonic())
+                self._coordinate(process, message)
             else:
                 self._heard_zero = time.monotonic()
                 self._receive_from_coordinator(message)
-        if link.closed:
-            self._selector.unregister(link)
-            if self._coordinator is not None:
-                self._coordinator.mark_closed(process, link.closed, time.monotonic())
-            elif not self._ended:
-                self._settle_here("lost", 0, link.closed)
+        self._detect_stall()
+        assert link.closed is not None
+        if self._coordinator is not None:
+            self._coordinator.mark_closed(process, link.closed, time.monotonic())
+        elif not self._ended:
+            self._settle_here("lost", 0, link.closed)
 
     def _receive_from_coordinator(self, message: Message) -> None:
         """Handle a decision of process 0; process 0 itself receives it too."""
@@ -470,62 +481,36 @@ class ManyProcesses(Peers):
         elif cause.process_id != self.process_id:
             self._listeners.on_failed(cause.process_id, cause.host, cause.why)
 
-    def _receive_from_newcomer(self, link: Link) -> None:
-        """Somebody knocks after the rendezvous: a double, a leftover, or no process of ours."""
-        assert self._listener is not None
-        if link not in self._listener.waiting:
-            return
-        hello = self._listener.receive(link)
-        if hello is None:
-            return
+    def _reject_newcomer(self, link: Link, hello: Message) -> str:
+        """Return why a process that comes after the rendezvous, a double or a leftover, must go."""
         process = hello["process_id"]
         first = {
             "process_id": process,
             "num_processes": self.num_processes,
             "host": self.hosts.get(process, "none"),
         }
-        sentence = f"the run has started with all its processes; {duplicate_message(first, hello)}"
-        self._listener.reject(link, sentence)
+        return f"the run has started with all its processes; {duplicate_message(first, hello)}"
 
     # -- sending ----------------------------------------------------------------------------------
 
     def _send(self, process: int, message: Message) -> None:
-        if process == self.process_id:
-            if message["kind"] == "verdict":
-                # What the listeners do about it may be this process's end.
-                self._flush()
-            self._receive_from_coordinator(message)
-        else:
+        if process != self.process_id:
             self._links[process].send(message)
+        elif message["kind"] == "verdict":
+            self._group.create_task(self._receive_verdict(message))
+        else:
+            self._receive_from_coordinator(message)
 
-    def _send_to_workers(self, message: Message) -> None:
-        for link in self._links.values():
-            link.send(message)
+    async def _receive_verdict(self, message: Message) -> None:
+        # What the listeners do about it may be this process's end.
+        await self._flush()
+        self._receive_from_coordinator(message)
 
-    def _flush(self) -> None:
+    async def _flush(self) -> None:
         """Wait, for a moment, until the connections have taken what was sent."""
         until = time.monotonic() + _FLUSH_SECONDS
-        with selectors.DefaultSelector() as selector:
-            for link in self._links.values():
-                if link.pending and not link.closed:
-                    selector.register(link, selectors.EVENT_WRITE, link)
-            while selector.get_map() and (remaining := until - time.monotonic()) > 0:
-                for key, _ in selector.select(remaining):
-                    key.data.flush()
-                    if not key.data.pending:
-                        selector.unregister(key.data)
-
-    def _close_all(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        for link in self._links.values():
-            link.close()
-        if self._listener is not None:
-            self._listener.close()
-        self._selector.close()
-        self._wake_up.close()
-        self._alarm.close()
+        while time.monotonic() < until and any(link.pending for link in self._links.values()):
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 def _address_here(links: Iterable[Link]) -> str:

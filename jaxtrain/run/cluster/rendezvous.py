@@ -1,15 +1,15 @@
 """Rendezvous of all processes before a run: missing, duplicate or different ones are named."""
 
+import asyncio
 import contextlib
-import dataclasses
 import os
-import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.authentication import ClientHandshake, RunToken
+from jaxtrain.run.cluster.authentication import RunToken, client_handshake
 from jaxtrain.run.cluster.cluster import (
     Announcement,
     Cluster,
@@ -29,7 +29,10 @@ from jaxtrain.run.cluster.wire import (
     split_address,
 )
 
+T = TypeVar("T")
+
 _RETRY_SECONDS = 0.3
+_POLL_SECONDS = 0.05
 _REPORT_SECONDS = 5.0
 # How long process 0 stays to tell latecomers why there is no run.
 _LINGER_SECONDS = 2.0
@@ -41,40 +44,20 @@ _ANSWER_SECONDS = 10.0
 _TOKEN_SECONDS = 60.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Rendezvous:
-    """Result of the rendezvous: the connections and addresses of all processes.
-
-    Attributes:
-      links: connections by process id: process 0 has one to each other, they have one to it.
-      listener: process 0's listening socket; None elsewhere.
-      hosts: every process's host name, as it calls itself.
-      welcome: what process 0 sent to all.
-      jax_coordinator: HOST:PORT for JAX's own coordinator.
-      heartbeat_seconds, silence_seconds: process 0's, for all.
-    """
-
-    links: dict[int, Link]
-    listener: Listener | None
-    hosts: dict[int, str]
-    welcome: dict[str, str | int]
-    jax_coordinator: str
-    heartbeat_seconds: float
-    silence_seconds: float
-
-
-def join_run(
+async def join_run(
     cluster: Cluster,
     hello: Announcement,
+    opening: Message,
     *,
     token: RunToken,
     timeout_seconds: float,
     report: Reporter,
-    welcome: Announcement,
-    heartbeat_seconds: float,
-    silence_seconds: float,
-) -> Rendezvous:
+) -> tuple[Message, dict[int, Link], Listener | None]:
     """Wait until all processes of the cluster are there, have the run's token, and agree.
+
+    Returns:
+      Process 0's opening, with all hosts and `jax_port`; connections by process id: process 0 has
+      one to each other, they have one to it; and process 0's server socket.
 
     Raises:
       UserError: the port is taken; two processes have one id; number of processes or hello differ;
@@ -85,9 +68,9 @@ def join_run(
     host, port = split_address(cluster.coordinator)
     own = _announcement(cluster, hello)
     if cluster.process_id:
-        return _join(cluster, own, token, timeout_seconds, report)
+        return await _join(cluster, own, token, timeout_seconds, report)
     secret = token.make()
-    _validate_second_coordinator(host, port, own, secret)
+    await _validate_second_coordinator(host, port, own, secret)
     try:
         listener = Listener(host, port, secret, room=cluster.num_processes, report=report)
     except OSError as error:
@@ -99,22 +82,15 @@ def join_run(
             f"JAX_COORDINATOR_PORT={free}; the same for all processes)"
         ) from error
     try:
-        links, hosts = _HostSide(cluster, own, listener, report).gather(timeout_seconds)
+        links, hosts = await _HostSide(cluster, own, listener, report).gather(timeout_seconds)
     except BaseException:
-        listener.close()
+        await listener.close()
         raise
-    jax_port = free_port(host, port)
-    opening = {
-        "kind": "welcome",
-        "jax_port": jax_port,
-        "hosts": {str(process): name for process, name in hosts.items()},
-        "welcome": dict(welcome),
-        "heartbeat_seconds": heartbeat_seconds,
-        "silence_seconds": silence_seconds,
-    }
+    names = {str(process): name for process, name in hosts.items()}
+    opening = {"kind": "welcome", "jax_port": free_port(host, port), "hosts": names, **opening}
     for link in links.values():
         link.send(opening)
-    return _rendezvous_of(opening, host, links, listener)
+    return opening, links, listener
 
 
 def _announcement(cluster: Cluster, hello: Announcement) -> Message:
@@ -126,20 +102,6 @@ def _announcement(cluster: Cluster, hello: Announcement) -> Message:
         "pid": os.getpid(),
         "hello": dict(hello),
     }
-
-
-def _rendezvous_of(
-    opening: Message, host: str, links: dict[int, Link], listener: Listener | None
-) -> Rendezvous:
-    return Rendezvous(
-        links=links,
-        listener=listener,
-        hosts={int(process): name for process, name in opening["hosts"].items()},
-        welcome=opening["welcome"],
-        jax_coordinator=join_address(host, opening["jax_port"]),
-        heartbeat_seconds=opening["heartbeat_seconds"],
-        silence_seconds=opening["silence_seconds"],
-    )
 
 
 # -- process 0 -------------------------------------------------------------------------------------
@@ -154,84 +116,76 @@ class _HostSide:
         self._cluster, self._listener, self._report = cluster, listener, report
         self._hellos: dict[int, Message] = {0: own}
         self._links: dict[int, Link] = {}
+        self._watching: dict[int, asyncio.Task[None]] = {}
+        self._error: Exception | None = None
+        self._informed = 0
+        self._decided = asyncio.Event()
 
-    def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
+    async def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
         """Wait for all; on any failure send it to all that are there, and raise."""
-        until = time.monotonic() + timeout_seconds
-        reported = ""
-        next_report = time.monotonic()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener.socket, selectors.EVENT_READ, None)
-            try:
-                while self._missing():
-                    now = time.monotonic()
-                    if now > until:
-                        raise ClusterError(self._missing_sentence(timeout_seconds))
-                    if now >= next_report:
-                        next_report = now + _REPORT_SECONDS
-                        missing = name_processes(self._missing(), self._cluster.hosts)
-                        waiting = f"waiting for {missing}"
-                        if waiting != reported:
-                            self._report(waiting)
-                        reported = waiting
-                        for link in self._links.values():
-                            link.send({"kind": "waiting"})
-                    seconds = min(until, next_report) - now
-                    self._turn(selector, seconds, self._let_in, self._receive_from_member)
-            except (UserError, ClusterError) as error:
-                self._send_all_away(selector, error)
-                raise
+        self._listener.admit = self._admit
+        self._listener.start()
+        try:
+            await self._wait_for_all(timeout_seconds)
+        except (UserError, ClusterError) as error:
+            self._error = error
+            await self._send_all_away(error)
+            raise
+        finally:
+            for task in self._watching.values():
+                task.cancel()
+            await asyncio.gather(*self._watching.values(), return_exceptions=True)
         return self._links, {process: hello["host"] for process, hello in self._hellos.items()}
 
-    def _turn(
-        self,
-        selector: selectors.BaseSelector,
-        seconds: float,
-        newcomer: Callable[[Link, Message], None],
-        member: Callable[[selectors.BaseSelector, Link], None],
-    ) -> None:
-        """Listen once: whoever says hello goes to `newcomer`, a member with news to `member`."""
-        for key, _ in selector.select(min(max(seconds, 0), 1)):
-            if key.data is None:
-                for link in self._listener.accept():
-                    selector.register(link, selectors.EVENT_READ, link)
-            elif key.data in self._listener.waiting:
-                hello = self._listener.receive(key.data)
-                if hello is not None:
-                    newcomer(key.data, hello)
-            elif key.data in self._links.values():
-                member(selector, key.data)
-        for link in self._listener.leavers():
-            selector.unregister(link)
-            link.close()
+    async def _wait_for_all(self, timeout_seconds: float) -> None:
+        until = time.monotonic() + timeout_seconds
+        reported = ""
+        while self._missing() and self._error is None:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise ClusterError(self._missing_sentence(timeout_seconds))
+            waiting = f"waiting for {name_processes(self._missing(), self._cluster.hosts)}"
+            if waiting != reported:
+                self._report(waiting)
+            reported = waiting
+            for link in self._links.values():
+                link.send({"kind": "waiting"})
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _REPORT_SECONDS)):
+                    await self._decided.wait()
+        if self._error is not None:
+            raise self._error
 
-    def _let_in(self, link: Link, hello: Message) -> None:
-        """Take a process in; an error is every process's end."""
+    def _admit(self, link: Link, hello: Message) -> str | None:
+        """Take a process in; an error is every process's end, and returned."""
         process = hello["process_id"]
-        other = self._hellos.get(process)
-        mistake = None
-        if other is not None:
-            mistake = duplicate_message(other, hello)
-        else:
-            mistake = _difference(self._hellos[0], hello)
-        if mistake is not None:
-            self._listener.reject(link, mistake)
-            raise UserError(mistake)
-        self._hellos[process] = hello
-        self._links[process] = link
+        if self._error is None:
+            other = self._hellos.get(process)
+            error = (
+                duplicate_message(other, hello) if other else _difference(self._hellos[0], hello)
+            )
+            self._error = None if error is None else UserError(error)
+        if self._error is not None:
+            self._informed += 1
+            self._decided.set()
+            return str(self._error)
+        self._hellos[process], self._links[process] = hello, link
         # From now on it waits as long as this process does.
         link.send({"kind": "waiting"})
+        self._watching[process] = asyncio.create_task(self._watch(process, link))
+        if not self._missing():
+            self._decided.set()
+        return None
 
-    def _receive_from_member(self, selector: selectors.BaseSelector, link: Link) -> None:
-        # A process that ends while the others are awaited is missing again.
-        link.receive()
-        if link.closed:
-            process = next(p for p, known in self._links.items() if known is link)
-            del self._links[process]
-            host = self._hellos.pop(process)["host"]
-            self._report(f"process {process} (host {host}) {link.closed}")
-            selector.unregister(link)
-            link.close()
+    async def _watch(self, process: int, link: Link) -> None:
+        """Note that a process ended while the others are awaited: it is missing again."""
+        while await link.receive():
+            pass
+        del self._links[process]
+        host = self._hellos.pop(process)["host"]
+        self._decided.clear()
+        self._report(f"process {process} (host {host}) {link.closed}")
+        link.close()
 
     def _missing(self) -> list[int]:
         return [p for p in range(self._cluster.num_processes) if p not in self._hellos]
@@ -254,32 +208,19 @@ class _HostSide:
             )
         return sentence
 
-    def _send_all_away(self, selector: selectors.BaseSelector, error: Exception) -> None:
+    async def _send_all_away(self, error: Exception) -> None:
         """Send the error to those that are there and, for a moment, to those that still come."""
         kind = "refused" if isinstance(error, UserError) else "missing"
-        message = {"kind": kind, "sentence": str(error)}
-        expected = self._cluster.num_processes
         for link in self._links.values():
-            link.send(message)
-        heard = len(self._hellos) + 1
-
-        def reject(link: Link, _: Message) -> None:
-            nonlocal heard
-            heard += 1
-            self._listener.reject(link, str(error))
-
+            link.send({"kind": kind, "sentence": str(error)})
+        others = self._cluster.num_processes - len(self._hellos)
         until = time.monotonic() + _LINGER_SECONDS
-        while time.monotonic() < until and (self._listener.waiting or heard < expected):
-            self._turn(selector, 0.2, reject, _release)
+        while time.monotonic() < until and (
+            self._listener.waiting or max(self._informed, 1) < others
+        ):
+            await asyncio.sleep(_POLL_SECONDS)
         for link in self._links.values():
             link.close()
-
-
-def _release(selector: selectors.BaseSelector, link: Link) -> None:
-    """A member that was sent away may leave."""
-    link.receive()
-    if link.closed:
-        selector.unregister(link)
 
 
 def _difference(first: Message, other: Message) -> str | None:
@@ -317,7 +258,7 @@ def duplicate_message(first: Message, second: Message) -> str:
     )
 
 
-def _validate_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
+async def _validate_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
     """Ask whether another process 0 listens at the coordinator's address already.
 
     Raises:
@@ -329,23 +270,28 @@ def _validate_second_coordinator(host: str, port: int, own: Message, secret: byt
         connection = socket.create_connection((host, port), timeout=2)
     except OSError:
         return
-    with contextlib.closing(Link(connection, ClientHandshake(secret))) as link:
-        until = time.monotonic() + 2
-        if not _handshake(link, until):
+    with contextlib.closing(Link(connection)) as link:
+        if not await _within(2, link.authenticate(client_handshake(secret))):
             return
         link.send(own)
-        with contextlib.suppress(TimeoutError):
-            answer = _await(link, until)
-            if answer is not None and answer["kind"] == "refused":
-                raise UserError(answer["sentence"])
+        answer = await _within(2, link.receive())
+        if answer is not None and answer["kind"] == "refused":
+            raise UserError(answer["sentence"])
+
+
+async def _within(seconds: float, result: Coroutine[Any, Any, T]) -> T | None:
+    """Return what is awaited; None if it takes longer."""
+    with contextlib.suppress(TimeoutError):
+        return await asyncio.wait_for(result, seconds)
+    return None
 
 
 # -- the others -----------------------------------------------------------------------------------
 
 
-def _join(
+async def _join(
     cluster: Cluster, own: Message, token: RunToken, timeout_seconds: float, report: Reporter
-) -> Rendezvous:
+) -> tuple[Message, dict[int, Link], None]:
     assert cluster.coordinator is not None
     host, port = split_address(cluster.coordinator)
     without_token_until = float("inf")
@@ -369,7 +315,7 @@ def _join(
             connection = socket.create_connection((host, port), timeout=max(until - now, 0.1))
         except OSError as error:
             why = str(error.strerror or error)
-            time.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             continue
         secret = token.find()
         if secret is None:
@@ -379,72 +325,29 @@ def _join(
             if without_token_until == float("inf"):
                 without_token_until = now + min(_TOKEN_SECONDS, timeout_seconds / 2)
             why = "this process has no token yet"
-            time.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
             continue
-        link = Link(connection, ClientHandshake(secret))
-        opening = None
-        if _handshake(link, min(until, time.monotonic() + _ANSWER_SECONDS)):
+        link = Link(connection)
+        seconds = min(until - time.monotonic(), _ANSWER_SECONDS)
+        if await _within(seconds, link.authenticate(client_handshake(secret))):
             link.send(own)
-            opening = _receive_opening(link, until)
-        if opening is not None:
-            return _rendezvous_of(opening, host, {0: link}, None)
+            opening = await _receive_opening(link, until)
+            if opening is not None:
+                return opening, {0: link}, None
         link.close()
         if link.is_rejected:
             raise token.differs(cluster.coordinator, cluster.process_id)
         why = f"what listens there {link.closed or 'says nothing'}"
-        time.sleep(_RETRY_SECONDS)
+        await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _handshake(link: Link, until: float) -> bool:
-    """Whether both ends have proved the token to each other in time."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ)
-        while (remaining := until - time.monotonic()) > 0:
-            if selector.select(remaining):
-                link.put_back(link.receive())
-            if link.is_proven or link.closed:
-                return link.is_proven
-    return False
-
-
-def _receive_opening(link: Link, until: float) -> Message | None:
+async def _receive_opening(link: Link, until: float) -> Message | None:
     """Wait for process 0's decision, as long as it says that it waits too; None: it has gone."""
-    while True:
-        try:
-            message = _await(link, until)
-        except TimeoutError:
-            return None
-        if message is None:
-            return None
-        until = time.monotonic() + _QUIET_SECONDS
-        if message["kind"] == "refused":
+    message = await _within(until - time.monotonic(), link.receive())
+    while message is not None and message["kind"] != "welcome":
+        if message["kind"] in ("refused", "missing"):
             link.close()
-            raise UserError(message["sentence"])
-        if message["kind"] == "missing":
-            link.close()
-            raise ClusterError(message["sentence"])
-        if message["kind"] == "welcome":
-            return message
-
-
-def _await(link: Link, until: float) -> Message | None:
-    """Return the next message; None when the connection has ended."""
-    if messages := link.take_back():
-        link.put_back(messages[1:])
-        return messages[0]
-    with selectors.DefaultSelector() as selector:
-        selector.register(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-        while (remaining := until - time.monotonic()) > 0:
-            for _, events in selector.select(remaining):
-                if events & selectors.EVENT_WRITE:
-                    link.flush()
-                    if not link.pending:
-                        selector.modify(link, selectors.EVENT_READ)
-                if events & selectors.EVENT_READ:
-                    messages = link.receive()
-                    if messages:
-                        link.put_back(messages[1:])
-                        return messages[0]
-                    if link.closed:
-                        return None
-    raise TimeoutError
+            kind = UserError if message["kind"] == "refused" else ClusterError
+            raise kind(message["sentence"])
+        message = await _within(_QUIET_SECONDS, link.receive())
+    return message

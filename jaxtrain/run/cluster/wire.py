@@ -4,6 +4,7 @@ The resources of an unauthenticated client are bounded: the bytes that are read 
 the number of its connections, and the lines that are logged about it.
 """
 
+import asyncio
 import contextlib
 import errno
 import hmac
@@ -17,34 +18,53 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.authentication import Handshake, ServerHandshake, UnauthenticatedError
+from jaxtrain.run.cluster.authentication import (
+    Handshake,
+    MessageKey,
+    OtherTokenError,
+    UnauthenticatedError,
+    server_handshake,
+)
 
 Message = dict[str, Any]
 
 # The table of all processes is the longest message: some 200 bytes for each of them.
 _MAX_BODY = 4 << 20
 _LENGTH, _MARK = 4, 32
-# Read in one go: one end that never stops shall not keep the others waiting.
-_READ_AT_ONCE = 1 << 20
 _CHUNK = 1 << 16
 
 
-class Link:
-    """One non-blocking connection that carries JSON objects, sealed, both ways.
+class _Reader(asyncio.StreamReader):
+    """Returns what came before an error of the connection, which a StreamReader drops.
 
-    Each message is its length, its mark and its text. Only the thread that owns it touches a link.
-    A broken connection is no exception: `closed` says why, and what came before the break is still
-    delivered.
+    Attributes:
+      error: why the stream ended; None: the other end closed it.
+    """
+
+    error: Exception | None = None
+
+    def set_exception(self, exc: Exception) -> None:
+        self.error = exc
+        self.feed_eof()
+
+
+class Link:
+    """One connection that carries authenticated JSON objects, both ways, on one event loop.
+
+    Each message is its length, its HMAC and its text. A broken connection is no exception:
+    `receive` returns None after what came before the break, and `closed` says why.
 
     Attributes:
       socket: the connection.
       address: the other end's, without its port.
       closed: why nothing comes any more; None while it is open.
       is_silent: whether nothing ever came.
+      is_authenticated: whether both ends have proved that they have the run's token.
+      is_rejected: whether the ends have different tokens.
     """
 
-    def __init__(self, connection: socket.socket, handshake: Handshake) -> None:
-        """Begin the handshake; messages can be sent once it is over, see `is_proven`."""
+    def __init__(self, connection: socket.socket) -> None:
+        """Take a connection; messages can be sent after `authenticate`."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
@@ -53,134 +73,94 @@ class Link:
         with contextlib.suppress(OSError):
             self.address = connection.getpeername()[0]
         self.closed: str | None = None
-        self.is_silent = True
-        self._handshake = handshake
-        self._came, self._leaving = bytearray(), bytearray()
-        self._put_back: list[Message] = []
-        self._queue(handshake.begin())
-
-    def fileno(self) -> int:
-        """Return the file descriptor, for selectors."""
-        return self.socket.fileno()
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether both ends have proved that they have the run's token."""
-        return self._handshake.message_keys is not None
-
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the ends have different tokens."""
-        return self._handshake.is_rejected
+        self.is_silent, self.is_authenticated, self.is_rejected = True, False, False
+        self._keys: tuple[MessageKey, MessageKey]
+        self._reader: _Reader
+        self._writer: asyncio.StreamWriter | None = None
 
     @property
     def pending(self) -> bool:
         """Whether bytes wait until the connection takes them."""
-        return bool(self._leaving)
+        return self._writer is not None and self._writer.transport.get_write_buffer_size() > 0
+
+    async def authenticate(self, handshake: Handshake) -> bool:
+        """Run the handshake, which reads no byte more than it needs; False: `closed` says why."""
+        loop = asyncio.get_running_loop()
+        try:
+            sent, wanted = next(handshake)
+            while True:
+                await loop.sock_sendall(self.socket, sent)
+                sent, wanted = handshake.send(await self._read_exactly(wanted))
+        except StopIteration as over:
+            self._keys = over.value
+            self._reader = _Reader(limit=_CHUNK, loop=loop)
+            protocol = asyncio.StreamReaderProtocol(self._reader, loop=loop)
+            transport, _ = await loop.create_connection(lambda: protocol, sock=self.socket)
+            self._writer = asyncio.StreamWriter(transport, protocol, self._reader, loop)
+            self.is_authenticated = True
+        except UnauthenticatedError as error:
+            self.closed, self.is_rejected = str(error), isinstance(error, OtherTokenError)
+        except OSError as error:
+            self.closed = _describe_break(error)
+        return self.is_authenticated
+
+    async def _read_exactly(self, count: int) -> bytes:
+        received = b""
+        while len(received) < count:
+            data = await asyncio.get_running_loop().sock_recv(self.socket, count - len(received))
+            if not data:
+                raise UnauthenticatedError("closed its connection")
+            self.is_silent = False
+            received += data
+        return received
 
     def send(self, message: Message) -> None:
-        """Queue a message and send what the connection takes at once."""
-        assert self._handshake.message_keys is not None
+        """Send what the connection takes at once and queue the rest; after a break, nothing."""
+        assert self._writer is not None
         body = json.dumps(message, separators=(",", ":")).encode()
-        sending, _ = self._handshake.message_keys
-        self._queue(struct.pack("!I", len(body)) + sending.mark(body) + body)
+        sending, _ = self._keys
+        if not self._writer.is_closing():
+            self._writer.write(struct.pack("!I", len(body)) + sending.mark(body) + body)
 
-    def _queue(self, data: bytes) -> None:
-        self._leaving += data
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the connection takes; after a break the rest is forgotten."""
+    async def receive(self) -> Message | None:
+        """Return the next message; None at the end of the stream or at nonsense."""
+        if self.closed is not None:
+            return None
+        _, receiving = self._keys
+        message = None
         try:
-            while self._leaving:
-                del self._leaving[: self.socket.send(self._leaving)]
-        except BlockingIOError:
-            return
-        except OSError:
-            # The reading side sees the same break and says why.
-            self._leaving.clear()
-
-    def receive(self) -> list[Message]:
-        """Return the messages that have come; sets `closed` at the end of the stream or at
-        nonsense."""
-        remaining = _READ_AT_ONCE
-        try:
-            while self.closed is None and remaining > 0:
-                data = self.socket.recv(self._events())
-                if not data:
-                    self.closed = "closed its connection"
-                remaining -= len(data)
-                self.is_silent = self.is_silent and not data
-                self._came += data
-                if self._handshake.wants:
-                    self._advance_handshake()
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            self.closed = f"broke its connection ({error.strerror or error})"
-        messages, self._put_back = self._put_back, []
-        if self.is_proven:
-            messages += self._unpack()
-        return messages
-
-    def _events(self) -> int:
-        wants = self._handshake.wants
-        return wants - len(self._came) if wants else _CHUNK
-
-    def _advance_handshake(self) -> None:
-        """Take the handshake one step on, when what it waits for is whole."""
-        if len(self._came) < self._handshake.wants:
-            return
-        received = bytes(self._came)
-        self._came.clear()
-        try:
-            self._queue(self._handshake.receive(received))
-        except UnauthenticatedError as error:
-            self.closed = str(error)
-        else:
-            if self._handshake.is_rejected:
-                self.closed = "could not prove this run's token"
-
-    def _unpack(self) -> list[Message]:
-        assert self._handshake.message_keys is not None
-        _, receiving = self._handshake.message_keys
-        messages = []
-        while len(self._came) >= _LENGTH + _MARK:
-            (length,) = struct.unpack_from("!I", self._came)
-            end = _LENGTH + _MARK + length
+            head = await self._reader.readexactly(_LENGTH + _MARK)
+            (length,) = struct.unpack_from("!I", head)
             if length > _MAX_BODY:
-                self._give_up("announced a message that is too long")
-            elif len(self._came) < end:
-                break
-            else:
-                mark = bytes(self._came[_LENGTH : _LENGTH + _MARK])
-                body = bytes(self._came[_LENGTH + _MARK : end])
-                del self._came[:end]
-                if not hmac.compare_digest(mark, receiving.mark(body)):
-                    self._give_up("sent a message that was changed, repeated or out of order")
-                elif (message := _parse(body)) is None:
-                    self._give_up("sent what is no message of this program")
-                else:
-                    messages.append(message)
-        return messages
+                self.closed = "announced a message that is too long"
+                return None
+            body = await self._reader.readexactly(length)
+        except asyncio.IncompleteReadError:
+            self.closed = _describe_break(self._reader.error)
+        else:
+            if not hmac.compare_digest(head[_LENGTH:], receiving.mark(body)):
+                self.closed = "sent a message that was changed, repeated or out of order"
+            elif (message := _parse(body)) is None:
+                self.closed = "sent what is no message of this program"
+        return message
 
-    def _give_up(self, why: str) -> None:
-        """Nothing that comes after this is looked at."""
-        self.closed = why
-        self._came.clear()
-
-    def put_back(self, messages: list[Message]) -> None:
-        """Messages that the next `receive` shall give first; the socket does not announce them."""
-        self._put_back = messages
-
-    def take_back(self) -> list[Message]:
-        """Return the messages that were put back, without reading the socket."""
-        messages, self._put_back = self._put_back, []
-        return messages
+    def finish(self) -> None:
+        """Send nothing more; the other end may still read what was sent."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write_eof()
 
     def close(self) -> None:
-        """Close the connection."""
-        self.socket.close()
+        """Close the connection, after what was sent."""
+        if self._writer is None:
+            self.socket.close()
+        else:
+            self._writer.close()
+
+
+def _describe_break(error: Exception | None) -> str:
+    if error is None:
+        return "closed its connection"
+    return f"broke its connection ({getattr(error, 'strerror', None) or error})"
 
 
 def _parse(body: bytes) -> Message | None:
@@ -283,9 +263,9 @@ def is_taken(error: OSError) -> bool:
 
 # For a handshake and a hello, from the first byte to the last: one byte a second does not do.
 _HELLO_SECONDS = 10.0
-# Beside as many as there are processes, which may all come at once.
+# In addition to as many as there are processes, which may all come at once.
 _ROOM_FOR_STRANGERS = 128
-_ACCEPTED_AT_ONCE = 64
+_ACCEPT_RETRY_SECONDS = 0.05
 _LINE_SECONDS = 3600.0
 
 
@@ -320,94 +300,93 @@ class RejectedClients:
 
 
 class Listener:
-    """Listens; who proves the token and says hello is let in, others are dropped.
+    """Admits clients that prove the token and send a hello, and drops others.
 
     Attributes:
-      socket: the listening socket.
-      waiting: connections that have not said hello yet, or that were rejected and may still read
-        why; each has the time at which it is dropped.
+      admit: called with the link and the hello of a client; returns why it is rejected, or None.
+      waiting: connections that are not admitted yet, or that were rejected and may still read why.
       rejected: the unauthenticated clients that were turned away.
     """
 
     def __init__(
         self, host: str, port: int, token: bytes, *, room: int, report: Callable[[str], None]
     ) -> None:
-        """Listen.
+        """Bind the port; `start` accepts connections.
 
         Args:
           host: where.
           port: where.
           token: the run's.
-          room: connections that are kept waiting at once, in addition to some for unauthenticated
-            clients.
-          report: called with a line about unauthenticated clients.
+          room: connections that are kept waiting at once, beside some for unauthenticated clients.
+          report: takes a line about unauthenticated clients.
 
         Raises:
           OSError: the port cannot be bound.
         """
-        self.socket = listen(host, port)
-        self.socket.setblocking(False)
-        self.waiting: dict[Link, float] = {}
+        self.admit: Callable[[Link, Message], str | None] = lambda link, hello: None
+        self.waiting: dict[Link, asyncio.Task[None]] = {}
         self.rejected = RejectedClients(report)
+        self._socket = listen(host, port)
+        self._socket.setblocking(False)
         self._token, self._room = token, room + _ROOM_FOR_STRANGERS
-        self._refused: set[Link] = set()
+        self._accepting: asyncio.Task[None] | None = None
 
-    def accept(self) -> list[Link]:
-        """New connections, which have said nothing yet; the oldest go where there are too many."""
-        found = []
-        # A connection that is gone before it is accepted is an error of accept's too.
-        with contextlib.suppress(OSError):
-            while len(found) < _ACCEPTED_AT_ONCE:
-                connection, _ = self.socket.accept()
-                link = Link(connection, ServerHandshake(self._token))
-                self.waiting[link] = time.monotonic() + _HELLO_SECONDS
-                found.append(link)
-        unproven = [link for link in self.waiting if not link.is_proven and link.closed is None]
-        for link in unproven[: max(len(unproven) - self._room, 0)]:
-            link.closed = "made room for newer ones"
-        return found
+    def start(self) -> None:
+        """Accept connections from now on; the oldest go where there are too many."""
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
-    def receive(self, link: Link) -> Message | None:
-        """Return the hello of a waiting connection once it is whole; anything else closes the
-        link."""
-        messages = link.receive()
-        if link in self._refused or not messages:
-            return None
-        hello = messages[0]
-        if is_hello(hello):
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(0)  # clients that come one upon another shall not stop the others
+            try:
+                connection, _ = await loop.sock_accept(self._socket)
+            except OSError:  # gone before it was accepted, or no descriptor is left
+                await asyncio.sleep(_ACCEPT_RETRY_SECONDS)
+                continue
+            link = Link(connection)
+            self.waiting[link] = loop.create_task(self._receive_hello(link))
+            unproven = [one for one in self.waiting if not one.is_authenticated and not one.closed]
+            for one in unproven[: max(len(unproven) - self._room, 0)]:
+                one.closed = "made room for newer ones"
+                self.waiting[one].cancel()
+
+    async def _receive_hello(self, link: Link) -> None:
+        is_admitted = False
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                hello = None
+                if await link.authenticate(server_handshake(self._token)):
+                    hello = await link.receive()
+            if hello is not None and is_hello(hello):
+                sentence = self.admit(link, hello)
+                is_admitted = sentence is None
+                if sentence is not None:
+                    link.send({"kind": "refused", "sentence": sentence})
+                    link.finish()
+                    async with asyncio.timeout(_HELLO_SECONDS):
+                        while await link.receive():
+                            pass
+        except TimeoutError:
+            pass
+        finally:
             del self.waiting[link]
-            return hello
-        link.closed = "does not speak this protocol"
-        return None
-
-    def reject(self, link: Link, sentence: str) -> None:
-        """Send an authenticated connection the reason for its rejection; it is closed after reading
-        it."""
-        link.send({"kind": "refused", "sentence": sentence})
-        with contextlib.suppress(OSError):
-            link.socket.shutdown(socket.SHUT_WR)
-        self._refused.add(link)
-        self.waiting[link] = time.monotonic() + _HELLO_SECONDS
-
-    def leavers(self) -> list[Link]:
-        """Take out the waiting connections that are closed or too slow; the caller closes them."""
-        now = time.monotonic()
-        gone = [link for link, until in self.waiting.items() if link.closed or now > until]
-        for link in gone:
-            del self.waiting[link]
-            self._refused.discard(link)
-            # Who connects and goes without a word looked whether somebody listens.
-            if not link.is_proven and not (link.closed and link.is_silent):
+            # A client that leaves without a byte only checked whether somebody listens.
+            is_check = link.closed is not None and link.is_silent
+            if self._accepting and not link.is_authenticated and not is_check:
                 why = link.closed or f"proved nothing within {_HELLO_SECONDS:g} s"
                 self.rejected.note(link.address, why)
-        return gone
+            if not is_admitted:
+                link.close()
 
-    def close(self) -> None:
-        """Stop listening and drop who still waits."""
-        self.socket.close()
-        for link in self.waiting:
-            link.close()
-        self.waiting.clear()
+    async def close(self) -> None:
+        """Stop listening and drop waiting clients."""
+        tasks = [*self.waiting.values(), *filter(None, [self._accepting])]
+        self._accepting = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._socket.close()
 
 
 def is_hello(message: Message) -> bool:
