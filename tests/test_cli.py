@@ -362,7 +362,8 @@ def test_doctor_prints_versions_devices_and_extras(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert all(
-        word in out for word in ("jaxtrain", "optax", "8 cpu", "One process", "cuda13", "tpu")
+        word in out
+        for word in ("jaxtrain", "optax", "8 cpu", "One process", "cuda13", "tpu", "gguf")
     )
 
 

@@ -17,6 +17,7 @@ EXTRAS = {
     "tpu": ("libtpu",),
     "gcs": ("gcsfs",),
     "formats": ("pyarrow",),
+    "gguf": ("gguf",),
     "chat": ("jinja2",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny",),
