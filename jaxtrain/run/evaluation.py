@@ -1,7 +1,7 @@
 """Evaluation over held-out batches, the best one so far, and early stopping.
 
 The best evaluation is read from metrics.jsonl at every start, without what was written after the
-checkpoint that the run resumes from: a restart and a rewind see what was known at that step.
+checkpoint that the run resumes from: a restart and a rewind see the state at that step.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class Evaluation:
         """Compiles nothing yet.
 
         Args:
-          step: whose states are evaluated.
+          step: the step of the evaluated states.
           compiler_options: of XLA, by name.
           phases: of this process.
         """
         self._step, self._phases = step, phases
         self._eval_step = jax.jit(step.setup.eval_step, compiler_options=compiler_options)
-        # Made once: they are asked of the model, which JAX then traces, and never quite forgets.
+        # Computed once: they trace the model, and JAX keeps a part of each trace.
         self._zeros: Sums | None = None
 
     def of(
@@ -59,10 +59,10 @@ class Evaluation:
           state: the state.
           batches: batches on the devices.
           step: optimizer steps that the state has taken.
-          before_each: called before every batch; what it raises ends the evaluation.
+          before_each: called before every batch; its errors end the evaluation.
 
         Raises:
-          UserError: there is no batch, or none of their targets counts.
+          UserError: there is no batch, or no target that counts.
         """
         return self._means(self._sums(state, batches, step, before_each))
 
@@ -80,7 +80,7 @@ class Evaluation:
           state: the state.
           parts: names, and batches on the devices.
           step: optimizer steps that the state has taken.
-          before_each: called before every batch; what it raises ends the evaluation.
+          before_each: called before every batch; its errors end the evaluation.
 
         Raises:
           UserError: a part has no batch, or none of its targets counts.
@@ -149,7 +149,7 @@ class Record:
     """The best evaluation up to a step.
 
     Attributes:
-      settings: which of their values counts.
+      settings: the criterion.
       steps: of the evaluations that were better than all before, in order.
       value: of the last of them.
       since: evaluations after it.
@@ -164,7 +164,7 @@ class Record:
     def of(cls, settings: Best, lines: Iterable[Mapping[str, Any]], step: int) -> Self:
         """Read the record up to a step from lines of metrics.jsonl; all processes call it.
 
-        Process 0's word goes: of a run in a bucket the others have no such file.
+        Process 0 decides: for a run in a bucket the others have no such file.
         """
         found = cls(settings)
         for line in lines:
@@ -183,10 +183,10 @@ class Record:
         return found
 
     def see(self, step: int, values: Mapping[str, Any]) -> bool:
-        """Whether an evaluation is better than all before it; one that is no number never is.
+        """Whether an evaluation is better than all before it; NaN never is.
 
         Raises:
-          UserError: it has no such number.
+          UserError: it lacks the metric.
         """
         numbers = {name: x for name, x in values.items() if not isinstance(x, list)}
         validate_best(self.settings, [name for name in numbers if name.startswith("eval_")])
@@ -214,7 +214,7 @@ class Record:
 
 
 def validate_best(settings: Best, known: Sequence[str]) -> None:
-    """Raise UserError where evaluations, which tell these, do not tell what is compared."""
+    """Raise UserError if evaluations, which have these metrics, lack the compared one."""
     metric = settings.metric
     if metric is not None and metric not in known:
         raise UserError(

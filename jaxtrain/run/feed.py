@@ -39,9 +39,9 @@ class RunData:
 
         Args:
           config: names the source.
-          step: whose objective reads the data.
+          step: its objective uses the data.
           workdir: the run's folder; None: it has none.
-          writes: whether what is computed of the data is kept there.
+          writes: whether results computed from the data are stored there.
           report: called with each line to print.
         """
         self._config, self._step, self._workdir = config, step, workdir
@@ -49,7 +49,7 @@ class RunData:
 
     @functools.cached_property
     def opened(self) -> Dataset:
-        """The data as the objective learns from them, without what a reference says of them.
+        """The data for the objective, without reference log-probabilities.
 
         Raises:
           UserError: the source cannot be read.
@@ -78,7 +78,7 @@ class RunData:
 
 
 class Feed:
-    """Draws each process's rows of every batch and brings them to its devices ahead of time."""
+    """Reads each process's rows of every batch and moves them to its devices ahead of time."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Feed:
         step: Step,
         bad_records: BadRecords,
     ) -> None:
-        """Args: config: the data and batch sizes. bad_records: counts what cannot be read."""
+        """Args: config: the data and batch sizes. bad_records: counts unreadable records."""
         self._config, self._train = config, config.train
         self._layout, self._step = layout, step
         self._held = rows_held(config, layout)
@@ -96,7 +96,7 @@ class Feed:
         self._bad_records = bad_records
 
     def training(self, dataset: Dataset, start: int) -> Prefetcher[Batch]:
-        """Endless global batches, from batch `start` on.
+        """Yield global batches indefinitely, from batch `start` on.
 
         Raises:
           UserError: the held-out examples cannot be evaluated on this mesh.
@@ -121,7 +121,7 @@ class Feed:
 
         Args:
           dataset: the data.
-          part: which examples; None takes all.
+          part: the examples; None: all.
 
         Raises:
           UserError: they cannot be evaluated on this mesh.
@@ -139,12 +139,12 @@ class Feed:
         return self._prefetch(source, size, rows)
 
     def own(self, caller: str, batch: Batch, *, whole: bool = False) -> Batch:
-        """Return a batch of somebody's own on the devices, filled where the settings say so.
+        """Return a user-provided batch on the devices, padded if the settings say so.
 
         Args:
-          caller: the method of `Trainer` that was given it.
+          caller: the method of `Trainer` that received it.
           batch: the global batch.
-          whole: whether it is not to be cut into microbatches that accumulate.
+          whole: whether it is not split into accumulated microbatches.
 
         Raises:
           UserError: it cannot be read, or does not divide.
@@ -169,7 +169,7 @@ class Feed:
         return with_shardings(batch, self._step.setup.batch_shardings(batch))
 
     def abstract_shapes(self) -> list[Batch]:
-        """Return the same of each length that rows have."""
+        """Return the same for each length of rows."""
         size, data = self._held, self._train.data
         found = (
             [data.abstract_batch(size, length) for length in data.row_lengths]
@@ -181,7 +181,7 @@ class Feed:
     def _validate(self, dataset: Dataset) -> None:
         if self._layout.mesh.shape["pipe"] == 1:
             return
-        # Imported here: no other mesh asks whether sources have several targets.
+        # Imported here: only such meshes need to know whether sources have several targets.
         from jaxtrain.data.pairs.source import Pairs
         from jaxtrain.training.objectives.sequence_to_sequence import validate_answers
 

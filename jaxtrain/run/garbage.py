@@ -7,18 +7,18 @@ import os
 import platform
 from typing import Self
 
-ARENA_VARIABLES = {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}  # by which users of glibc say it
+ARENA_VARIABLES = {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}  # by which users set it
 _ARENA_MAX = -8  # M_ARENA_MAX of <malloc.h>
-LONG_RUN = 500  # steps of one call of `train`; to settle takes a third of a second
+LONG_RUN = 500  # steps of one call of `train`; settling takes a third of a second
 
 
 class Garbage:
-    """Has the cycles collected that drawings, evaluations and saves leave behind, one after each.
+    """Collects the garbage of figures, evaluations and saves after each of them.
 
-    They wait for the collector, which looks at old objects when a quarter of them is new: with
-    the half million that imports and compilation make that is seldom. Meanwhile several saves'
-    arrays and tens of megabytes of drawings pile up. So what is there when the step is compiled is
-    left out of account until the run ends, and the rest is looked at in milliseconds.
+    By default cycles wait for the collector, which scans old objects when a quarter of them is new:
+    with the half million objects of imports and compilation that is rare. Meanwhile several saves'
+    arrays and tens of megabytes of figures pile up. So objects that exist when the step is compiled
+    are frozen until the run ends, and the rest is scanned in milliseconds.
     """
 
     def __init__(self, steps: int) -> None:
@@ -29,14 +29,14 @@ class Garbage:
         return self
 
     def settle(self) -> None:
-        """To be called when the step is compiled; nothing where somebody froze objects already."""
+        """Call when the step is compiled; does nothing if objects are frozen already."""
         if self._is_long and not gc.get_freeze_count():
             gc.collect()
             gc.freeze()
             self._is_settled = True
 
     def collect(self) -> None:
-        """To be called after an evaluation or a save; what becomes free is the system's again."""
+        """Call after an evaluation or a save; free memory is returned to the system."""
         if self._is_settled:
             gc.collect()
             give_back()
@@ -47,11 +47,11 @@ class Garbage:
 
 
 def share_arenas() -> None:
-    """Has glibc keep an arena of free memory a core, in place of eight; nothing with another libc.
+    """Limit glibc to one malloc arena per core instead of eight; does nothing with another libc.
 
-    Each save's threads begin with another arena, and what they have freed there serves no other:
-    a run's memory grew until all arenas had seen the most that a save takes. To be called before
-    libraries start threads. What the user says stays (`ARENA_VARIABLES`).
+    Each save's threads start with another arena, whose free memory serves no other:
+    a run's memory grew until all arenas had reached the peak of a save. Call before
+    libraries start threads. The user's settings win (`ARENA_VARIABLES`).
     """
     library = _glibc()
     if library is not None and not ARENA_VARIABLES & os.environ.keys():
@@ -59,11 +59,12 @@ def share_arenas() -> None:
 
 
 def give_back() -> None:
-    """Give the system all pages that glibc has free, in milliseconds; nothing with another libc.
+    """Return all free pages of glibc to the system, in milliseconds; does nothing with another
+    libc.
 
     By itself glibc returns at most the memory above the last block in use, and with
-    `compilation.keep_memory` not that. Where a drawing and a save fall together they leave a few
-    small blocks above all else, and everything below stays. The step after it takes its own again.
+    `compilation.keep_memory` not even that. If a figure and a save coincide they leave a few
+    small blocks at the top, and everything below stays. The next step allocates its own again.
     """
     library = _glibc()
     if library is not None:

@@ -1,4 +1,5 @@
-"""Initial state of a run: drawn, or with parameters of another run or a published model.
+"""Initial state of a run: newly initialized, or with parameters of another run or a published
+model.
 
 A distillation's teacher and LoRA adapters are read as well.
 """
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 class InitialState:
     """Makes the state that a run starts with; implements `checkpoint.states.Initial`.
 
-    What reads parameters is imported in the methods: most runs draw theirs, and need no Orbax.
+    Readers are imported in the methods: most runs initialize their parameters, and do not need
+    Orbax.
 
     Args:
       config: the run's configuration.
-      program: what the state is for.
+      program: the state's program.
       report: takes a line for people.
     """
 
@@ -34,7 +36,7 @@ class InitialState:
         """Return the initial state and the ancestors of its parameters, the nearest first.
 
         Raises:
-          UserError: there is nothing to start from, or another model.
+          UserError: there is no such source, or it is of another model.
           CheckpointError: the checkpoint to start from is damaged.
         """
         source = self._config.train.start_from
@@ -52,7 +54,7 @@ class InitialState:
         """Return an initial state with the parameters of a checkpoint that has nothing else.
 
         Raises:
-          UserError: they are another model's; names the settings that differ.
+          UserError: they are of another model; names the settings that differ.
           CheckpointError: the checkpoint is damaged.
         """
         from jaxtrain.run.start import restore_parameters
@@ -61,7 +63,7 @@ class InitialState:
         return self._with(restore_parameters(checkpoints, step, self._config, setup))
 
     def _with(self, params: nnx.State | None) -> TrainState:
-        """Return a new state with these parameters; None draws them."""
+        """Return a new state with these parameters; None initializes them."""
         if self._config.train.task.name == "distillation":
             from jaxtrain.run.start import with_teacher
 

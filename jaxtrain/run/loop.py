@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 class Recorder(Protocol):
-    """Records some steps of a start, such as `analysis.profiling.recorder.Recorder`."""
+    """Recorder of some steps of an attempt, such as `analysis.profiling.recorder.Recorder`."""
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Return the step that the loop calls from now on."""
+        """Return the step function for the loop from now on."""
         ...
 
     def turns_at(self, step: int) -> bool:
@@ -50,7 +50,7 @@ class Recorder(Protocol):
         ...
 
     def close(self) -> None:
-        """End what is still recorded."""
+        """End a recording in progress."""
         ...
 
 
@@ -58,13 +58,13 @@ class RecorderKind(Protocol):
     """Factory of a recorder for some steps of an attempt."""
 
     def validate(self, done: int, last: int) -> None:
-        """Raise UserError where there are too few steps to record."""
+        """Raise UserError if there are too few steps to record."""
         ...
 
     def __call__(
         self, workdir: Path | None, console: Console, dtype: str, *, done: int, last: int
     ) -> Recorder:
-        """Return the recorder of a start that goes from `done` steps to `last`."""
+        """Return the recorder of an attempt from `done` steps to `last`."""
         ...
 
 
@@ -74,7 +74,7 @@ class Due:
 
     Attributes:
       every: whether it is due after a step.
-      action: what is done then, given the step.
+      action: called with the step.
     """
 
     every: Callable[[int], bool]
@@ -83,14 +83,14 @@ class Due:
 
 @dataclasses.dataclass
 class _Stretch:
-    """Steps from one up to another that no rewind interrupts.
+    """A range of steps without a rewind.
 
     Attributes:
       first: steps done before it.
       last: the step to end at.
       log: of its metrics.
-      garbage: what evaluations and saves leave behind.
-      record: what evaluations have shown; None where nothing is compared.
+      garbage: the garbage collector.
+      record: the record of evaluations; None if they are not compared.
       best_step: of the last evaluation that was better than all before.
       values: of the last evaluation.
     """
@@ -114,19 +114,19 @@ class Loop:
     """The training loop of a run; its methods are called with the run's layout active.
 
     Attributes:
-      config: what is due when.
-      stepper: the state, and the step.
-      data: what is read.
-      feed: the batches of it, on the devices.
-      evaluation: the loss over held-out ones.
+      config: the configuration.
+      stepper: the state, and the compiled step.
+      data: the run's data.
+      feed: its batches, on the devices.
+      evaluation: evaluates held-out batches.
       saved: the checkpoints.
-      attempt: who may ask to stop, and where the time goes.
+      attempt: requests to stop, and time accounting.
       folder: the run's folder; None keeps everything in memory.
       metrics: the lines of all steps so far, and logs of the next ones.
-      tracking: who else takes the metrics, of lines that survive a resume.
+      tracking: experiment trackers, for lines that survive a resume.
       report: called with each line to print.
       next_batch: index of the next step's batch.
-      steps_done: optimizer steps taken, known without asking the device.
+      steps_done: optimizer steps taken, without a device transfer.
     """
 
     config: Config
@@ -158,15 +158,15 @@ class Loop:
         return self.metrics.lines
 
     def run(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
-        """Take steps up to `last`, going back where the guard says so; the last evaluation.
+        """Take steps up to `last`, with the guard's rewinds; return the last evaluation.
 
         Args:
           last: the step to end at.
-          recorder: what records some of the steps; None: nothing does.
+          recorder: profiles some of the steps; None: no profile.
 
         Raises:
           Preempted: the run was asked to stop; the state is saved.
-          BadStepError: a step's numbers are bad, and Guard.policy says to stop.
+          BadStepError: a step is bad, and Guard.policy is to stop.
           CorruptionError: devices disagree about replicated values.
           CheckpointError: a checkpoint cannot be written.
         """
@@ -190,7 +190,7 @@ class Loop:
         return values
 
     def step(self, batch: Batch) -> Sums:
-        """One step on a batch on the devices, in a log of its own; its metrics there."""
+        """Take one step on a batch on the devices, with a separate log; return its metrics."""
         if self._own_log is None:
             last = self.config.train.steps
             self._own_log = self.metrics.open(self.dataset, self.steps_done, last, guarded=False)
@@ -201,7 +201,7 @@ class Loop:
         return metrics
 
     def close(self) -> None:
-        """Bring what is left to the run's folder and to who takes its metrics."""
+        """Flush pending files to the run's folder and metrics to its trackers."""
         self._close_own_log()
         self.saved.close()
         for one in self.tracking:
@@ -213,9 +213,9 @@ class Loop:
             self._own_log = None
 
     def evaluate(self, log: MetricsLog | None) -> dict[str, Any]:
-        """Over the held-out batches, of a mixture also by source.
+        """Evaluate the held-out batches, for a mixture also by source.
 
-        Inside a run, whose log is given, all may stop before each.
+        During a run, whose log is given, it may stop before each batch.
         """
         dataset, state, step = self.dataset, self.stepper.state, self.steps_done
 
@@ -245,7 +245,7 @@ class Loop:
         return {f"epochs_{name}": one.epochs for name, one in seen.items()}
 
     def _until(self, last: int, recorder: "Recorder | None") -> dict[str, Any]:
-        """Return the loop up to a step; Rewind where a step turned out to be bad."""
+        """Run the loop up to a step; raise Rewind if a step is bad."""
         first = self.steps_done
         self.saved.schedule.resume(first)
         with ExitStack() as stack:
@@ -333,7 +333,7 @@ class Loop:
         self.report(f"{early}{stretch.record}")
 
     def _record(self, step: int) -> Record | None:
-        """Return the record of evaluations up to a step; None where nothing is compared."""
+        """Return the record of evaluations up to a step; None if they are not compared."""
         best = self.config.best
         if best.metric is None:
             return None
@@ -346,7 +346,7 @@ class Loop:
         return record
 
     def _account(self, log: MetricsLog) -> dict[str, Any]:
-        """Record where the time went so far."""
+        """Record the time accounting so far."""
         goodput = self.attempt.goodput
         goodput.mark_skipped(log.take_bad_steps())
         goodput.record(self.steps_done)
@@ -361,7 +361,7 @@ class Loop:
         return lacks_evaluation(self.folder.local, step)
 
     def _stop_if_asked(self, log: MetricsLog) -> None:
-        """Save and raise Preempted where all processes stop here."""
+        """Save and raise Preempted if all processes stop here."""
         reason = self.attempt.stop_reason()
         if reason is None:
             return
@@ -375,7 +375,7 @@ class Loop:
         raise Preempted(self.steps_done, reason)
 
     def _save_and_time(self, stretch: _Stretch, step: int) -> None:
-        """Save, and lets the schedule know what that took from the steps."""
+        """Save, and report its cost to the schedule."""
         with stretch.log.pause():
             waited, saved = self._save()
             with jax.transfer_guard("allow"):
@@ -384,7 +384,8 @@ class Loop:
         self._account(stretch.log)
 
     def _save(self) -> tuple[float, float]:
-        """Save; the seconds that steps under way took before it, and those of the save itself."""
+        """Save; return the seconds that steps in flight took before it, and those of the save
+        itself."""
         phases = self.attempt.phases
         with phases.phase("save", self.steps_done):
             due = phases.seconds["save"]
@@ -401,9 +402,9 @@ class Loop:
         return begun - due, done - begun
 
     def _send_to_trackers(self) -> None:
-        """Let them have the lines that a later start does not write again."""
+        """Send trackers the lines that a later attempt will not write again."""
         if not self.tracking:
-            return  # where checkpoints are in a bucket, what is on disk takes a request
+            return  # with checkpoints in a bucket, checking what is complete takes a request
         step = self.saved.on_disk() if self.saved.keeps else self.steps_done
         for one in self.tracking:
             one.up_to(step)
@@ -424,7 +425,7 @@ def _every(period: int, step: int) -> bool:
 
 
 class Functions:
-    """The compiled functions of a `Trainer`, without its state, its log and its checkpoints.
+    """Compiled functions of a `Trainer`, without its state, log and checkpoints.
 
     Batches are those of `Trainer.step`: of the whole global batch, on the host or on devices.
     """
@@ -439,7 +440,7 @@ class Functions:
         self._ahead = RunAhead()
 
     def init(self, seed: int) -> TrainState:
-        """Return a fresh state, sharded over the mesh; the same bits on every mesh.
+        """Return a new state, sharded over the mesh; the same bits on every mesh.
 
         Args:
           seed: of the parameters.
@@ -450,7 +451,7 @@ class Functions:
         """Take one optimizer step; return the new state and its metrics, scalars on the devices.
 
         Args:
-          state: is donated: its arrays cannot be read afterwards.
+          state: donated: its arrays cannot be read afterwards.
           batch: a global batch.
 
         Raises:
@@ -465,8 +466,8 @@ class Functions:
         """Return `eval_loss` and the objective's other metrics over a batch, as Python numbers.
 
         Args:
-          state: is unchanged.
-          batch: whose rows divide over the devices that split a batch.
+          state: are unchanged.
+          batch: its rows must divide over the devices that split a batch.
 
         Raises:
           UserError: the batch cannot be evaluated, or has no target that counts.

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 NAMES = ("start", "restore", "compile", "data", "step", "evaluation", "save")
 IDLE = "idle"  # outside every phase
-RECENT = 64  # uninterrupted stretches of work remembered for each phase
+RECENT = 64  # recent durations kept per phase
 
 Event = Literal["enter", "leave", "mark"]
 Listener = Callable[[Event, str, int], None]
@@ -19,9 +19,9 @@ class Activity(NamedTuple):
 
     Attributes:
       phase: one of NAMES, or `idle`.
-      step: the optimizer step that the phase was entered with; 0 where it belongs to none.
+      step: the optimizer step that the phase was entered with; 0 if none.
       seconds: the phase's own time since it was entered or since its last beat.
-      beats: progress so far: every enter, leave and beat of the process counts one.
+      beats: progress counter: every enter, leave and beat of the process.
     """
 
     phase: str
@@ -33,9 +33,9 @@ class Activity(NamedTuple):
 class _Current(NamedTuple):
     phase: str
     step: int
-    since: float  # the clock where the time not yet in the totals begins
+    since: float  # the clock at the start of the time not yet in the totals
     total: float  # the phase's total up to `since`
-    began: float  # the clock at enter or the last beat, what inner phases took added
+    began: float  # the clock at enter or the last beat, plus the time of inner phases
     has_beaten: bool
     beats: int
 
@@ -43,15 +43,15 @@ class _Current(NamedTuple):
 class Phases:
     """The phases of one process.
 
-    One thread enters and leaves; any thread may ask. No lock is taken, so that asking is safe in a
-    signal handler and never waits for a thread that is stuck.
+    One thread enters and leaves; any thread may query. No lock is taken, so that queries are safe
+    in a signal handler and never wait for a stuck thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Start idle.
 
         Args:
-          clock: seconds that only grow.
+          clock: monotonic seconds.
         """
         self._clock = clock
         self._listeners: tuple[Listener, ...] = ()
@@ -62,22 +62,22 @@ class Phases:
         self._current = _Current(IDLE, 0, now, 0, now, False, 0)
 
     def phase(self, name: str, step: int = 0) -> "_Phase":
-        """Around a phase; phases nest: the inner one takes over the clock, the outer resumes.
+        """Run the context as a phase; phases nest: an inner one takes over the clock.
 
         Args:
           name: one of NAMES.
-          step: the optimizer step that it belongs to; 0: none.
+          step: its optimizer step; 0: none.
         """
         assert name in self._recent, f"{name!r} is no phase; known: {', '.join(NAMES)}"
         return _Phase(self, name, step)
 
     def mark(self, point: str, step: int = 0) -> None:
-        """Say that a named point went by, such as `save_started`; only listeners hear it."""
+        """Notify listeners of a named event, such as `save_started`."""
         for listener in self._listeners:
             listener("mark", point, step)
 
     def beat(self) -> None:
-        """Progress inside a long phase: its `seconds`, and with them its deadline, restart."""
+        """Record progress inside a long phase: its `seconds`, and its deadline, restart."""
         now, current = self._clock(), self._current
         if current.phase != IDLE:
             self._recent[current.phase].append(now - current.began)
@@ -90,11 +90,12 @@ class Phases:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Own time of each phase so far, the current one included; the sum is the time elapsed."""
+        """Return the own time of each phase so far, including the current one; the sum is the
+        elapsed time."""
         while True:
             current = self._current
             totals = dict(self._totals)
-            # Both were read while nobody switched: no stretch is missing or counted twice.
+            # Both were read without a switch in between: no time is missing or counted twice.
             if self._current is current:
                 break
         totals[current.phase] = current.total + (self._clock() - current.since)
@@ -108,8 +109,8 @@ class Phases:
     def add_listener(self, listener: Listener) -> None:
         """Call `listener(event, name, step)` in the thread that enters, leaves or marks.
 
-        It is called inside the phase: after it was entered, before it is left. What it raises goes
-        to the caller of the phase, which is left then as by any other exception.
+        It is called inside the phase: after it was entered, before it is left. Its errors propagate
+        to the caller of the phase, which is left as by any other exception.
         """
         self._listeners = (*self._listeners, listener)
 
@@ -123,7 +124,7 @@ class Phases:
     def _leave(self) -> None:
         now, inner = self._clock(), self._current
         outer, elapsed = self._outer.pop()
-        if not inner.has_beaten:  # what follows the last beat is no whole stretch
+        if not inner.has_beaten:  # the time after the last beat is incomplete
             self._recent[inner.phase].append(now - inner.began)
         self._totals[inner.phase] = inner.total + (now - inner.since)
         total, beats = self._totals[outer.phase], inner.beats + 1

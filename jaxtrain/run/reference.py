@@ -1,6 +1,6 @@
 """Log-probabilities of a reference model (DPO), computed once and cached.
 
-The reference is the model that the run starts with. A run that goes on has left it, so the numbers
+The reference is the run's initial model. A resumed run no longer has it, so its log-probabilities
 are stored next to its checkpoints, with a digest of themselves and of the data. Letters: B rows, T
 length.
 """
@@ -31,7 +31,7 @@ from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
 FILE = "reference.npz"
-_ROWS = 8  # of a device at once: evaluation's logits, without a gradient's
+_ROWS = 8  # rows per device: for evaluation's logits, without gradients
 
 
 def first_reference(
@@ -42,13 +42,13 @@ def first_reference(
     *,
     report: Callable[[str], None],
 ) -> Dataset:
-    """Return the data with what the model that a run starts with says of them; all processes ask.
+    """Return the data with the initial model's log-probabilities; called by all processes.
 
     Args:
       dataset: the opened data, of pairs.
       setup: the synchronous program.
-      state: what the run starts with, from `Step.eval_state`.
-      workdir: the run's folder, where it is kept; None keeps it in memory.
+      state: the initial state, from `Step.eval_state`.
+      workdir: the run's folder, where they are stored; None keeps them in memory.
       report: called with each line to print.
     """
     train, heldout = _pairs(dataset)
@@ -63,10 +63,10 @@ def first_reference(
 
 
 def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
-    """Return the data with what `first_reference` has kept of a run.
+    """Return the data with the log-probabilities that `first_reference` stored.
 
     Raises:
-      UserError: the file is not there, is damaged, or is of other data.
+      UserError: the file is missing, damaged, or of other data.
     """
     file = None if workdir is None else workdir / FILE
     if file is None or not file.is_file():
@@ -126,7 +126,7 @@ def _of_batch(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     mask = objective.mask(batch)
     h_BTD, _, _ = hidden_states(model, batch.inputs, batch.positions, mask, setup.execution)
     log_p_BT = -cross_entropy(logits(model, h_BTD), batch.targets)
-    # Whole on every device, so that each process can read them.
+    # Replicated, so that each process can read them.
     return jax.sharding.reshard(jnp.where(batch.loss_mask != 0, log_p_BT, 0.0), P())
 
 

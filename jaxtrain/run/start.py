@@ -36,13 +36,13 @@ def first_parameters(
 
     Args:
       source: the folder or the file.
-      config: the run that starts with them.
-      setup: its program, in whose layout they come.
-      named: the setting that names the source, for messages.
+      config: of the new run.
+      setup: its program, which determines their layout.
+      named: the source's setting, for messages.
       step: of the run's checkpoint; None: its newest.
 
     Raises:
-      UserError: there is neither there, or another model.
+      UserError: there is neither, or it is of another model.
       CheckpointError: the checkpoint is damaged.
     """
     folder, setup = place(source), _of_model(config, setup)
@@ -71,17 +71,17 @@ def _steps(folder: Place) -> list[int]:
 
 
 def newest_step(source: str) -> int | None:
-    """Return the step of a run's newest checkpoint; None of what is no run, or has none."""
+    """Return the step of a run's newest checkpoint; None if there is none."""
     folder = place(source)
     return None if _is_published(folder) else max(_steps(folder), default=None)
 
 
 def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[Ancestor]:
-    """Return the ancestors of what `first_parameters` has read, the nearest first.
+    """Return the ancestors of the parameters from `first_parameters`, the nearest first.
 
     Args:
       source: as there.
-      step: of the run's checkpoint; None of what is published.
+      step: of the run's checkpoint; None for a published model.
       settings: of checkpoints.
     """
     folder = place(source)
@@ -102,7 +102,7 @@ def restore_parameters(
     checkpoints: Checkpoints, step: int, config: Config, setup: Setup
 ) -> nnx.State:
     """Return the parameters of a checkpoint but for `Finetune.reinitialize`; UserError, with the
-    settings that differ, if another's."""
+    settings that differ, if of another model."""
     setup = _of_model(config, setup)
     try:
         return saved.restore_parameters(checkpoints, step, setup, _fresh(config, setup))
@@ -111,15 +111,15 @@ def restore_parameters(
 
 
 def with_teacher(params: nnx.State | None, config: Config, setup: Setup) -> nnx.State | None:
-    """Return a run's first parameters and, where its objective has a teacher, that one's.
+    """Return a run's initial parameters and, if its objective has a teacher, the teacher's.
 
     Args:
-      params: the model's; None draws them.
-      config: the run.
+      params: the model's; None initializes them.
+      config: of the run.
       setup: its program.
 
     Raises:
-      UserError: as of `first_parameters`, of the teacher.
+      UserError: as in `first_parameters`, for the teacher.
     """
     task = config.train.task
     if not isinstance(task, Distillation):
@@ -139,10 +139,10 @@ def with_teacher(params: nnx.State | None, config: Config, setup: Setup) -> nnx.
 
 
 def _of_model(config: Config, setup: Setup) -> Setup:
-    """Return the program without what its objective puts around the model."""
+    """Return the program without the objective's wrapper around the model."""
     return dataclasses.replace(setup, build=config.train.model.build, tuning=Tuning())
 
 
 def _fresh(config: Config, setup: Setup) -> list[str]:
-    """Names of the parameters that are drawn, and of statistics that restart."""
+    """Return names of newly initialized parameters, and of statistics that are reset."""
     return matching(config.finetune.reinitialize, list(by_name(weight_shapes(setup.build))))

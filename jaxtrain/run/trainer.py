@@ -63,13 +63,13 @@ Prompt = TypeVar("Prompt", str, list[int])
 
 
 class Trainer:
-    """Mesh, model, state and data of a run, and what can be asked of them.
+    """A run from Python: mesh, model, state and data, and methods to train and use it.
 
     Attributes:
       config: the resolved configuration.
       mesh: the device mesh.
-      program: the pure functions, which are traced while `layout` is active.
-      bad_records: the records of training and evaluation that could not be read.
+      program: the pure functions, traced while `layout` is active.
+      bad_records: the unreadable records of training and evaluation.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
       report: prints a line on process 0's terminal.
     """
@@ -86,22 +86,23 @@ class Trainer:
         attempt: Attempt | None = None,
         track: "Track | None" = None,
     ) -> None:
-        """Check, opens the data, builds the mesh, and restores the newest checkpoint or starts.
+        """Validate the configuration, build the mesh, and restore the newest checkpoint or
+        initialize.
 
         Args:
           config: from `load_config`.
           workdir: the run's folder.
-          console: where progress goes, such as rich's `Console()`; None prints nothing.
-          read_only: for looking at a run (evaluation, generation): nothing in workdir changes.
-          step: of the checkpoint to look at, where `read_only`; None: the newest.
-          devices: those that the mesh is laid over, such as `jax.devices()[:1]`; None: all.
-          attempt: this start of the run; None: one that nobody but this process's signals stops.
+          console: for progress, such as rich's `Console()`; None prints nothing.
+          read_only: to inspect a run (evaluation, generation) without changes in workdir.
+          step: of the checkpoint to inspect, with `read_only`; None: the newest.
+          devices: the devices of the mesh, such as `jax.devices()[:1]`; None: all.
+          attempt: this attempt of the run; None: one that only this process's signals stop.
           track: called with (step, metrics) for each line of the metrics that survives a resume, in
-            a thread of its own and in process 0 alone.
+            a separate thread, in process 0 alone.
 
         Raises:
           UserError: the configuration cannot run on these devices, or is another run's; there is
-            no checkpoint of `step`; or `devices` are none, or leave a process without any.
+            no checkpoint of `step`; or `devices` is empty, or leaves a process without any.
         """
         if step is not None and not read_only:
             raise UserError(
@@ -150,7 +151,7 @@ class Trainer:
             config, self.program, self.workdir, writes=self._folder is not None, report=self.report
         )
         if not read_only:
-            # Before anything is written: a source that cannot be read leaves no trace.
+            # Before anything is written: an unreadable source leaves no files.
             _ = data.opened
         self._saved = states_of(
             self.workdir, config, self.program,
@@ -162,7 +163,7 @@ class Trainer:
         self._has_shapes = False  # all lengths of rows compiled
         tracking: Sequence[Tracking] = ()
         if not read_only and (track is not None or config.tracker.name is not None):
-            # Imported here: most runs write files alone.
+            # Imported here: most runs have no tracker.
             from jaxtrain.run.metrics.tracking import trackings
 
             tracking = trackings(
@@ -182,7 +183,7 @@ class Trainer:
         )  # fmt: skip
         self._attempt.step = self.steps_done
         if self.program.setup.objective.refers and not read_only:
-            _ = self.dataset  # while the state is the one that it is compared with
+            _ = self.dataset  # while the state is the initial one
         self._attempt.has_begun = True
         self._attempt.goodput.mark_replay(self.steps_done)
         self._attempt.goodput.record(self.steps_done)
@@ -206,25 +207,25 @@ class Trainer:
           path: the folder: config.json and safetensors.
           workdir: the run's folder; None keeps everything in memory.
           bindings: gin bindings, such as "Mesh.tensor = 2".
-          console: as of `Trainer`.
+          console: as in `Trainer`.
 
         Raises:
-          UserError: the folder is none, or its model asks for what is not done here.
+          UserError: there is no such folder, or its model is not supported.
         """
         return cls(load_config(f"{HUGGING_FACE}{path}", bindings), workdir, console=console)
 
     def export_huggingface(self, path: str | Path, *, dtype: "Dtype" = "float32") -> "Receipt":
-        """Write the model that evaluation and generation use as a Hugging Face folder.
+        """Write the model used by evaluation and generation as a Hugging Face folder.
 
         Args:
-          path: the folder, which is not there yet or empty.
+          path: the folder, missing or empty.
           dtype: of its files.
 
         Returns:
-          How far the written model is that of this run.
+          The comparison of the written model with this run.
 
         Raises:
-          UserError: the model is known nowhere else, or the folder cannot be made.
+          UserError: the model is not a published architecture, or the folder cannot be created.
         """
         from jaxtrain.run.huggingface.exporting import export_run
         from jaxtrain.run.weights import merge_adapters
@@ -238,13 +239,13 @@ class Trainer:
         )  # fmt: skip
 
     def export_adapter(self, path: str | Path) -> None:
-        """Write the adapters that evaluation and generation use as a folder of PEFT's.
+        """Write the adapters used by evaluation and generation as a PEFT folder.
 
         Args:
-          path: the folder, which is not there yet or empty.
+          path: the folder, missing or empty.
 
         Raises:
-          UserError: the run trains no adapters, or its model is known nowhere else.
+          UserError: the run trains no adapters, or its model is not a published architecture.
         """
         from jaxtrain.run.huggingface.adapters import write_adapter
 
@@ -253,27 +254,27 @@ class Trainer:
 
     @property
     def dataset(self) -> Dataset:
-        """The opened data: at the start of training, or when it is first asked for."""
+        """The data, opened at the start of training or at the first use."""
         return self._loop.dataset
 
     @functools.cached_property
     def functions(self) -> Functions:
-        """`init`, `train_step` and `eval_step`, compiled, for a training loop of your own."""
+        """`init`, `train_step` and `eval_step`, compiled, for a custom training loop."""
         return Functions(self.program, self._step, self._evaluation, self._feed)
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps it has taken, known without asking the device."""
+        """Optimizer steps taken, without a device transfer."""
         return self._loop.steps_done
 
     @property
     def ancestors(self) -> list[dict[str, Any]]:
-        """Its checkpoint, if any, and what its first parameters came from; see `ancestry`."""
+        """Its checkpoint, if any, and the origins of its initial parameters."""
         return self._saved.line(self.steps_done)
 
     @property
     def state(self) -> TrainState:
-        """The current TrainState; the next step takes its arrays away."""
+        """The current TrainState; the next step donates its arrays."""
         return self._stepper.state
 
     @state.setter
@@ -284,18 +285,18 @@ class Trainer:
         self._loop.next_batch += more
 
     def step(self, batch: Batch) -> Sums:
-        """One optimizer step on a global batch of your own; metrics stay on the device.
+        """Take one optimizer step on a user-provided global batch; metrics stay on the device.
 
         Steps due by `Train.log_every` are lines of `history` and metrics.jsonl. Nothing is
         evaluated or saved, and no bad step ends anything.
 
         Args:
-          batch: of arrays, or of tensors on the CPU. What its loss mask masks is in no result. One
-            whose rows do not divide is filled where `Train.fill_batch` says so.
+          batch: of arrays, or of tensors on the CPU. Masked targets have no effect. One
+            whose rows do not divide is padded if `Train.fill_batch` is set.
 
         Raises:
-          UserError: the step cannot learn from it. Of arrays on devices only shapes and dtypes are
-            looked at, of NumPy's also the values: tokens, labels, positions and masks.
+          UserError: it is invalid. For arrays on devices only shapes and dtypes are
+            checked, for NumPy's also the values: tokens, labels, positions and masks.
         """
         with self.layout.active():
             return self._loop.step(self._feed.own("step", batch))
@@ -304,11 +305,11 @@ class Trainer:
         """Parameters and running statistics by the names of `table`, the layers in their order.
 
         Args:
-          evaluated: those that `evaluate`, `logits` and `generate` use: averages, where the
+          evaluated: those that `evaluate`, `logits` and `generate` use: averages, if the
             optimizer keeps any. False: those that training resumes from.
 
         Returns:
-          Whole arrays of NumPy, copies of the devices'; of replicas with parameters of their own
+          Unsharded NumPy copies of the arrays; for replicas with their own parameters
           the mean.
         """
         from jaxtrain.run.weights import weights
@@ -318,12 +319,12 @@ class Trainer:
         return weights(program, state)
 
     def set_weights(self, weights: Mapping[str, Any]) -> None:
-        """Give the model these weights, and every replica; the optimizer keeps its moments.
+        """Set the weights of the model and all replicas; the optimizer keeps its moments.
 
-        Averages of the parameters restart with them, and so does what an exchange keeps of them.
+        Averages of the parameters restart, and so does the state of an exchange.
 
         Args:
-          weights: as `weights` gives them, every name of them.
+          weights: all arrays, as from `weights`.
 
         Raises:
           UserError: names are missing or unknown, or an array has another shape or dtype.
@@ -337,10 +338,10 @@ class Trainer:
 
         Args:
           inputs: integer tokens [B, T] of any number of rows, each one text; images [B, H, W, C];
-            or a `Batch`, whose documents do not see each other.
+            or a `Batch`, whose documents are masked from each other.
 
         Raises:
-          UserError: the model cannot read them, or gives no logits.
+          UserError: the model cannot read them, or has no logits.
         """
         from jaxtrain.run.inference.outputs import logits
 
@@ -354,23 +355,24 @@ class Trainer:
 
         Args:
           inputs: image files, folders or Pillow images; texts; files or arrays of vectors.
-          top: classes that are named; None: 3, of a model that predicts classes.
-          skip: is given the error of an input that cannot be read; None raises it.
+          top: number of classes; None: 3, for a model that predicts classes.
+          skip: called with the error of an unreadable input; None raises it.
 
         Raises:
-          UserError: a file is missing or none of what the model reads.
+          UserError: a file is missing or of another kind than the model's inputs.
         """
         from jaxtrain.run.inference.predict import predict_with
 
         return predict_with(self, inputs, top=top, skip=skip)
 
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Gradients of the mean loss over a global batch, float32, by the names of `weights`.
+        """Return gradients of the mean loss over a global batch, float32, by the names of
+        `weights`.
 
-        Before clipping; nothing is updated. Replicas with parameters of their own: at their mean.
+        Before clipping; nothing is updated. With per-replica parameters: at their mean.
 
         Raises:
-          UserError: as of `step`.
+          UserError: as in `step`.
         """
         from jaxtrain.run.weights import on_host
 
@@ -391,17 +393,17 @@ class Trainer:
     def train(
         self, steps: int | None = None, *, profile: "RecorderKind | None" = None
     ) -> dict[str, Any]:
-        """Take `steps` more optimizer steps, or all that are left; return the last evaluation.
+        """Take `steps` more optimizer steps, or all remaining ones; return the last evaluation.
 
         Args:
-          steps: None: all that are left of Train.steps.
-          profile: what records the steps, such as `analysis.profiling.recorder.Recorder`, which
-            says where the time of steps 3 to 6 of these goes; None records nothing.
+          steps: None: all remaining ones of Train.steps.
+          profile: records steps, such as `analysis.profiling.recorder.Recorder`, which
+            profiles steps 3 to 6 of these; None records nothing.
 
         Raises:
           UserError: there are too few steps to profile.
           Preempted: the run was asked to stop; the state is saved.
-          BadStepError: a step's numbers are bad, and Guard.policy says to stop.
+          BadStepError: a step is bad, and Guard.policy is to stop.
           CorruptionError: devices disagree about replicated values.
           CheckpointError: a checkpoint cannot be written.
         """
@@ -416,7 +418,7 @@ class Trainer:
             return self._loop.run(last, recorder)
 
     def _recorder(self, last: int, profile: "RecorderKind") -> "Recorder":
-        """Return a recorder of some steps up to `last`; compiles the step, which happens once."""
+        """Return a recorder of some steps up to `last`; compile the step if needed."""
         if len(self._feed.abstract_shapes()) > 1:
             raise UserError(
                 "train --profile records one compiled step, and TextData.lengths asks for one of "
@@ -430,13 +432,13 @@ class Trainer:
         return recorder
 
     def evaluate(self, batches: Iterable[Batch] | None = None) -> dict[str, Any]:
-        """`eval_loss` and the task's metrics over the held-out examples, each counted once: all
-        numbers, but for the lists of `eval_confusion`.
+        """Return `eval_loss` and the task's metrics over the held-out examples, each counted once:
+        all numbers, except the lists of `eval_confusion`.
 
         Args:
-          batches: batches of your own instead, each of whose rows divide over the devices that
-            split a batch, or are filled as those of `step`; None: the run's, as many as
-            Train.eval_batches says.
+          batches: user-provided batches instead, whose rows divide over the devices that
+            split a batch, or are padded as in `step`; None: the run's, as many as
+            Train.eval_batches.
 
         Raises:
           UserError: there is no batch, one that cannot be evaluated, or no target that counts.
@@ -468,17 +470,17 @@ class Trainer:
         top_p: float | None = None,
         seed: int = 0,
     ) -> Prompt:
-        """Return a completion of `prompt`, of an encoder-decoder the target.
+        """Return a completion of `prompt`, or for an encoder-decoder the target.
 
         Args:
-          prompt: text, which is answered in text up to its end; or a list of token ids, which is
-            answered with ids, of a published model up to one that ends its answers.
-          max_new_tokens: None: as far as 100 tokens fit.
+          prompt: text, which is answered with text; or a list of token ids, which is
+            answered with ids, for a published model up to an end token.
+          max_new_tokens: maximum number of new tokens; None: up to 100 that fit.
           temperature: see `run.generation.sampling.Sampling`, also for `top_k` and `top_p`.
-          seed: of the draws.
+          seed: of sampling.
 
         Raises:
-          UserError: the model is no language model, or the prompt does not fit into its context.
+          UserError: the model is not a language model, or the prompt does not fit into its context.
         """
         from jaxtrain.run.generation.decoding import Sampling
 
@@ -490,7 +492,7 @@ class Trainer:
 
     @functools.cached_property
     def writer(self) -> "Writer":
-        """What answers prompts, with its tokenizer."""
+        """The text generator, with its tokenizer."""
         from jaxtrain.run.generation.write import Writer
 
         return Writer(self.program.setup, self.config, self.workdir)
@@ -506,20 +508,20 @@ class Trainer:
         batch_size: int = BATCH_SIZE,
         show: Callable[[str], None] | None = None,
     ) -> "list[Answer]":
-        """What a trained language model writes after each of several prompts, an encoder-decoder
-        of each, and why it ended.
+        """Return completions of several prompts, or for an encoder-decoder the
+        targets, with the reason why each ended.
 
         Args:
           prompts: texts, or lists of token ids.
-          max_new_tokens: for each; None: as far as 100 tokens fit.
-          sampling: how tokens are drawn, or searched for; None: from the model's own distribution.
+          max_new_tokens: maximum number of new tokens of each; None: up to 100 that fit.
+          sampling: sampling or beam search settings; None: from the model's own distribution.
           stop: strings before which an answer in text ends.
-          seed: of the draws.
+          seed: of sampling.
           batch_size: prompts that are answered at once.
-          show: is given the first text's answer piece by piece while it is written.
+          show: called with the first text's answer piece by piece while it is generated.
 
         Raises:
-          UserError: the model is no language model, or a prompt does not fit into its context.
+          UserError: the model is not a language model, or a prompt does not fit into its context.
         """
         return self.writer.answers(
             self.program.eval_state(self.state), prompts, max_new_tokens=max_new_tokens,
@@ -547,18 +549,18 @@ class Trainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl so far; without a workdir they are kept in memory."""
+        """The lines of metrics.jsonl so far; in memory without a workdir."""
         return self._loop.lines
 
     def plot(self) -> "Picture":
-        """Return the loss and the objective's other metrics so far, with what a model must beat."""
+        """Plot the loss and the objective's other metrics so far, with baselines."""
         from jaxtrain.run.show.figures import loss_figure
 
         train = self.config.train
         return loss_figure(self.history, train.task.yardstick(train.model, self.dataset.facts))
 
     def plot_sharding(self, name: str) -> "Picture":
-        """Which devices hold which part of the parameter that `table` calls so.
+        """Draw which devices hold which shard of the parameter with this name in `table`.
 
         Raises:
           UserError: there is no parameter of this name.
@@ -580,7 +582,7 @@ class Trainer:
         return notebook.export_html(self._show_pieces) + configuration
 
     def close(self) -> None:
-        """Wait for the checkpoint being written, and bring the rest to the run's folder."""
+        """Wait for the checkpoint being written, and flush the rest to the run's folder."""
         self._loop.close()
         if self._folder is not None and self._attempt.folder is None:
             self._folder.close()

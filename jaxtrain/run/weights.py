@@ -23,9 +23,9 @@ _MAX_SHOWN = 8
 
 
 def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
-    """Return every variable's whole array by its name, the layers in the model's order.
+    """Return every variable's unsharded array by name, the layers in the model's order.
 
-    To be called by all processes of a run; each gets all of it, one array after the other.
+    Call on all processes of a run; each gets everything, array by array.
 
     Args:
       tree: parameters, gradients or statistics on devices, in the form of a synchronous step's
@@ -37,7 +37,7 @@ def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
         x = variable.get_value()
         if not x.is_fully_addressable:
             x = multihost_utils.process_allgather(x, tiled=True)
-        # A copy: what is handed out stays as it is when a step takes the array away.
+        # A copy: the result survives when a step donates the array.
         found[name] = np.array(x)
         if stages is not None and is_layer(variable):
             found[name] = found[name][_places(stages)]
@@ -48,7 +48,7 @@ def weights(step: Step, state: TrainState) -> dict[str, np.ndarray]:
     """Parameters and running statistics of one model by name.
 
     Args:
-      step: whose state it was.
+      step: the state's step.
       state: from its `current_state` or `eval_state`.
     """
     stages = step.setup.stages
@@ -59,12 +59,12 @@ def weights(step: Step, state: TrainState) -> dict[str, np.ndarray]:
 
 
 def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
-    """Return the state with these weights in all its replicas and stages; moments stay.
+    """Return the state with these weights in all its replicas and stages; moments are kept.
 
     Args:
       step: the step of this state.
       state: the state.
-      given: as of `weights`, for every name.
+      given: as from `weights`, for every name.
 
     Raises:
       UserError: names are missing or unknown, or an array has another shape or dtype.
@@ -78,12 +78,12 @@ def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
 
 
 def with_trained(step: Step, state: TrainState, given: Weights) -> TrainState:
-    """Return the state with other values of all that is trained; the rest of it stays.
+    """Return the state with new values of trained parameters; the rest is unchanged.
 
     Args:
       step: the step of this state.
       state: the state.
-      given: arrays by name, of the right names, shapes and dtypes.
+      given: arrays by name, with valid names, shapes and dtypes.
     """
     shapes = base_step(step.setup).abstract_state().params
     params = place_weights(shapes, given, step.setup.stages)
@@ -105,11 +105,11 @@ def _set(
 
 
 def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
-    """Arrays of the caller's on the devices, the layers in the order of the stages.
+    """Return the caller's arrays on the devices, the layers in the order of the stages.
 
     Args:
-      shapes: what becomes of them: shapes, dtypes and shardings.
-      given: as of `weights`, of the right names, shapes and dtypes.
+      shapes: target shapes, dtypes and shardings.
+      given: as from `weights`, with valid names, shapes and dtypes.
       stages: the step's.
     """
 
@@ -148,10 +148,10 @@ def _with_weights(
 
 
 def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages | None) -> None:
-    """Raise UserError with all that is missing, unknown or of another form, in one sentence.
+    """Raise UserError with all arrays that are missing, unknown or of another form, in one message.
 
     Args:
-      wanted: shapes and dtypes by name, in the form of a state.
+      wanted: shapes and dtypes by name, with the structure of a state.
       given: arrays by name.
       stages: the state's.
     """

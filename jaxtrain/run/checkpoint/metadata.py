@@ -74,7 +74,7 @@ def describe_parameters(
 
     Args:
       config: the run's configuration.
-      setup: whose layout and order of layers they have.
+      setup: their layout and layer order.
       ancestors: their origins.
     """
     return {

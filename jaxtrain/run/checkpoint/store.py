@@ -270,7 +270,7 @@ class Checkpoints:
         Returns when the arrays are in host memory, so that the next step may be given (donated)
         their buffers; the disk is written during the next steps. A save still being written
         is waited for first. If it failed, its leftovers are removed and it is reported; the run
-        continues and saves again when the next save is due. An existing step is unchanged.
+        continues and saves again when the next save is due. An existing step are unchanged.
         For arrays in files, which the next step changes, the write is waited for too.
 
         Args:

@@ -1,8 +1,8 @@
-"""The run's secret token, and the handshake by which two processes authenticate each other (HMAC).
+"""The run's secret token, and the HMAC handshake that authenticates two processes.
 
-A launcher passes the token in an environment variable. Where none does, it is a file in the run's
-folder, which the processes share anyway: process 0 makes it at the first start, readable by its own
-user alone. In a bucket it is an object, which whoever may read the run's folder may read too.
+A launcher passes the token in an environment variable. Otherwise it is a file in the run's
+folder, which the processes share anyway: process 0 creates it at the first launch, readable by its
+user alone. In a bucket it is an object, readable by everyone with access to the run's folder.
 
 The process that connects sends the protocol's name and 32 random bytes, process 0 answers with 32
 of its own. Each proves that it has the token by an HMAC-SHA256 over both, the one that connects

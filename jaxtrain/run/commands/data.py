@@ -36,7 +36,7 @@ from jaxtrain.training.settings import load_config
 
 
 def describe_data(arguments: argparse.Namespace) -> int:
-    """Print what is known of a config's data, its digest and the first batch, and draw them."""
+    """Print facts of a config's data, its digest and the first batch, and draw them."""
     console, picture = terminal(), writable("--png", arguments.png)
     if arguments.examples < 0:
         raise UserError(f"--examples {arguments.examples}: use 0 (none) or more")
@@ -49,7 +49,7 @@ def describe_data(arguments: argparse.Namespace) -> int:
     report.show_facts(console, dataset.facts, dataset.digest)
     report.show_mixing(console, dataset, config.train)
     print_lines(console, f"Digest: sha256 {dataset.digest}")
-    # Text is cheap to read, and statistics are of many rows; images are decoded.
+    # Text is cheap to read, and statistics need many rows; images are decoded.
     rows = arguments.examples
     if dataset.unit == "tokens":
         rows = max(rows, STATISTICS_ROWS)
@@ -139,7 +139,7 @@ def _report_store(console: Console, store: Store, out: Place, data: TextData) ->
 
 
 END = "<|endoftext|>"
-LEAST = 257  # every byte, and the end of a text
+LEAST = 257  # every byte, and the end-of-text token
 
 
 def train_tokenizer(arguments: argparse.Namespace) -> int:
@@ -170,15 +170,15 @@ def train_bpe(data: TextData, folder: Path, *, vocab_size: int) -> tuple[int, in
     """Write tokenizer.json and tokenizer_config.json of a tokenizer trained on a source's text.
 
     Args:
-      data: names the source; documents that are held out are left out.
+      data: the source; held-out documents are excluded.
       folder: of the files.
-      vocab_size: tokens at most, with one for each byte and the one that ends a text.
+      vocab_size: maximum number of tokens, including one per byte and the end-of-text token.
 
     Returns:
-      How many characters were read, and how many tokens there are.
+      The number of characters read, and of tokens.
 
     Raises:
-      UserError: as of `texts_of`; or there is no text.
+      UserError: as in `texts_of`; or there is no text.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers

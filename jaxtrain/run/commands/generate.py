@@ -59,14 +59,14 @@ def generate_with_draft(
     prompts: Sequence[str],
     sampling: Sampling | BeamSearch,
 ) -> list[Answer]:
-    """What a trained language model writes after each prompt, one after the other; how many guesses
-    were kept goes to standard error.
+    """Yield the completion of each prompt by a trained language model; acceptance counts of drafts
+    are written to standard error.
 
     Args:
       arguments: the parsed command line, after `validate_draft_options`.
       trainer: the model's.
-      prompts: each at least one character.
-      sampling: how tokens are drawn.
+      prompts: nonempty texts.
+      sampling: the sampling settings.
 
     Raises:
       UserError: as of `speculate`; or the draft has another tokenizer or vocabulary.
@@ -124,7 +124,7 @@ _EARLY_STOPPING: dict[str | None, bool | Literal["never"]] = {
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """Print what a trained language model writes, to a terminal as it is drawn."""
+    """Print completions of a trained language model, streamed to a terminal."""
     _sampling(arguments, Defaults())  # wrong options are reported before a run is opened
     validate_draft_options(arguments)
     if arguments.chat:
@@ -175,7 +175,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _sampling(arguments: argparse.Namespace, defaults: Defaults) -> Sampling | BeamSearch:
-    """How the next token is chosen: by options, and by a model's own defaults without them."""
+    """Return the sampling settings of options, with a model's own defaults."""
     penalty, beams = arguments.repetition_penalty, arguments.beams
     if penalty is None:
         penalty = defaults.options.get("repetition_penalty")
@@ -228,7 +228,7 @@ def _line(answer: Answer, *, log_probabilities: bool) -> dict[str, object]:
 
 
 def converse(arguments: argparse.Namespace) -> int:
-    """Answers the lines of standard input, each a message of the user's.
+    """Answer the lines of standard input, each a user message.
 
     Args:
       arguments: the parsed command line.

@@ -19,7 +19,7 @@ from jaxtrain.training.settings import load_config
 
 
 def import_hf(arguments: argparse.Namespace) -> int:
-    """Make a run of a Hugging Face folder."""
+    """Import a Hugging Face folder as a run."""
     keep_compiled_programs()
     console, bindings = terminal(), list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
@@ -31,7 +31,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     found = import_run(
         config, workdir, console=console, report=functools.partial(print_lines, console)
     )
-    # As written: the tokenizer that came along may have replaced that of `config`.
+    # From the file: the imported tokenizer may have replaced that of `config`.
     data = load_config(
         str(workdir / "config.gin"), allow_imports=arguments.allow_imports
     ).train.data
@@ -66,7 +66,7 @@ def first_use(model: Model, workdir: Place) -> str:
 
 
 def export_hf(arguments: argparse.Namespace) -> int:
-    """Make a Hugging Face folder of a run."""
+    """Export a run as a Hugging Face folder."""
     trainer = open_run(arguments, console=terminal())
     if arguments.adapter:
         trainer.export_adapter(arguments.out)

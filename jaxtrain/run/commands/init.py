@@ -14,7 +14,7 @@ from jaxtrain.run.show.progress import print_lines
 
 
 def show_configs(console: Console) -> int:
-    """Print a line for each shipped config: its name, what it trains and what it is meant for."""
+    """Print a line for each shipped config: its name, what it trains and its hardware."""
     headers = shipped_headers()
     longest = max(len(header.name) for header in headers)
     for header in headers:
@@ -28,7 +28,7 @@ FILES = ("README.md", "my_model.py", "slurm.sbatch", "train.gin")
 
 
 def init(arguments: argparse.Namespace, console: Console) -> int:
-    """Write the starter into a new folder, or into one that has none of its files.
+    """Write the starter project into a new folder, or into one without any of its files.
 
     Raises:
       UserError: a file of it exists there already, or the folder cannot be written.

@@ -8,8 +8,8 @@ from typing import Any
 
 SHELLS = ("bash", "zsh")
 
-# Words: those that may follow, of a command or before there is one. Where there are files, names of
-# files may follow too.
+# Words that may follow, of a command or before there is one. Where files are allowed, file names
+# may follow too.
 _BASH = """\
 # Completion of jaxtrain for bash: eval "$(jaxtrain --completion bash)"
 _jaxtrain() {{
@@ -52,10 +52,10 @@ def completion_script(
     """Return the script for one of SHELLS.
 
     Args:
-      shell: which.
-      whole: the parser of the whole line.
+      shell: the name of the shell.
+      whole: the parser of the whole command line.
       commands: each command's own parser, by its name.
-      configs: names that complete where a command takes a CONFIG.
+      configs: names that complete a CONFIG argument.
     """
     configs = list(configs)
     variable = "words" if shell == "bash" else "words_"
@@ -75,7 +75,7 @@ def completion_script(
 
 
 def _options_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options that a parser's help lists: at the head of a line, before two blanks."""
+    """Return the options that a parser's help lists: at the start of a line, before two blanks."""
     heads = re.findall(r"^  (-.*?)(?:  |$)", parser.format_help(), re.M)
     return [option for head in heads for option in re.findall(r"(?<!\S)--?[\w-]+", head)]
 

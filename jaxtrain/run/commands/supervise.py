@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str]) -> Job:
             f"supervise -- {command[0]}: only train is supervised; write for example "
             "'jaxtrain supervise -- train gpt_quickstart'"
         )
-    # What `train` would reject is rejected here, before anything is started.
+    # Errors that `train` would report are reported here, before anything is started.
     whole = argparse.ArgumentParser(prog="jaxtrain")
     add_run_commands(adder(whole))
     train = whole.parse_args(command)

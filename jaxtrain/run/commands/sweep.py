@@ -26,19 +26,19 @@ from jaxtrain.run.show.progress import clock, print_lines, terminal
 from jaxtrain.training.settings import Config, load_config
 
 PICTURE = "sweep.png"
-GRACE_SECONDS = 120.0  # to save and end, when this process is gone
+GRACE_SECONDS = 120.0  # to save and exit, when this process is gone
 POLL_SECONDS = 0.2
 CONFIG_FILE = "config.gin"
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One combination.
+    """One combination of values.
 
     Attributes:
-      values: of the swept settings, as they were written.
+      values: of the swept settings, as written.
       bindings: all of its bindings.
-      folder: of its run.
+      folder: its run's folder.
       config: its configuration.
     """
 
@@ -48,7 +48,7 @@ class Point:
     config: Config
 
     def is_done(self) -> bool:
-        """Whether its run has come to its end.
+        """Whether its run is finished.
 
         Raises:
           UserError: it has, with another configuration.
@@ -116,7 +116,7 @@ def grid(
     Args:
       name: of the config.
       bindings: gin bindings; `Name.field = [A, B]` means one run with A and one with B.
-      workdir: holds a folder for each point.
+      workdir: contains a folder per point.
       allow_imports: let the file import modules from outside jaxtrain.
 
     Raises:
@@ -140,7 +140,7 @@ def grid(
 
 
 def _folder_name(values: dict[str, str]) -> str:
-    """Such as 'learning_rate=1e-3,seed=0'; whole names where their ends are not distinguished."""
+    """Return a name such as 'learning_rate=1e-3,seed=0', with full setting names if ambiguous."""
     ends = [setting.rpartition(".")[2] for setting in values]
     names = ends if len(set(ends)) == len(ends) else list(values)
     whole = ",".join(f"{name}={value}" for name, value in zip(names, values.values(), strict=True))
@@ -148,7 +148,7 @@ def _folder_name(values: dict[str, str]) -> str:
 
 
 def _train(arguments: argparse.Namespace, point: Point, log: Path) -> tuple[int, bool]:
-    """Return the status of its run, and whether a signal came, which it was given."""
+    """Return the status of its run, and whether a signal arrived, which was forwarded."""
     command = [sys.executable, "-P", "-m", "jaxtrain", "train", arguments.config]
     command += ["--workdir", str(point.folder)]
     command += [word for binding in point.bindings for word in ("-b", binding)]

@@ -63,8 +63,8 @@ def train(
 
     Args:
       arguments: the parsed command line.
-      recorder: what records the steps that are to be profiled; None profiles nothing.
-      explained: the error to raise for one of JAX's.
+      recorder: profiles some steps; None: no profile.
+      explained: maps an error of JAX to the error to raise.
     """
     keep_compiled_programs()
     output = Output(sys.stdout, OUTPUT_CLOSED)
@@ -154,8 +154,8 @@ def _chooses_devices(bindings: Sequence[str], flags: Flags) -> bool:
 
 
 def _quickstart_devices(console: Console) -> list[str]:
-    """Bindings for the quickstart: 8 simulated devices, or all accelerators there are."""
-    # Only the number of CPU devices: an accelerator stays the default where there is one.
+    """Return the bindings of the quickstart: 8 simulated devices, or all available accelerators."""
+    # Only sets the number of CPU devices: an accelerator remains the default.
     offer_cpu_devices(SIMULATED_DEVICES)
     if jax.default_backend() == "cpu":
         console.print(f"No accelerator here: simulating {SIMULATED_DEVICES} devices on the CPU")
@@ -236,10 +236,10 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    """Print what the model predicts for each image, text or vector that can be read.
+    """Print the model's prediction for each readable image, text or vector.
 
     Returns:
-      2 if there is one that cannot be read; each is named on standard error.
+      2 if an input cannot be read; these are listed on standard error.
     """
     skipped = list[UserError]()
     trainer = open_run(arguments)
@@ -251,7 +251,7 @@ def predict(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Print what a checkpoint holds; read its arrays only to verify them."""
+    """Print a checkpoint's contents; read its arrays only to verify them."""
     workdir = _existing_run(arguments.workdir, arguments.step)
     checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
     step = max(checkpoints.steps()) if arguments.step is None else arguments.step
@@ -264,7 +264,7 @@ def inspect(arguments: argparse.Namespace) -> int:
 
 
 def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -> Trainer:
-    """Return the trainer of a run's folder with a checkpoint restored, changing nothing there.
+    """Return the trainer of a run's folder with a checkpoint restored, read-only.
 
     Args:
       arguments: the parsed command line.
@@ -308,7 +308,8 @@ def _existing_run(workdir: str, step: int | None) -> Place:
                 runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
             hint = did_you_mean(workdir, runs) if runs else ""
             raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
-        # Not by way of `Checkpoints`: Orbax opens the backend, and the CPU can be split no more.
+        # Not through `Checkpoints`: Orbax initializes the backend, and then CPU devices cannot be
+        # simulated.
         if not sealed_steps(folder / FOLDER):
             raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
         if step is not None:
@@ -316,15 +317,15 @@ def _existing_run(workdir: str, step: int | None) -> Place:
     return folder
 
 
-# Of the time of steps and their batches: less is noise.
+# Threshold as a fraction of the time of steps and their batches: less is noise.
 _SHARE = 0.05
 _SECONDS = 30.0
 
 
 def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | None:
-    """Advice where a run waited for batches for more than 5% of its steps' time.
+    """Return advice if a run waited for batches for more than 5% of its steps' time.
 
-    `None` too where steps took less than 30 seconds: the first batches always take time.
+    `None` too if steps took less than 30 seconds: the first batches always take time.
 
     Args:
       account: where the time went.
@@ -340,13 +341,13 @@ def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | No
     elif _is_read_while_training(data):
         advice = "bring it to a local disk, or give the process more cores"
     else:
-        advice = "give the process more cores"  # its rows are made of what is in memory
+        advice = "give the process more cores"  # its rows are in memory
     share = waited / (waited + worked)
     return f"Steps waited for batches of {_name(data, dataset)} {share:.0%} of their time: {advice}"
 
 
 def _name(data: Any, dataset: Dataset) -> str:
-    """Return the data by the setting that says where they are, or by their class."""
+    """Return the name of the data for messages: the setting of their path, or their class."""
     name, source = type(data).__name__, dataset.facts.get("source")
     settings = settings_of(type(data)) if dataclasses.is_dataclass(data) else {}
     for setting in ("source", "sources"):

@@ -1,3 +1,3 @@
 """Text generation: decoding, sampling, beam search, speculative decoding."""
 
-BATCH_SIZE = 8  # prompts that are answered at once, where nothing else is said
+BATCH_SIZE = 8  # prompts that are answered at once, by default

@@ -21,11 +21,11 @@ class Answer:
     """The completion of one prompt.
 
     Attributes:
-      tokens: those that were drawn, without the one that ends a text.
+      tokens: the generated tokens, without an end token.
       log_probabilities: the model's of each token, natural, before temperature or anything else.
-      ended: by a token that ends texts, by a stop string, or by its greatest length.
-      text: the tokens as text, up to a stop string; None where tokens were asked for.
-      score: what beam search has chosen it by; None where there was none.
+      ended: by an end token, by a stop string, or by its maximum length.
+      text: the tokens as text, up to a stop string; None if token ids were requested.
+      score: its beam search score; None without beam search.
     """
 
     tokens: list[int]
@@ -36,13 +36,13 @@ class Answer:
 
 
 def length_before_end(tokens: Sequence[int] | np.ndarray, ends: Sequence[int]) -> int:
-    """How many tokens there are before one that ends a text."""
+    """Return the number of tokens before an end token."""
     indices = np.flatnonzero(np.isin(tokens, ends))
     return int(indices[0]) if indices.size else len(tokens)
 
 
-EVERY = 16  # tokens between two looks for a stop string, where nobody watches
-SHOWN_EVERY = 2  # where somebody does
+EVERY = 16  # tokens between two checks for stop strings, without streaming
+SHOWN_EVERY = 2  # with streaming
 
 # Replacement for bytes that are not a character, or not yet.
 UNKNOWN = "\ufffd"
@@ -69,13 +69,13 @@ def text_before_stop(text: str, stop: Sequence[str]) -> str:
 
 
 class Stopping:
-    """Ends answers at stop strings, and shows one while it is written; a `generate.Watch`.
+    """Ends answers at stop strings, and streams one of them; a `generate.Watch`.
 
     Args:
       tokenizer: of the model.
       prompts: the prompts' tokens.
       stop: strings that end an answer.
-      show: is given every piece of the first prompt's answer as soon as it is certain.
+      show: called with every piece of the first prompt's answer as soon as it is certain.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Stopping:
         return dataclasses.replace(answer, text=self.text(prompt, answer.tokens))
 
     def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
-        """After how many tokens there is a stop string, or None."""
+        """Return the number of tokens up to a stop string, or None."""
         if self._show is not None and prompt == 0:
             whole = continuation(self._tokenizer, self._prompts[prompt], tokens)
             self._add(text_before_stop(whole, self._stop))
         if not self._has_stop(prompt, tokens):
             return None
-        # The fewest tokens that have it: it stays in every longer text.
+        # The fewest tokens that contain it: longer texts contain it too.
         low, high = 0, len(tokens)
         while high - low > 1:
             middle = (low + high) // 2
@@ -117,7 +117,7 @@ class Stopping:
         return high
 
     def show_rest(self, text: str) -> None:
-        """Show what is left of the first prompt's answer."""
+        """Show the rest of the first prompt's answer."""
         self._add(text)
 
     def _add(self, text: str) -> None:
@@ -146,7 +146,7 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:
     """Return the tokens of a prompt, with the tokenizer's special tokens around it or without;
-    UserError where it is no text."""
+    UserError if it is not text."""
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
@@ -154,14 +154,14 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = T
             f"--prompt {prompt!r} is not UTF-8 text (character {error.start}); give it in UTF-8"
         ) from error
     ids = tokenizer.encode(prompt)
-    # An empty prompt is reported, and special tokens would hide it.
+    # Report an empty prompt, which special tokens would hide.
     return with_special_tokens(tokenizer, ids) if special_tokens and ids else ids
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters escaped, but for newlines and tabs.
+    """Return the text with its control characters escaped, except newlines and tabs.
 
-    A byte-level model may write any: a terminal would obey them.
+    A byte-level model may generate any: a terminal would interpret them.
     """
     return "".join(
         repr(one)[1:-1] if unicodedata.category(one) == "Cc" and one not in "\n\t" else one
@@ -170,6 +170,6 @@ def printable(text: str) -> str:
 
 
 def show(piece: str) -> None:
-    """Put a piece of an answer on the terminal at once."""
+    """Print a piece of an answer on the terminal at once."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Beam search.
 
-The devices run the model and rank continuations; which of them go on is settled on the host.
+The devices run the model and rank continuations; the host selects the beams.
 Letters: P prompts, W beams, B = P W rows, K candidates of a prompt, V vocab.
 """
 
@@ -32,24 +32,24 @@ from jaxtrain.run.generation.decoding import (
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
-NEVER = -1e9  # the score of what is no beam
+NEVER = -1e9  # the score of unused beams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamSearch:
-    """The likeliest continuation as far as a search of some breadth finds it.
+    """Settings of beam search.
 
     A continuation of n tokens has the score (sum of their log-probabilities) / n^length_penalty,
-    the token that ends it included. It is finished where such a token is among the `beams` best
-    continuations of a step, or at the greatest length. As in transformers.
+    including its end token. It is finished if its end token is among the `beams` best
+    continuations of a step, or at the maximum length. As in transformers.
 
     Attributes:
-      beams: continuations that are followed at once.
-      length_penalty: above 0 longer answers gain, below 0 shorter ones.
+      beams: number of beams.
+      length_penalty: above 0 favors longer answers, below 0 shorter ones.
       early_stopping: when a prompt's search ends. True: as soon as `beams` are finished. False:
-        when the best that goes on is no better than the worst of these at its present length;
-        "never": nor at its greatest length.
-      repetition_penalty: as of `Sampling`, of log-probabilities.
+        when the best unfinished one is no better than the worst of these at its present length;
+        "never": nor at its maximum length.
+      repetition_penalty: as in `Sampling`, on log-probabilities.
     """
 
     beams: int
@@ -79,7 +79,7 @@ class Candidate(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A continuation: its score (its sum while it goes on), tokens and their log-probabilities."""
+    """A continuation: its score (its sum while unfinished), tokens and their log-probabilities."""
 
     score: np.float32
     tokens: list[int]
@@ -90,15 +90,15 @@ class Search:
     """The continuations of one prompt.
 
     Args:
-      settings: how it is searched.
-      limit: the greatest length.
+      settings: of the search.
+      limit: the maximum length.
       ends: tokens that end a continuation.
     """
 
     def __init__(self, settings: BeamSearch, limit: int, ends: Sequence[int]) -> None:
         self._settings, self._limit, self._ends = settings, limit, set(ends)
         none = [Hypothesis(np.float32(NEVER), [], []) for _ in range(settings.beams - 1)]
-        # One alone at first: all are the prompt itself.
+        # Only one beam at first: all are the prompt itself.
         self.running = [Hypothesis(np.float32(0), [], []), *none]
         self.finished: list[Hypothesis] = []
         self._may_improve = True
@@ -111,9 +111,9 @@ class Search:
         return at_limit or not self._may_improve or (full and self._settings.early_stopping is True)
 
     def take(self, candidates: Sequence[Candidate]) -> list[int]:
-        """Goes on by one token with the best of these, which are in order; the beams they follow.
+        """Extend the beams by the best of these sorted candidates; return their parent beams.
 
-        There must be enough candidates that `beams` of them do not end.
+        There must be enough candidates that at least `beams` of them do not end.
         """
         settings = self._settings
         going, ending = [], []
@@ -174,8 +174,8 @@ def search(
       sizes: the model's settings.
       state: the trained state.
       prompts: tokens.
-      limits: how many may follow each.
-      settings: how it is searched.
+      limits: maximum number of new tokens of each.
+      settings: of the search.
       ends: tokens that end an answer.
     """
     tokens_PT, padding_P = pad_prompts(setup, sizes, prompts)
@@ -205,14 +205,14 @@ def grow(
     """Return the answers to texts whose first tokens are known to a cache.
 
     Args:
-      program, state, settings, ends: as of `search`.
+      program, state, settings, ends: as in `search`.
       logits_PV: of each text's next token.
-      cache: what is kept of the texts, one row each.
+      cache: of the texts, one row each.
       padding_P: padding before a row's text.
-      seen: tokens that a repetition penalty knows of each text; rows beyond them are none.
-      limits: how many may follow each.
+      seen: tokens of each text, for a repetition penalty.
+      limits: maximum number of new tokens of each.
       room: slots of the cache.
-      following: makes the next logits, as `next_logits` does.
+      following: computes the next logits, like `next_logits`.
       rows_of: (cache, rows_B, generating) -> the cache of these rows, any of them as often as it is
         named; once the search has started, each of them replaces a row of its own text.
     """
@@ -225,7 +225,7 @@ def grow(
         for row, tokens in enumerate(seen):
             seen_BV[row * W : (row + 1) * W, tokens] = True
     searches = [Search(settings, limit, ends) for limit in limits]
-    # Enough that W of them continue even if every end is among the best of every beam.
+    # Enough that W of them continue even if every end token is among the best of every beam.
     K = min(max(2, 1 + len(ends)) * W, W * V)
     while True:
         totals_PW = np.zeros((rows, W), np.float32)

@@ -15,19 +15,19 @@ from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Train
 
-MOST_TOKENS = 512  # of an answer, where nothing else is said
-_KEPT = 4  # the part of the context that is kept free for an answer is one over this
+MOST_TOKENS = 512  # of an answer, by default
+_KEPT = 4  # 1 / the fraction of the context that is reserved for an answer
 
 
 class Chat:
-    """A conversation that grows; its oldest turns go where the context ends.
+    """A growing conversation; its oldest turns are dropped if the context is full.
 
-    What the model keeps of the turns so far stays from answer to answer: a new one reads what the
-    text has besides.
+    The cache of earlier turns is kept between answers: a new one only reads new
+    tokens.
 
     Attributes:
       messages: those so far, as the template reads them.
-      prefix_cache: what is kept of them.
+      prefix_cache: their cache.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Chat:
 
         Args:
           trainer: the model's.
-          system: what the role 'system' says first; None: what the template says without it.
-          sampling: how tokens are drawn; None: from the model's own distribution.
+          system: the system message; None: the template's default.
+          sampling: the sampling settings; None: from the model's own distribution.
           max_new_tokens: of an answer; None: 512, or what fits.
           stop: strings that end an answer, in addition to the template's end of a turn.
-          seed: of the draws; each answer draws its own.
+          seed: of sampling; each answer uses its own.
 
         Raises:
-          UserError: the model does not write, or has no chat template.
+          UserError: the model does not generate text, or has no chat template.
         """
         train = trainer.config.train
         self._tokenizer = trainer.writer.tokenizer
@@ -70,7 +70,7 @@ class Chat:
 
         Args:
           question: of the user.
-          show: is given the answer piece by piece while it is written.
+          show: called with the answer piece by piece while it is generated.
 
         Raises:
           UserError: the template rejects it, or it does not fit into the context.

@@ -1,6 +1,6 @@
 """Batched decoding: sampling (top-k, top-p, min-p), a compiled prefill and decode loop, a KV cache.
 
-Rows are padded on the left, so that all end at the same position; padding is another document,
+Rows are padded on the left, so that all end at the same position; padding is a separate document,
 which no token of the text sees, and positions count from the text's first token. Numbers of rows,
 lengths of prompts and of answers are rounded up, so that few programs are compiled.
 Letters: B rows, T length, S longest sequence, N new tokens, V vocab.
@@ -32,22 +32,22 @@ from jaxtrain.parallel.sharding import Layout, shard
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
-# The settings that are in force, by name, as scalars of a compiled program: other values of the
-# same ones compile nothing. Without a temperature the likeliest token is taken.
+# The active settings, by name, as scalars of a compiled program: other values of the
+# same ones need no compilation. Without a temperature decoding is greedy.
 Drawing = dict[str, jax.Array | float | int]
 _FLOAT32 = jnp.finfo(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn; what is set holds together, from top to bottom.
+    """Sampling settings, applied in this order.
 
     Attributes:
       repetition_penalty: logits of tokens that occur in the text so far are divided by it where
         they are positive, and multiplied where they are negative (arXiv 1909.05858); above 1
-        there is less repetition. Also where the likeliest token is taken.
-      temperature: logits are divided by it; 0 always takes the likeliest token.
-      top_k: only the k likeliest tokens, and those that equal the last of them; None is no limit.
+        there is less repetition. Also for greedy decoding.
+      temperature: logits are divided by it; 0 is greedy decoding.
+      top_k: only the k likeliest tokens, including ties; None is no limit.
       top_p: only the likeliest tokens that together have this probability (arXiv 1904.09751).
       min_p: only tokens at least this probable, relative to the likeliest (arXiv 2407.01082).
     """
@@ -78,7 +78,7 @@ class Sampling:
         if self.temperature > 0:
             values["temperature"] = clip_float32(self.temperature)
             values |= {"top_k": self.top_k, "min_p": self.min_p}
-            # Subtracted here, in float64: a float32 1 - top_p loses the digits of one near 1.
+            # Subtracted here, in float64: a float32 1 - top_p loses precision near 1.
             values["tail"] = None if top_p is None or top_p == 1 else 1 - top_p
         return {name: value for name, value in values.items() if value is not None}
 
@@ -90,7 +90,7 @@ def clip_float32(value: float | None) -> float | None:
 
 
 def validate_penalty(penalty: float | None) -> None:
-    """Raise UserError where a repetition penalty is none."""
+    """Raise UserError for an invalid repetition penalty."""
     if penalty is not None and not penalty > 0:
         raise UserError(
             f"--repetition-penalty {penalty}: use a number above 0, such as 1.2; 1 is none"
@@ -98,7 +98,7 @@ def validate_penalty(penalty: float | None) -> None:
 
 
 def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Drawing) -> jax.Array:
-    """Return the logits to draw from, float32: of what is cut off -inf.
+    """Return the logits to sample from, float32, -inf for excluded tokens.
 
     Args:
       logits_BV: the model's.
@@ -114,7 +114,7 @@ def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Draw
         logits_BV = jnp.where(seen_BV, penalised_BV, logits_BV)
     if "temperature" not in drawing:
         return logits_BV
-    # Relative to the largest: a small temperature makes -inf of the others, and no inf of it.
+    # Relative to the maximum: a small temperature then gives -inf for others, never inf.
     logits_BV = (logits_BV - logits_BV.max(-1, keepdims=True)) / drawing["temperature"]
     if "top_k" in drawing or "tail" in drawing:
         logits_BV = jnp.where(_keep_likeliest(logits_BV, drawing), logits_BV, -jnp.inf)
@@ -126,7 +126,7 @@ def adjust_logits(logits_BV: jax.Array, seen_BV: jax.Array | None, drawing: Draw
 
 
 def _keep_likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
-    """Which tokens are among the likeliest, by number and by their probability together.
+    """Return which tokens are within top_k and top_p.
 
     Ties are resolved as by transformers' TopKLogitsWarper and TopPLogitsWarper.
     """
@@ -137,7 +137,7 @@ def _keep_likeliest(logits_BV: jax.Array, drawing: Drawing) -> jax.Array:
         last = jnp.maximum(ranked_BV.shape[-1] - drawing["top_k"], 0)
         keep_BV = ranked_BV >= jax.lax.dynamic_index_in_dim(ranked_BV, last, axis=-1)
     if "tail" in drawing:
-        # Summed from the least likely on: what together stays within the tail is cut off.
+        # Summed from the least likely on: tokens within the tail are excluded.
         probability_BV = jax.nn.softmax(jnp.where(keep_BV, ranked_BV, -jnp.inf), axis=-1)
         keep_BV &= jnp.cumsum(probability_BV, axis=-1) > drawing["tail"]
         keep_BV |= jnp.arange(ranked_BV.shape[-1]) == ranked_BV.shape[-1] - 1
@@ -152,8 +152,8 @@ def draw(adjusted_BV: jax.Array, keys_B: jax.Array, drawing: Drawing) -> jax.Arr
     return jax.vmap(jax.random.categorical)(keys_B, adjusted_BV).astype(jnp.int32)
 
 
-LEAST_LENGTH = 16  # that lengths are rounded up to
-# Layers that are decoded without a loop over them, for each of which the program compiles longer.
+LEAST_LENGTH = 16  # to which lengths are rounded up
+# Maximum number of layers that are decoded without a loop; each adds compile time.
 MOST_UNSTACKED = 16
 ROWS = ("batch", "length")
 
@@ -161,19 +161,19 @@ ROWS = ("batch", "length")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Rows that are being written.
+    """Texts that are being generated.
 
     Attributes:
-      cache: what the layers keep of the tokens so far, padding too; a `Cache` where `next_logits`
-        goes on with them, else what the function keeps that does.
+      cache: the layers' cache of the tokens so far, padding too; a `Cache` for `next_logits`,
+        else of the function that replaces it.
       logits_BV: of the next token, float32.
       padding_B: padding before a row's text.
       seen_BV: tokens that occur in the text so far; None if no setting needs it.
-      finished_B: rows whose draws are not wanted any more.
-      limit_B: how many tokens a row may draw.
+      finished_B: rows that are finished.
+      limit_B: maximum number of tokens of each row.
       drawn_BN: the tokens, int32.
-      log_p_BN: the model's log-probability of each, before anything was adjusted.
-      count: how many were drawn.
+      log_p_BN: the model's log-probability of each, before any adjustment.
+      count: number of sampled tokens.
     """
 
     cache: Any
@@ -194,7 +194,7 @@ def round_up(size: int, *, least: int = 1, most: int | None = None) -> int:
 
 
 def for_one_text(layout: Layout) -> Layout:
-    """Return the layout in which every device works on the same rows, and layers in their order."""
+    """Return the layout with rows replicated on every device, and layers in the model's order."""
     layout = layout.with_manual("pipe")
     return dataclasses.replace(layout, split_batch=False, sequence_parallel=False)
 
@@ -214,10 +214,10 @@ def for_texts(setup: Setup) -> Setup:
 def pad_prompts(
     setup: Setup, sizes: TokenModel, prompts: list[list[int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as rows int32 [B, T], and the padding before each [B].
+    """Return prompts as rows int32 [B, T], and the padding before each [B].
 
-    B and T are rounded up, B to what divides over the batch's devices; rows that are none have
-    one token. Where padding would take an expert's slots, T is not rounded.
+    B and T are rounded up, B to a multiple of the batch's devices; padding rows have
+    one token. T is not rounded if padding would take an expert's slots.
     """
     longest = max(len(prompt) for prompt in prompts)
     if not counts_slots(sizes):
@@ -233,8 +233,8 @@ def pad_prompts(
 
 
 def batches(lengths: list[int], sizes: TokenModel, batch_size: int) -> Iterator[list[int]]:
-    """Numbers of prompts that go on together: of lengths that are near, or equal where they must
-    be."""
+    """Yield groups of prompts that are processed together: of similar lengths, or equal ones if
+    they must be."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
         unlike = batch and counts_slots(sizes) and lengths[number] != lengths[batch[0]]
@@ -285,18 +285,18 @@ def advance(
     room: int,
     following: Callable[..., Any] | None = None,
 ) -> Texts:
-    """Return the texts with `until` tokens drawn for each, or as many as any of them wants.
+    """Return the texts with up to `until` tokens each, fewer if all are finished.
 
     Args:
       setup: from `for_texts`.
       state: the trained state.
-      texts: the texts so far, which are taken away.
-      drawing: how tokens are chosen.
-      keys_B: a row's own, of all its draws.
+      texts: the texts so far; donated.
+      drawing: the sampling parameters.
+      keys_B: random keys per row.
       ends_E: tokens that end a text.
-      until: how many tokens there are then.
+      until: number of tokens afterwards.
       room: slots of the cache.
-      following: makes the next logits as `next_logits` does, which None means.
+      following: computes the next logits; None: `next_logits`.
     """
     model: Any = setup.model(state)
     unstacks = following is None and unstacks_layers(model, setup.layout)
@@ -367,12 +367,12 @@ def next_logits(
 
     Args:
       model: the model.
-      tokens_BT: what follows the tokens of the cache.
+      tokens_BT: tokens that follow those of the cache.
       cache: of `room` slots.
       padding_B: padding before each row's text.
-      execution: how the model is run.
+      execution: kernels, precision and dropout.
       room: slots of the cache.
-      last: of how many of the tokens logits [B, last, V] are wanted.
+      last: number of last tokens whose logits [B, last, V] are returned.
     """
     position_T = cache.length + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
     before_B1 = padding_B[:, None]
@@ -387,12 +387,12 @@ def next_logits(
     assert longer is not None, "a cache went in"
     logits_BTV = logits(model, h_BTD[:, -last:]).astype(jnp.float32)
     if not jax.sharding.get_abstract_mesh().empty:
-        # Each device draws for every row: the draws do not depend on the mesh.
+        # Each device samples for every row: results do not depend on the mesh.
         logits_BTV = jax.sharding.reshard(logits_BTV, P())
     return logits_BTV, longer
 
 
-@functools.cache  # of a model: each request asks again
+@functools.cache  # cached per model: called for each request
 def require_text_model(model: Model, *, command: str = "generate") -> TokenModel:
     """Return the same model, one that looks back; UserError for others, in the name of a
     command."""

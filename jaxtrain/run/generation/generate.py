@@ -36,16 +36,17 @@ from jaxtrain.training.state import TrainState
 
 
 class Watch(Protocol):
-    """Looks at answers while they are written.
+    """Callback during generation.
 
     Attributes:
-      every: tokens that are drawn between two looks.
+      every: number of tokens between two calls.
     """
 
     every: int
 
     def find_stop(self, prompt: int, tokens: list[int]) -> int | None:
-        """How many tokens prompt number `prompt`'s answer ends with, or None: it goes on."""
+        """Return the number of tokens after which the answer of prompt `prompt` ends, or None to
+        continue."""
         ...
 
 
@@ -65,25 +66,25 @@ def generate(
 ) -> list[Answer]:
     """Return the completion of each prompt, in their order.
 
-    An answer depends on its prompt, its number among them and the seed: neither on the prompts
-    beside it nor on the mesh.
+    An answer depends on its prompt, its index and the seed, not on the other prompts
+    or the mesh.
 
     Args:
-      setup: the program whose state it is.
+      setup: the state's program.
       model: its model's settings.
       state: the trained state.
-      prompts: tokens, each at least one.
-      max_new_tokens: how many to draw for each at most; None: as far as 100 fit.
-      sampling: how to draw them, or to search for the likeliest.
-      seed: of the draws.
+      prompts: nonempty token lists.
+      max_new_tokens: maximum number of new tokens of each; None: up to 100 that fit.
+      sampling: sampling or beam search settings.
+      seed: of sampling.
       ends: tokens that end an answer.
       batch_size: prompts that are answered at once.
-      watch: may end an answer before.
-      prefix_cache: of the text that the only prompt goes on with; takes the answer up too.
+      watch: may end an answer early.
+      prefix_cache: cache of a prefix of the only prompt; extended by the answer.
 
     Raises:
-      UserError: the model is no language model, a prompt is empty, holds tokens that it does not
-        have or does not fit into its context, or a number is out of its range.
+      UserError: the model is not a language model, a prompt is empty, has tokens outside of its
+        vocabulary or does not fit into its context, or a number is out of range.
     """
     validate_watch(sampling, watch)
     sizes, setup = require_text_model(model), for_texts(setup)
@@ -140,7 +141,7 @@ def validate_prompt(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> li
 
 
 def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
-    """How many tokens may follow a prompt of this length."""
+    """Return the maximum number of tokens after a prompt of this length."""
     room = sizes.context_length - length
     if max_new_tokens is None:
         max_new_tokens = max(min(100, room), 1)
@@ -161,7 +162,7 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
 
 
 def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
-    """Raise UserError where somebody watches a beam search."""
+    """Raise UserError if a beam search has a watch."""
     if isinstance(sampling, BeamSearch) and watch is not None:
         raise UserError(
             f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
@@ -170,7 +171,7 @@ def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None
 
 
 def validate_seed(seed: int) -> None:
-    """Raise UserError where a seed has more than 32 bits."""
+    """Raise UserError if a seed has more than 32 bits."""
     if not 0 <= seed <= MAX_SEED:
         raise UserError(f"--seed {seed}: use 0 to {MAX_SEED}")
 
@@ -245,20 +246,20 @@ def write_answers(
 
     Args:
       program, state, texts, drawing, keys_B, room, following: as of `advance`.
-      numbers: of the texts in the first rows, by which the watch knows them.
-      limits: how many tokens may follow each of these.
+      numbers: indices of the texts in the first rows, for the watch.
+      limits: maximum number of new tokens of each of these.
       ends: tokens that end an answer.
-      watch: may end one before.
+      watch: may end one early.
     """
     ends_E, until = np.asarray(ends, np.int32), 0
     most = max(limits)
-    stops: dict[int, int] = {}  # rows that the watch has ended -> after how many tokens
+    stops: dict[int, int] = {}  # rows ended by the watch -> number of tokens
     while True:
         until = most if watch is None else min(most, until + watch.every)
         texts = advance(
             setup, state, texts, drawing, keys_B, ends_E, until, room=room, following=following
         )
-        # Whole on every device: each process reads them.
+        # Replicated: each process reads them.
         drawn_BN, finished_B = np.asarray(texts.drawn_BN), np.array(texts.finished_B)
         lengths = [length_before_end(drawn_BN[row, : min(until, limit)], ends)
                    for row, limit in enumerate(limits)]  # fmt: skip

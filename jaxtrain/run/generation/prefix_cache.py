@@ -30,7 +30,7 @@ class Prefix:
 
     Attributes:
       logits_BV: of the next token.
-      cache: what the layers keep of it.
+      cache: the layers' cache of it.
       padding_B: padding before each row's text.
       room: slots of the cache.
     """
@@ -42,14 +42,14 @@ class Prefix:
 
 
 class PrefixCache:
-    """The tokens of a text and what the layers keep of them.
+    """The tokens of a text and the layers' cache of them.
 
-    A cache of positions is cut back to the common prefix; a state, which cannot be, goes
-    on where the new text goes on with the whole old one. Experts with a capacity count the tokens
-    of a pass: there everything is read anew.
+    A cache of positions is cut back to the common prefix; a recurrent state, which cannot be, is
+    reused only if the new text begins with the whole old one. Experts with a capacity count the
+    tokens of a pass: with them everything is read again.
 
     Attributes:
-      read: tokens of the last text that were read, and not remembered.
+      read: tokens of the last text that were not cached.
     """
 
     def __init__(self) -> None:
@@ -60,16 +60,16 @@ class PrefixCache:
     def begin(
         self, setup: Setup, sizes: TokenModel, state: TrainState, text: list[int], *, new: int
     ) -> Prefix:
-        """Return a text as the model has read it.
+        """Return a text with its cache.
 
         Args:
           setup: from `for_texts`.
           sizes: the model's.
           state: the trained state.
           text: its tokens, at least one.
-          new: how many may follow.
+          new: maximum number of new tokens.
         """
-        # Taken out at once: what goes on takes its arrays away, whatever comes of it.
+        # Removed at once: the following calls donate its arrays, even if they fail.
         kept, self._kept = self._kept, None
         shared = 0 if kept is None else self._count_shared(sizes, text)
         self._tokens, self.read = list(text), len(text) - shared
@@ -80,9 +80,7 @@ class PrefixCache:
             return Prefix(logits_BV, cache, padding_B, room)
         *most, last = text[shared:]
         length = len(most)
-        if (
-            _is_recurrent(sizes) and most
-        ):  # slots after the last are overwritten, and not seen before
+        if _is_recurrent(sizes) and most:  # slots after the last are masked until overwritten
             context = sizes.context_length - shared
             length = round_up(len(most), least=LEAST_LENGTH, most=context)
         cache, logits_BV, rows = kept.cache, kept.logits_BV, len(kept.padding_B)
@@ -101,18 +99,18 @@ class PrefixCache:
         return Prefix(logits_BV, cache, kept.padding_B, room)
 
     def keep(self, prefix: Prefix, cache: Cache, drawn: list[int]) -> None:
-        """Remember a text that went on.
+        """Store a continued text.
 
         Args:
           prefix: from `begin`.
-          cache: of all that was read and drawn.
-          drawn: the tokens that were, those after an answer's end among them.
+          cache: of all tokens read and generated.
+          drawn: the generated tokens, including those after an answer's end.
         """
         self._tokens = self._tokens + drawn
         self._kept = dataclasses.replace(prefix, cache=cache)
 
     def _count_shared(self, sizes: TokenModel, text: list[int]) -> int:
-        """How many tokens need not be read: not the last, whose logits are wanted."""
+        """Return the number of cached tokens: never the last, whose logits are needed."""
         if counts_slots(sizes):
             return 0
         pairs = zip(self._tokens, text[:-1], strict=False)

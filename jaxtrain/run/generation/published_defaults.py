@@ -1,7 +1,7 @@
 """Generation defaults of a published model (generation_config.json).
 
 transformers' generate() takes both from generation_config.json, and the ends from config.json where
-there is no such file. `jaxtrain generate` does the same of a run that started from the model.
+there is no such file. `jaxtrain generate` does the same for a run that started from the model.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, MODEL_CONFIG
 from jaxtrain.models.weights.folder import CARRIED_FOLDER
 from jaxtrain.training.settings import Config, TextSource
 
-TOP_K = 50  # of transformers, where it draws and nothing is said
+TOP_K = 50  # of transformers' sampling, by default
 _SUPPRESSES = "which tokens may be written is not limited here"
 
 # Of generation_config.json.
@@ -83,7 +83,7 @@ class Defaults:
 
     Attributes:
       options: by name, such as `temperature`.
-      beams: of a beam search, which any option of drawing turns off; None: tokens are drawn.
+      beams: number of beams, ignored with sampling options; None: sampling.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -105,9 +105,9 @@ def published_folder(config: Config, workdir: Place | None) -> Place | None:
 def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
     """Return the tokens that end an answer of a run's model.
 
-    Of a run that started from a published model they are those at which transformers stops, and
-    what the data set in `end_of_text`; of another, or where the model names none, the tokenizer's
-    end of a text.
+    For a run that started from a published model they are those at which transformers stops, and
+    the data's `end_of_text`; for another run, or if the model has none, the tokenizer's
+    end-of-text token.
     """
     folder = published_folder(config, workdir)
     found = () if folder is None else end_tokens(folder)
@@ -133,7 +133,7 @@ def published_defaults(config: Config, workdir: Place | None) -> Defaults:
     """Return the defaults of the published model that a run started from; none of another run.
 
     Raises:
-      UserError: its generation_config.json has what is not done here.
+      UserError: its generation_config.json has unsupported settings.
     """
     folder = published_folder(config, workdir)
     if folder is None or not (folder / GENERATION).is_file():

@@ -1,9 +1,9 @@
 """Speculative decoding: verify several draft tokens in one forward pass.
 
-A guess is kept with the probability that leaves the model's own distribution as it is, and the
-first that is not is replaced by a draw from what is left of it; greedy answers are the plain ones.
-Source: Leviathan et al. 2022 (arXiv 2211.17192), algorithm 1; prompt lookup is Saxena 2023.
-Letters: B rows, of which the first is the text, K guesses, V vocab.
+A guess is accepted with the probability that preserves the model's own distribution, and the
+first rejected one is replaced by a sample from the residual distribution; greedy answers are
+unchanged. Source: Leviathan et al. 2022 (arXiv 2211.17192), algorithm 1; prompt lookup is Saxena
+2023. Letters: B rows, of which the first is the text, K guesses, V vocab.
 """
 
 import dataclasses
@@ -39,13 +39,13 @@ from jaxtrain.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How an answer came about.
+    """An answer with statistics of speculative decoding.
 
     Attributes:
       answer: the answer.
-      passes: of the model over some tokens, without that over the prompt.
-      guessed: tokens that were guessed.
-      accepted: those of them that were kept.
+      passes: forward passes of the model, without the prompt's.
+      guessed: number of draft tokens.
+      accepted: number of accepted draft tokens.
     """
 
     answer: Answer
@@ -58,7 +58,7 @@ class DraftSource(Protocol):
     """A source of draft tokens.
 
     Attributes:
-      count: how many it guesses at most, K.
+      count: maximum number of draft tokens, K.
     """
 
     count: int
@@ -68,31 +68,31 @@ class DraftSource(Protocol):
         ...
 
     def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
-        """Guesses int32 [K] of what follows a text, and what each was drawn from: [K, V], rows of
-        zeros where there is no guess.
+        """Return draft tokens int32 [K] after a text, and their distributions: [K, V], rows of
+        zeros without a guess.
 
         Args:
-          text: prompt and answer so far: that of the last call, of whose guesses some were kept,
-            and one token more.
-          key: of the draws.
+          text: prompt and answer so far: that of the last call with accepted guesses,
+            and one more token.
+          key: the random key.
         """
         ...
 
 
 class PromptLookup:
-    """Guesses what followed the text's last tokens where they stood before.
+    """Prompt lookup: guesses the continuation of an earlier occurrence of the last tokens.
 
     Args:
       vocab_size: of the model.
-      count: tokens that are guessed.
-      match: the most tokens that are matched; fewer if the longer match is not found.
+      count: number of draft tokens.
+      match: maximum number of matched tokens; fewer if a longer match is not found.
     """
 
     def __init__(self, vocab_size: int, count: int, *, match: int = 3) -> None:
         self.count, self._vocab_size, self._match = count, vocab_size, match
 
     def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
-        """Nothing is kept of a text."""
+        """No state is needed."""
 
     def propose(self, text: list[int], key: jax.Array) -> tuple[np.ndarray | jax.Array, jax.Array]:
         """Return the tokens after the latest earlier match of the text's longest suffix."""
@@ -112,13 +112,13 @@ class PromptLookup:
 
 
 class DraftModel:
-    """Guesses by a smaller model of the same vocabulary, whose cache goes along with the text.
+    """Draft model: a smaller model of the same vocabulary with its own cache.
 
     Args:
       program: the draft's program.
       model: its model's settings.
       state: its trained state.
-      count: tokens that are guessed.
+      count: number of draft tokens.
     """
 
     def __init__(self, setup: Setup, model: Model, state: TrainState, count: int) -> None:
@@ -127,11 +127,11 @@ class DraftModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it knows."""
+        """Its vocabulary size."""
         return self._sizes.vocab_size
 
     def begin(self, prompt: list[int], *, new: int, drawing: Drawing) -> None:
-        """Read the prompt."""
+        """Run the prompt through the draft model."""
         self._drawing = drawing
         with self._program.layout.active(), self._program.precision.products():
             _, self._text = _read(self._program, self._sizes, self._state, prompt, new)
@@ -185,21 +185,21 @@ def speculate(
     """Complete a prompt with draft tokens that the model verifies.
 
     The cache is indexed by position, so a rejected guess is dropped by decreasing the length:
-    nothing is computed again.
+    nothing is recomputed.
 
     Args:
-      setup: the program whose state it is.
+      setup: the state's program.
       model: its model's settings.
       state: the trained state.
-      prompt: tokens, at least one.
-      draft: guesses tokens of the same vocabulary.
-      max_new_tokens: how many to draw at most; None: as far as 100 fit.
-      sampling: how to draw them.
-      seed: of the draws.
+      prompt: a nonempty token list.
+      draft: a source of draft tokens with the same vocabulary.
+      max_new_tokens: maximum number of new tokens; None: up to 100 that fit.
+      sampling: the sampling settings.
+      seed: of sampling.
       ends: tokens that end an answer.
 
     Raises:
-      UserError: as of `generate`; or the model keeps a state that cannot be taken back.
+      UserError: as in `generate`; or the model has a state that cannot be rolled back.
     """
     sizes, setup = rolls_back(model), for_texts(setup)
     text = validate_prompt(prompt, sizes)
@@ -213,7 +213,7 @@ def speculate(
     passes = guessed = 0
     with setup.layout.active(), setup.precision.products():
         logits_BV, kept = _read(setup, sizes, state, text, new)
-        # The first token comes of the prompt alone: nothing was guessed.
+        # The first token follows from the prompt alone.
         logits_TV = jnp.broadcast_to(logits_BV[0], (K + 1, V))
         guesses_K, from_KV = np.zeros(K, np.int32), jnp.zeros((K, V))
         while True:
@@ -245,7 +245,7 @@ def speculate(
 
 
 def rolls_back(model: Model) -> TokenModel:
-    """Return the same model, whose cache can forget its newest tokens; UserError for others."""
+    """Return the same model if its cache can be rolled back; UserError for others."""
     sizes = require_text_model(model)
     if not all(one.every_token for one in sizes.cached):
         raise UserError(
@@ -326,13 +326,13 @@ def _draft(
             seen_V |= token == jnp.arange(seen_V.shape[0])
         return (cache, token, seen_V), (token, from_V)
 
-    # One more than is guessed: the last guess has to be in the cache, too.
+    # One more than guesses: the last guess has to be in the cache, too.
     (cache, _, _), (guesses, from_V) = jax.lax.scan(step, (cache, newest, seen_V), keys)
     return guesses[:-1], from_V[:-1], cache
 
 
 def distribution(adjusted_TV: jax.Array, drawing: Drawing) -> jax.Array:
-    """Probabilities that are drawn from: all of it on the likeliest where nothing is drawn."""
+    """Return the sampling probabilities: one-hot for greedy decoding."""
     if "temperature" not in drawing:
         return jax.nn.one_hot(adjusted_TV.argmax(-1), adjusted_TV.shape[-1])
     return jax.nn.softmax(adjusted_TV, axis=-1)
@@ -347,7 +347,8 @@ def _accept(
     drawing: Drawing,
     key: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How many guesses are kept; them and one token more [T]; the model's log-probabilities [T]."""
+    """Return the number of accepted guesses; they and one more token [T]; the model's
+    log-probabilities [T]."""
     K, V = from_KV.shape
     seen_TV = None
     if seen_V is not None:
@@ -358,12 +359,12 @@ def _accept(
     guess_K1 = guesses_K[:, None]
     model_K = jnp.take_along_axis(model_TV[:K], guess_K1, axis=-1)[:, 0]
     from_K = jnp.take_along_axis(from_KV, guess_K1, axis=-1)[:, 0]
-    # Kept with the probability min(1, p / q); where nothing was guessed q is 0, and so nothing is.
+    # Accepted with probability min(1, p / q); without a guess q is 0 and nothing is accepted.
     keep_K = (jax.random.uniform(of_keeping, (K,)) * from_K < model_K) & (from_K > 0)
     count = jnp.cumprod(keep_K.astype(jnp.int32)).sum()
     whole_V = model_TV[count]
     left_V = jnp.maximum(whole_V - jnp.concatenate([from_KV, jnp.zeros((1, V))])[count], 0)
-    # Rounding alone may leave nothing.
+    # Rounding may leave no probability.
     left_V = jnp.where(left_V.sum() > 0, left_V, whole_V)
     last = jax.random.categorical(of_last, jnp.log(left_V)).astype(jnp.int32)
     guesses_T = jnp.concatenate([guesses_K, jnp.zeros(1, jnp.int32)])

@@ -38,7 +38,7 @@ from jaxtrain.training.settings import Train
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
-USUAL_LENGTH = 100  # tokens of a target, where nothing else is said
+USUAL_LENGTH = 100  # tokens of a target, by default
 
 
 @jax.tree_util.register_dataclass
@@ -47,8 +47,8 @@ class Encoded:
     """Caches of sources, and of their targets so far.
 
     Attributes:
-      cache: what the decoder keeps of the targets' tokens.
-      remembered: what it keeps of the sources.
+      cache: the decoder's cache of the targets' tokens.
+      remembered: its cache of the sources.
       source_segment_ids_BS: 1 where a source has a token.
     """
 
@@ -74,17 +74,17 @@ def write_targets(
     """Return the targets of a trained encoder-decoder for sources: texts for texts, or token ids.
 
     Args:
-      setup: the program whose state it is.
+      setup: the state's program.
       train: its model, and the data that it was trained on.
       state: the trained state.
       prompts: the sources.
-      max_new_tokens, sampling, seed, batch_size: as of `targets`.
+      max_new_tokens, sampling, seed, batch_size: as in `targets`.
       stop: strings before which the target of a text ends.
-      show: is given the first text's target piece by piece while it is written.
+      show: called with the first text's target piece by piece while it is generated.
       ends: tokens that end a target.
 
     Raises:
-      UserError: the data are no pairs, nothing is known to end a target, a source cannot be read,
+      UserError: the data are not pairs, there is no end token, a source cannot be read,
         a stop string is empty, or a beam search is to stop at one.
     """
     if not isinstance(train.data, PairData | SpanData):
@@ -110,7 +110,7 @@ def write_targets(
         ids: list[Any] = list(prompts)
         return targets(setup, sizes, state, ids, **request)
     ids = [encode_prompt(tokenizer, text) for text in texts]
-    # A target begins with nothing: it is the text of its own tokens alone.
+    # A target has no prompt: it is the text of its own tokens alone.
     watch = Stopping(tokenizer, [[]] * len(ids), stop, show)
     answers = targets(setup, sizes, state, ids, **request, watch=watch if stop or show else None)
     written = [watch.answer(number, answer) for number, answer in enumerate(answers)]
@@ -135,21 +135,21 @@ def targets(
     """Return the target that an encoder-decoder generates from each source, in their order.
 
     Args:
-      setup: the program whose state it is.
+      setup: the state's program.
       sizes: its model's settings.
       state: the trained state.
-      sources: tokens, each at least one.
+      sources: nonempty token lists.
       begin: the decoder's start token.
       ends: tokens that end a target.
-      max_new_tokens: how many to draw for each at most; None: 100, or as many as fit.
-      sampling: how to draw them, or to search for the likeliest.
-      seed: of the draws; a source's are of its number among them.
+      max_new_tokens: maximum number of new tokens of each; None: up to 100 that fit.
+      sampling: sampling or beam search settings.
+      seed: of sampling; combined with a source's index.
       batch_size: sources that are answered at once.
-      watch: may end a target before.
+      watch: may end a target early.
 
     Raises:
-      UserError: a source is empty, holds tokens that the model does not have or does not fit into
-        its context, or a number is out of its range.
+      UserError: a source is empty, has tokens outside of the vocabulary or does not fit into
+        its context, or a number is out of range.
     """
     validate_watch(sampling, watch)
     limit = _limit(max_new_tokens, sizes)
@@ -164,8 +164,8 @@ def targets(
             some = sources[first : first + batch_size]
             rows = _rows(len(some), setup)
             source_BS, real_BS = _pad(some, rows, sizes)
-            # One slot more than is drawn: the first holds `begin`, and what the last token would
-            # lead to is made, and not looked at.
+            # One slot more than new tokens: the first holds `begin`, and the last token's
+            # logits are computed and ignored.
             new = round_up(limit, least=LEAST_LENGTH, most=sizes.context_length)
             logits_BV, read = _encode(setup, sizes, state, source_BS, real_BS, begin, room=new + 1)
             limits = [limit] * len(some)
@@ -226,7 +226,7 @@ def _rows(count: int, setup: Setup) -> int:
 def _pad(
     sources: Sequence[Sequence[int]], rows: int, sizes: TokenModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows [B, S] of sources, and where they have tokens; rows that are none repeat the first."""
+    """Return rows [B, S] of sources, and their masks; padding rows repeat the first."""
     longest = max(len(source) for source in sources)
     S = round_up(longest, least=LEAST_LENGTH, most=sizes.context_length)
     tokens_BS, real_BS = np.zeros((2, rows, S), np.int32)
@@ -239,7 +239,7 @@ def _pad(
 def _begin(
     read: Encoded, logits_BV: jax.Array, limits: Sequence[int], begin: int, new: int, *, seen: bool
 ) -> Texts:
-    """Targets of which nothing but `begin` is written; rows beyond the limits are none."""
+    """Return targets with only `begin`; rows beyond the limits are padding."""
     rows, V = logits_BV.shape
     seen_BV = jnp.broadcast_to(jnp.arange(V) == begin, (rows, V)) if seen else None
     return Texts(
@@ -256,8 +256,8 @@ def _begin(
 
 
 def _rows_of(read: Encoded, rows_B: jax.Array, *, generating: bool) -> Encoded:
-    """What is kept of these rows. All beams of a source remember the same of it, so that beams
-    that are swapped bring only what is kept of their targets."""
+    """Return the cache of these rows. All beams of a source share its memory, so that beams
+    that are swapped only move the cache of their targets."""
     cache = beams.rows_of(read.cache, rows_B, generating=generating)
     if generating:
         return dataclasses.replace(read, cache=cache)
@@ -319,6 +319,6 @@ def _advance(
     h_BTD, cache = model.go_on(tokens_BT, read.remembered, of_memory, execution, read.cache)
     logits_BTV = logits(model, h_BTD[:, -last:]).astype(jnp.float32)
     if not jax.sharding.get_abstract_mesh().empty:
-        # Each device draws for every row: the draws do not depend on the mesh.
+        # Each device samples for every row: results do not depend on the mesh.
         logits_BTV = jax.sharding.reshard(logits_BTV, P())
     return logits_BTV, dataclasses.replace(read, cache=cache)

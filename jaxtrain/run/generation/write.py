@@ -22,12 +22,12 @@ from jaxtrain.training.state import TrainState
 
 
 class Writer:
-    """Answers of one run's model; what they need of the run's files is read at the first of them.
+    """Answers of one run's model; files of the run are read at the first one.
 
     Args:
-      setup: the program whose states it is given.
-      config: of the run: its model, and the data whose tokenizer it knows.
-      workdir: the run's folder, which holds the files of the published model that it started from.
+      setup: the states' program.
+      config: of the run: its model, and the data with its tokenizer.
+      workdir: the run's folder, with the files of the published model that it started from.
     """
 
     def __init__(self, setup: Setup, config: Config, workdir: Place | None) -> None:
@@ -40,7 +40,7 @@ class Writer:
         """The model's tokenizer.
 
         Raises:
-          UserError: the model is no language model, or knows none.
+          UserError: the model is not a language model, or has none.
         """
         return tokenizer_of(self._train)
 
@@ -51,7 +51,7 @@ class Writer:
 
     @functools.cached_property
     def _ends_of_ids(self) -> tuple[int, ...]:
-        """The same of an answer in ids: a run without a published model goes on to its greatest
+        """The same for an answer in ids: a run without a published model continues to its maximum
         length."""
         return () if published_folder(self._config, self._workdir) is None else self.ends
 
@@ -117,20 +117,20 @@ class Writer:
 
         Args:
           state: the trained state.
-          prompts: each at least one character.
-          max_new_tokens: how many tokens to draw for each; None: as far as 100 fit.
-          sampling: how to draw them, or to search for the likeliest.
-          seed: of the draws.
+          prompts: nonempty texts.
+          max_new_tokens: maximum number of new tokens of each; None: up to 100 that fit.
+          sampling: sampling or beam search settings.
+          seed: of sampling.
           stop: strings before which an answer ends.
           batch_size: prompts that are answered at once.
-          show: is given the first answer piece by piece while it is written.
-          prefix_cache: as of `generate`, of a single prompt.
-          special_tokens: whether the tokenizer's are put around each prompt; False: they are in it,
-            as a chat template writes them.
+          show: called with the first answer piece by piece while it is generated.
+          prefix_cache: as in `generate`, for a single prompt.
+          special_tokens: whether the tokenizer's are put around each prompt; False: they are
+            included, as with a chat template.
 
         Raises:
-          UserError: the model is no language model, a prompt is no text or does not fit into its
-            context, or a stop string is empty.
+          UserError: the model is not a language model, a prompt is not text or does not fit into
+            its context, or a stop string is empty.
         """
         tokens = [
             encode_prompt(self.tokenizer, prompt, special_tokens=special_tokens)

@@ -76,18 +76,18 @@ _PREFIX = "base_model.model."
 def write_adapter(
     out: str, config: Config, setup: Setup, state: TrainState, *, report: Callable[[str], None]
 ) -> None:
-    """Write the adapters of a state as a folder of PEFT's.
+    """Write the adapters of a state as a PEFT folder.
 
     Args:
-      out: the folder, which is not there yet or empty.
+      out: the folder, missing or empty.
       config: the run's configuration.
-      setup: whose state it is.
-      state: what is written.
+      setup: of the state.
+      state: the state to write.
       report: called with each line to print.
 
     Raises:
-      UserError: there are no adapters, the model is known nowhere else, the folder cannot be made,
-        or there are several processes, each of which has a part of them.
+      UserError: there are no adapters, the model is not a published architecture, the folder cannot
+        be created, or there are several processes, each of which has a part of them.
     """
     tuning = _tuning(setup, f"--out {out}")
     require_one_process(out)
@@ -103,10 +103,11 @@ def write_adapter(
 
 
 def read_adapter(source: str, config: Config, setup: Setup) -> dict[str, np.ndarray]:
-    """Return the adapters of a folder of PEFT's by our names, whole, the layers in their order.
+    """Return the adapters of a PEFT folder by our names, unsharded, the layers in the model's
+    order.
 
     Raises:
-      UserError: there is none, or one of another kind, rank, scale or shape than this run's.
+      UserError: there is none, or its kind, rank, scale or shape differs from this run's.
     """
     tuning, folder = _tuning(setup, f"Finetune.adapter={source!r}"), on_disk(source)
     with path_errors(f"Finetune.adapter={source!r}", needs=f"name a folder with {CONFIG}"):
@@ -158,7 +159,7 @@ def _tensor_differences(
 
 
 def _targets(stored: Iterable[str], config: Config) -> frozenset[str]:
-    """Return the weights of the model that the file's tensors are adapters of."""
+    """Return the weights whose adapters the file contains."""
     family, _ = family_for(config.train.model, None)
     down = "\n".join(name for name in stored if ".lora_A." in name)
     found = set()
@@ -278,7 +279,7 @@ def _is_stored_by_input(line: Name, down: Name) -> bool:
 def _setting_differences(content: Mapping[str, Any], config: Config, tuning: LoRA) -> list[str]:
     """Return settings of an adapter_config.json that differ here."""
     for key in ("r", "lora_alpha"):
-        value = content.get(key, 8)  # as peft has it
+        value = content.get(key, 8)  # as in peft
         if type(value) not in (int, float) or not value > 0:
             return [f"{key} is {value!r}, which is no positive number"]
     settings, rank, alpha = config.finetune, content.get("r", 8), content.get("lora_alpha", 8)

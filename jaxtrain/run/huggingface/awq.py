@@ -62,20 +62,20 @@ def export_awq(
     ancestors: Sequence[Ancestor],
     console: Console,
 ) -> receipt.Receipt:
-    """Write the folder, whole or not at all, and compare what it holds with the run.
+    """Write the folder atomically, and compare its content with the run.
 
     Args:
-      out: the folder, which is not there yet or empty.
+      out: the folder, missing or empty.
       config: the run's configuration.
-      setup: whose state it is.
-      state: what is written.
-      workdir: the run's folder, with what an import has carried along; None: there is none.
-      ancestors: of the run, which the receipt has too.
-      console: where the receipt goes.
+      setup: of the state.
+      state: the state to write.
+      workdir: the run's folder, with files copied by an import; None: there is none.
+      ancestors: of the run, for the receipt.
+      console: for the receipt.
 
     Raises:
-      UserError: the run is not held in 4 bits of even steps, the model is known nowhere else or its
-        products are no linear layers there, or the folder cannot be made.
+      UserError: the run is not quantized to int4, the model is not a published architecture or its
+        matmuls are not linear layers there, or the folder cannot be created.
     """
     require_one_process(out)
     tuning = setup.tuning
@@ -133,7 +133,7 @@ def _compare(
     """Compare the folder's tensors with the run's, and the logits of both: of the floats that we
     read in the folder, and of the run's codes.
 
-    transformers reads such a folder only with a package of kernels for GPUs.
+    transformers reads such a folder only with a package of GPU kernels.
     """
     stored = {name: x for file in temporary.glob("*.safetensors") for name, x in
               read_header(file).items()}  # fmt: skip
@@ -155,7 +155,7 @@ def _compare(
 
 @jax.jit
 def _in_half(state: TrainState) -> TrainState:
-    """Return the state with what is held in floats rounded to float16, as the folder has it."""
+    """Return the state with floats rounded to float16, as in the folder."""
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         if role_of(variable) == "quantized":
@@ -169,7 +169,7 @@ def _in_half(state: TrainState) -> TrainState:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _split_codes(tuning: QuantizedBase, frozen: nnx.State) -> nnx.State:
-    """Return the parameters, of those quantized codes, zeros and scales, a byte a code."""
+    """Return the parameters, quantized ones as codes, zeros and scales, a byte per code."""
     found: dict[Any, Any] = {}
     for path, variable in tuning.as_declared(frozen).items():
         value = variable.get_value()
@@ -186,7 +186,7 @@ def _split_codes(tuning: QuantizedBase, frozen: nnx.State) -> nnx.State:
 def _names(
     lines: tuple[Name, ...], tuning: QuantizedBase, setup: Setup, architecture: str
 ) -> tuple[Name, ...]:
-    """Return the lines of the map, three for one of a weight quantized."""
+    """Return the lines of the map, three for a quantized weight."""
     variables, found = by_name(parameter_shapes(setup.build)), list[Name]()
     for theirs, group in itertools.groupby(lines, key=lambda line: line.theirs):
         together = list(group)
@@ -207,7 +207,7 @@ def _names(
 
 
 def _validate_latents(theirs: str, variable: Any, architecture: str) -> None:
-    """Raise UserError for a linear layer that is held in floats."""
+    """Raise UserError for a linear layer that is not quantized."""
     if "latent" in logical_axes(variable):
         raise UserError(
             f"--awq: {theirs} of {architecture} is held in floats, and AutoAWQ reads every linear "
@@ -216,7 +216,7 @@ def _validate_latents(theirs: str, variable: Any, architecture: str) -> None:
 
 
 def _validate_others(line: Name, inside: tuple[int, ...], architecture: str) -> None:
-    """Raise UserError for what is stored [in, out] there, and no linear layer of PyTorch's."""
+    """Raise UserError for weights that are stored [in, out], unlike PyTorch's linear layers."""
     letters, there = line.form.split("->")
     last = there[there.rindex("(") + 1 : -1] if there.endswith(")") else there[-1]
     if set(last) != {letters[i] for i in inside} or not line.theirs.endswith(".weight"):
@@ -239,7 +239,7 @@ def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _tensor(name: str, of: np.ndarray) -> np.ndarray:
-    """Return a tensor of AutoAWQ's, of what it is without its packing, [out, in]."""
+    """Return a tensor in AutoAWQ's packed layout, from its unpacked form [out, in]."""
     if not name.endswith(tuple(_PARTS.values())):
         return of
     return of.T if name.endswith("scales") else awq.pack_codes(of.T)

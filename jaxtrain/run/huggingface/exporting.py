@@ -1,8 +1,8 @@
-"""Export of a run: safetensors, config.json, tokenizer files, into a new folder or none at all.
+"""Atomic export of a run to a new folder: safetensors, config.json, tokenizer files.
 
 With tokenizer_config.json and generation_config.json transformers' AutoTokenizer reads a text as
-the run does, and generate() ends an answer where the run ends it. What an import has carried along
-is unchanged.
+the run does, and generate() ends an answer where the run ends it. Files copied by an import
+are unchanged.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
     it.
 
     Raises:
-      UserError: the folder holds something already, or cannot be made.
+      UserError: the folder is not empty, or cannot be created.
     """
     folder = on_disk(out)
     with path_errors(f"--out {out}", needs="name a folder that can be made"):
@@ -66,7 +66,7 @@ def new_folder(out: str) -> Iterator[tuple[Path, Path]]:
 
 
 def require_one_process(out: str) -> None:
-    """Raise UserError in a run of several processes, each of which has a part of the arrays."""
+    """Raise UserError in a run of several processes, which have only parts of the arrays."""
     if jax.process_count() > 1:
         raise UserError(
             f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
@@ -74,7 +74,7 @@ def require_one_process(out: str) -> None:
         )
 
 
-FILE_BYTES = 5 * 10**9  # of the largest file, as transformers has it
+FILE_BYTES = 5 * 10**9  # of the largest file, as in transformers
 Dtype = Literal["float32", "bfloat16"]
 _TEMPLATE = "chat_template.jinja"
 _TOKENIZER = (TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", _TEMPLATE)
@@ -93,22 +93,22 @@ def export_run(
     console: Console,
     file_bytes: int = FILE_BYTES,
 ) -> receipt.Receipt:
-    """Write a folder that transformers reads, whole or not at all, and compare it with the run.
+    """Write a folder that transformers reads, atomically, and compare it with the run.
 
     Args:
-      out: the folder, which is not there yet or empty.
+      out: the folder, missing or empty.
       config: the run's configuration.
-      setup: whose layout and order of layers the parameters have.
-      params: what is exported, running statistics with it.
-      workdir: the run's folder, with what an import has carried along; None: there is none.
+      setup: layout and layer order of the parameters.
+      params: the parameters to export, including running statistics.
+      workdir: the run's folder, with files copied by an import; None: there is none.
       dtype: of the files.
-      ancestors: of the run, which the receipt has too.
-      console: where the receipt goes.
-      file_bytes: the tensors are cut into files of at most this size.
+      ancestors: of the run, for the receipt.
+      console: for the receipt.
+      file_bytes: maximum size of a file.
 
     Raises:
-      UserError: the model is known nowhere else, the folder cannot be made, or there are several
-        processes, each of which has a part of the parameters.
+      UserError: the model is not a published architecture, the folder cannot be created, or there
+        are several processes, each of which has a part of the parameters.
     """
     require_one_process(out)
     model = config.train.model
@@ -168,7 +168,7 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
     return found
 
 
-# Rotary positions are said in the older of two ways, which all versions read; and what is written
+# Rotary positions are written in the older of two formats, which all versions read; and weights
 # are floats.
 _NOT_CARRIED = ("rope_parameters", "original_max_position_embeddings", "quantization_config")
 
@@ -180,18 +180,18 @@ def config_json_settings(
     config: Config,
     dtype: str,
 ) -> dict[str, Any]:
-    """Return the config.json: what was carried along and what the sizes say, the latter over it.
+    """Return the config.json: the original one, overridden by keys from the sizes.
 
     Args:
-      carried: an earlier one.
-      family: what it is to be of.
-      content: what the sizes say.
+      carried: the original one.
+      family: its family.
+      content: keys from the sizes.
       config: the run's configuration.
-      dtype: of the files' floats, as PyTorch calls it.
+      dtype: PyTorch's name of the files' float dtype.
     """
     if carried.get("model_type") != family.model_type:
         carried = {"bos_token_id": None, "eos_token_id": _end_of_text(config)}
-    # Names of classes that came along stay, where there are as many.
+    # Original class names are kept, if their number matches.
     named = [table for table in ("id2label", "label2id")
              if len(carried.get(table) or {}) == len(content.get(table, {}))]  # fmt: skip
     content = {key: value for key, value in content.items() if key not in named}
@@ -223,7 +223,7 @@ def write_weights(
     tensors: Iterable[tuple[str, np.ndarray]],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """One file, or several with an index, the tensors taken one at a time."""
+    """Write one file, or several with an index, consuming tensors one at a time."""
     sizes = {name: math.prod(s) * safetensors.itemsize(dtypes[name]) for name, s in shapes.items()}
     parts = [{name: shapes[name] for name in part} for part in _split_shards(sizes, file_bytes)]
     files = [WEIGHTS]
@@ -255,18 +255,18 @@ def _split_shards(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
     yield part
 
 
-END_OF_BYTES = "<|endoftext|>"  # what byte 0, which text does not use, is called
+END_OF_BYTES = "<|endoftext|>"  # name of byte 0, which text does not use
 
 
 def generation_files(
     config: Config, workdir: Place | None, carried: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """Return the files, by name, that an export has besides what is carried along.
+    """Return the files of an export, by name, besides copied ones.
 
     Args:
       config: the run's configuration.
       workdir: the run's folder, if it has one.
-      carried: the files that go along anyway.
+      carried: the copied files.
       settings: the export's config.json.
     """
     tokenizer, found = _tokenizer_of(config), dict[str, bytes]()
@@ -289,7 +289,7 @@ def generation_files(
     return found
 
 
-_CLASS = "PreTrainedTokenizerFast"  # of any tokenizer.json, which is taken as it is
+_CLASS = "PreTrainedTokenizerFast"  # of any tokenizer.json, which is used unchanged
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
@@ -299,7 +299,7 @@ def byte_tokenizer() -> str:
     import tokenizers
 
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # The library writes a byte as a character that can be seen: these as themselves, in their
+    # The library writes bytes as visible characters: these as themselves, in
     # order, and the rest as those from U+0100 on.
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in seen]
@@ -313,7 +313,7 @@ def byte_tokenizer() -> str:
 
 
 def _tokenizer_of(config: Config) -> Any:
-    """Return the tokenizer of the run's texts; None where it has none."""
+    """Return the tokenizer of the run's texts; None if it has none."""
     data = config.train.data
     text = data if isinstance(data, Templated | PairData) else text_of(data)
     if text is None or text.source == "synthetic":

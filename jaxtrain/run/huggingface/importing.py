@@ -1,6 +1,6 @@
 """Import of a published model as a run with a checkpoint of step 0.
 
-The receipt compares logits; differences between training here and in transformers (other losses
+The receipt compares logits; differences from training in transformers (losses other
 than the model's own, dropout) are printed.
 """
 
@@ -45,17 +45,17 @@ from jaxtrain.training.transforms import biases_of
 def import_run(
     config: Config, workdir: Place, *, console: Console, report: Callable[[str], None]
 ) -> receipt.Receipt:
-    """Make the run's folder: config.gin, a sealed checkpoint of step 0, and what is carried along.
+    """Create the run's folder: config.gin, a sealed checkpoint of step 0, and copied files.
 
     Args:
-      config: of `hf:DIR`, with what is bound otherwise.
-      workdir: the run's folder, which holds none yet.
-      console: where the receipt goes.
+      config: of `hf:DIR`, with overrides.
+      workdir: the run's folder, without a run yet.
+      console: for the receipt.
       report: called with each line to print.
 
     Raises:
       UserError: the folder holds a run, or the configuration cannot run on these devices, or the
-        published model's files are not what they should be.
+        published model's files are invalid.
     """
     source = config.train.start_from
     assert source is not None, "not a configuration of hf:DIR"
@@ -110,7 +110,7 @@ def _write(
 
 
 def _partition(params: nnx.State, setup: Setup) -> dict[str, nnx.State]:
-    """As a run's state has them that trains all that can be."""
+    """Return the parameters in the form of a run that trains all of them."""
     untrained = biases_of(setup.build)
     statistics, params = partition(params, lambda _, x: isinstance(x, Statistic))
     trained, frozen = partition(params, lambda name, _: name not in untrained)
@@ -144,7 +144,7 @@ def save_first(
 
 @contextlib.contextmanager
 def create_atomically(workdir: Place) -> Iterator[None]:
-    """Around what writes a new run's folder: where that fails, the next try finds none there."""
+    """Remove a new run's folder if an error occurs within the context."""
     is_new = not workdir.exists()
     try:
         yield
@@ -154,10 +154,10 @@ def create_atomically(workdir: Place) -> Iterator[None]:
 
 
 def require_free(named: str, workdir: Place) -> None:
-    """Raise UserError where a new run's folder holds one already, or cannot be made.
+    """Raise UserError if a new run's folder has a run already, or cannot be created.
 
     Args:
-      named: the option that names it.
+      named: its option, for messages.
       workdir: the folder.
     """
     if isinstance(workdir, BucketPath):
@@ -169,9 +169,9 @@ def require_free(named: str, workdir: Place) -> None:
 
 
 def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Config:
-    """Return the configuration with the tokenizer that is carried along in place of the source's.
+    """Return the configuration with the copied tokenizer instead of the source's.
 
-    In a GGUF file it has no path that the configuration could have named before.
+    A tokenizer inside a GGUF file has no path for the configuration.
     """
     data, is_file = config.train.data, source.path.is_file()
     theirs = "byte" if is_file else str(source.path / TOKENIZER)
@@ -187,7 +187,7 @@ def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Co
 
 
 def training_differences(model: Model, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a sentence for each of them; most models have none.
+    """Return a note for each of them; most models have none.
 
     Args:
       model: the sizes of the imported model.

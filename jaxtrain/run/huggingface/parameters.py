@@ -2,9 +2,9 @@
 
 Running statistics, which batch norms have in addition to their parameters, are among both.
 
-Each device's part of a parameter is read from the files by itself, some layers at a time: this
-machine holds 256 MiB of it, or one layer's part where that is more, and of the files the pages of
-one tensor.
+Each device's part of a parameter is read from the files separately, a few layers at a time: this
+machine has at most 256 MiB of it in memory, or one layer's part if that is more, and the file pages
+of one tensor.
 """
 
 import itertools
@@ -56,7 +56,7 @@ def read_parameters(
       unread: names of parameters that are left out.
 
     Raises:
-      UserError: another architecture's, or tensors that do not fit.
+      UserError: of another architecture, or tensors that do not fit.
     """
     family, _ = folder.family_and_model
     if not isinstance(model, family.model):
@@ -76,7 +76,7 @@ def read_parameters(
         order = setup.layer_order if _is_stacked(of[ours]) else None
         read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
         slices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-        # One device after the other: `jax.make_array_from_callback` would hold all their parts.
+        # Device by device: `jax.make_array_from_callback` would hold all their parts.
         parts = [_place(read, index, leaf.shape, device) for device, index in slices.items()]
         arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
     return jax.tree.unflatten(treedef, arrays)
@@ -103,7 +103,7 @@ def _is_stacked(name: Name) -> bool:
 
 
 class _Reader:
-    """Reads the part of a parameter that one device holds."""
+    """Reader of the part of a parameter on one device."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _Reader:
             if stored_index[:1] == (-1,):
                 continue  # an empty slot of a stage
             whole = self._name.to_ours(self._at[stored_index].open(), self._shape)
-            # Copied in the order of the file, then turned: three times as fast as both at once.
+            # Copied in file order, then transposed: three times as fast as both at once.
             out[here] = np.array(whole[index[named:]], order="K")
         return out
 
@@ -153,7 +153,7 @@ def their_tensors(
     """
     found = dict(zip(*flatten(params)[:2], strict=True))
     for _, lines in itertools.groupby(names, key=lambda name: name.theirs):
-        # More than one: parameters that are one tensor there.
+        # More than one: parameters that are concatenated to one tensor there.
         together = list(lines)
         shape = found[together[0].ours].shape
         stacked = order is not None and _is_stacked(together[0])

@@ -1,8 +1,8 @@
-"""Parity report of an import or an export: what was compared with what, and how far they agree.
+"""Parity report of an import or an export: comparison of tensors and logits.
 
-Every tensor is compared bit by bit with what the map makes of our parameters: that finds a tensor
-that was lost, and not a file that was misunderstood, since both sides were read here. Where
-transformers can read the files, the same tokens go through both models; only that is parity.
+Every tensor is compared bit by bit with the conversion of our parameters: that finds a tensor
+that was lost, but not a misread file, since both sides were read here. If
+transformers can read the files, the same tokens go through both models: only that is parity.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
-TOLERANCE = 1e-4  # of the largest logit, at least of 1: float32 in another order of summation
+TOLERANCE = 1e-4  # relative to the largest logit, at least 1: float32 in another summation order
 # Both models are in memory at once, theirs in float32: 8 GB.
 MOST_PARAMETERS = 2_000_000_000
 _LENGTH = 32
@@ -43,14 +43,14 @@ _LENGTH = 32
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """How far the logits of the same tokens differ, in float32.
+    """Difference of the logits of the same tokens, in float32.
 
     Attributes:
-      tokens: how many, drawn from a seed; of a model that reads images, these.
-      largest_difference: of all logits after all of them.
+      tokens: number of random tokens, or images.
+      largest_difference: maximum absolute difference of all logits.
       largest_logit: the largest absolute value, theirs.
-      against: whose logits ours are compared with.
-      independent: whether another program read the files for them.
+      against: the program of the other logits.
+      independent: whether that program read the files itself.
     """
 
     tokens: int
@@ -79,14 +79,14 @@ class Receipt:
 
     Attributes:
       folder: the published model.
-      architecture: what it calls itself.
-      parameters: how many numbers its tensors have, running statistics among them.
+      architecture: its name.
+      parameters: number of elements of its tensors, including running statistics.
       digests: sha256 of each of its tensors as stored in its file.
-      differing: names of the tensors that are not what our parameters are there.
-      logits: of both models; None where they were not compared.
-      why_not: the reason, where they were not compared with another program's.
-      ancestors: of an export, the run's checkpoint and what it came from; see `ancestry`.
-      training_differences: of an import, what training does otherwise than in transformers.
+      differing: names of the tensors that differ from our parameters.
+      logits: of both models; None if they were not compared.
+      why_not: the reason, if they were not compared with another program's.
+      ancestors: of an export, the run's checkpoint and its origins; see `metadata`.
+      training_differences: of an import, differences from training in transformers.
     """
 
     folder: str
@@ -106,16 +106,16 @@ class Receipt:
 
     @property
     def compared_with(self) -> str:
-        """The program whose reading of the files this one's was compared with."""
+        """The program that the files were compared with."""
         return self.logits.against if self.logits and self.logits.independent else "itself"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for parity.json."""
+        """Content of parity.json."""
         head = {"passed": self.passed, "compared_with": self.compared_with}
         return {**head, **dataclasses.asdict(self)}
 
     def show(self, console: Console) -> None:
-        """Print what was compared and how it came out."""
+        """Print the results of the comparison."""
         count = len(self.digests)
         same = (
             f"{count - len(self.differing)} of {count} tensors are bit for bit those of "
@@ -152,18 +152,19 @@ def compare(
     called: Path | None = None,
     read_otherwise: str | None = None,
 ) -> Receipt:
-    """Compare a folder's tensors with what our parameters are there, and both models' logits.
+    """Compare a folder's tensors with our converted parameters, and both models' logits.
 
     Args:
       folder: of the published model, or its one file.
-      architecture: what it calls itself.
+      architecture: its name.
       stored: its tensors by the map's names.
-      made: the same of our parameters.
+      made: the same from our parameters.
       setup: of the parameters.
-      model: their sizes.
-      params: themselves.
-      called: what the folder is going to be called.
-      read_otherwise: why transformers' reading of the files is another, and so no comparison.
+      model: its sizes.
+      params: the parameters.
+      called: the folder's final name.
+      read_otherwise: why transformers reads the files differently, which makes a comparison
+        meaningless.
     """
     digests, differing = compare_tensors(stored, made)
     count = sum(math.prod(tensor.shape) for tensor in stored.values())
@@ -207,7 +208,7 @@ def compare_tensors(
 
     Args:
       stored: the folder's, by name.
-      made: the same of our parameters.
+      made: the same from our parameters.
     """
     digests, differing = {}, []
     for name, ours in made:
@@ -273,7 +274,7 @@ def logits_of_state(
 def _logits_of_transformers(
     folder: Path, architecture: str, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray | str:
-    """Theirs, or why there are none: only for this comparison, and never more than installed."""
+    """Return transformers' logits, or why there are none; transformers is optional."""
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -281,7 +282,7 @@ def _logits_of_transformers(
     if folder.is_file():
         folder, files = folder.parent, {"gguf_file": folder.name}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting disables
             model = getattr(transformers, architecture).from_pretrained(
                 folder, dtype="float32", local_files_only=True, trust_remote_code=False, **files
             )
@@ -290,7 +291,7 @@ def _logits_of_transformers(
     with torch.no_grad():
         given = {name: torch.from_numpy(tokens) for name, tokens in inputs.items()}
         output = model.eval()(**given)
-        if "logits" not in output:  # without a head: those that the transposed embedding makes
+        if "logits" not in output:  # without a head: from the transposed embedding
             embedding_VD = model.get_input_embeddings().weight
             return (output.last_hidden_state @ embedding_VD.T).float().numpy()
         return output.logits.float().numpy()

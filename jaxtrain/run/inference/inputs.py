@@ -21,7 +21,7 @@ from jaxtrain.data.vectors.source import read_vectors
 from jaxtrain.models.model import Model, VectorModel
 from jaxtrain.run.generation.answer import printable
 
-_MAX_BYTES = 1 << 28  # of a whole file, which is held in memory
+_MAX_BYTES = 1 << 28  # of a whole file, which is read into memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Record:
     """One line.
 
     Attributes:
-      where: the argument, the file and the number of the line, for messages.
+      where: the argument, the file and the line number, for messages.
       fields: the names in its braces.
     """
 
@@ -37,14 +37,14 @@ class Record:
     fields: dict[str, Any]
 
     def text(self, name: str) -> str:
-        """Return the string of this name; UserError where there is none."""
+        """Return the string of this name; UserError if there is none."""
         value = self.value(name)
         if not isinstance(value, str):
             raise UserError(f"{self.where}: {name!r} is {value!r}; use a string")
         return value
 
     def value(self, name: str) -> Any:
-        """Return the value of a field; UserError where it is missing."""
+        """Return the value of a field; UserError if it is missing."""
         if name not in self.fields:
             raise UserError(f"{self.where}: no field {name!r}{did_you_mean(name, self.fields)}")
         return self.fields[name]
@@ -54,11 +54,11 @@ def read_records(argument: str, path: str) -> list[Record]:
     """Return the records of a file, empty lines left out.
 
     Args:
-      argument: the option that names it, for messages.
+      argument: its option, for messages.
       path: the file, on a disk or in a bucket.
 
     Raises:
-      UserError: the file cannot be read, has no record, or has a line that is none.
+      UserError: the file cannot be read, is empty, or has an invalid line.
     """
     file = place(path)
     with path_errors(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
@@ -81,7 +81,7 @@ def read_records(argument: str, path: str) -> list[Record]:
     return found
 
 
-AT_ONCE = 64  # examples that go through the model together
+AT_ONCE = 64  # batch size of inference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,8 @@ class GeneratedText:
     """The text that a model generates from one text.
 
     Attributes:
-      name: the text itself, or the file that holds it.
-      text: the likeliest that follows, or its target.
+      name: the text itself, or its file.
+      text: its likeliest continuation, or its target.
     """
 
     name: str
@@ -116,7 +116,7 @@ def texts_of(given: Sequence[Any], model: Model) -> Iterator[str]:
     """Yield the texts themselves, or those in files.
 
     Raises:
-      UserError: one of them is empty, or no text, or a file that is not there.
+      UserError: one of them is empty, not text, or a missing file.
     """
     for source in given:
         if not isinstance(source, str | Path):
@@ -147,10 +147,10 @@ def vectors_of(given: Sequence[Any], model: VectorModel) -> tuple[list[str], np.
 
     Args:
       given: .npz or .csv files, or arrays [D] or [n, D]; at least one.
-      model: that reads them.
+      model: the model's settings.
 
     Raises:
-      UserError: one of them is neither, cannot be read, or has not the model's numbers.
+      UserError: one of them is neither, cannot be read, or has another number of features.
     """
     called, tables, arrays = list[str](), list[np.ndarray](), 0
     for source in given:

@@ -36,17 +36,17 @@ def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.nda
     """Return the logits of inputs, float32 [B, T, V] of tokens or [B, C] of images.
 
     Every device computes with all rows, split over `tensor` and `expert` alone: any number of rows
-    is taken, and any length that the model's context has room for.
+    is accepted, and any length within the model's context.
 
     Args:
       setup: the synchronous program.
       model: the model's settings.
       state: from `Step.eval_state`.
       inputs: integer tokens [B, T], each row one text; images [B, H, W, C]; or a `Batch`, whose
-        documents do not see each other.
+        documents are masked from each other.
 
     Raises:
-      UserError: the model cannot read them, or gives no logits.
+      UserError: the model cannot read them, or has no logits.
     """
     objective = setup.objective
     if not isinstance(objective, LogitsObjective):
@@ -65,13 +65,13 @@ def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.nda
 
 
 def embeddings(setup: Setup, model: Model, state: TrainState, batch: Batch) -> np.ndarray:
-    """Return the vector of each text, float32 [B, D], computed as `logits` is.
+    """Return the embedding of each text, float32 [B, D], computed like `logits`.
 
     Args:
       setup: the synchronous program.
       model: the model's settings.
       state: from `Step.eval_state`.
-      batch: one text in a row, and padding behind it.
+      batch: one text per row, with padding after it.
     """
     setup = _of_any_rows(setup)
     with setup.layout.active(), setup.precision.products():
@@ -86,8 +86,8 @@ def regression_outputs(setup: Setup, state: TrainState, vectors_BD: np.ndarray) 
 
 
 def _of_any_rows(setup: Setup) -> Setup:
-    """With all rows on every device, and the reference kernel: it takes any length, and
-    documents."""
+    """Return the layout with all rows on every device, and the reference kernel, which supports any
+    length and documents."""
     execution = dataclasses.replace(setup.execution, kernel="reference")
     layout = for_one_text(setup.layout)
     return dataclasses.replace(setup, layout=layout, execution=execution)
@@ -98,7 +98,7 @@ def _logits(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     assert isinstance(setup.objective, LogitsObjective), "asked before"
     model = setup.model(state)
     found = setup.objective.logits(model, state.statistics, batch, setup.execution)
-    # Whole on every device, so that each process can read them.
+    # Replicated, so that each process can read them.
     return jax.sharding.reshard(found, P())
 
 
@@ -130,9 +130,9 @@ class RegressionOutput:
     """The regression outputs of one vector.
 
     Attributes:
-      name: the file and the vector's number there, or that of an array.
-      numbers: float32 [K], in the units of the data; of an autoencoder the vector again.
-      squared_error: of an autoencoder the mean of what the scaled numbers are off by, squared: the
+      name: the file and the vector's index in it, or in an array.
+      numbers: float32 [K], in the units of the data; for an autoencoder the reconstruction.
+      squared_error: for an autoencoder the mean squared error of the scaled features: the
         loss of this one vector.
     """
 
@@ -141,7 +141,7 @@ class RegressionOutput:
     squared_error: float | None = None
 
     def __str__(self) -> str:
-        # As few digits as tell the float32 numbers apart.
+        # The shortest decimals that distinguish the float32 values.
         content: dict[str, Any] = {
             "input": self.name, "numbers": [float(str(number)) for number in self.numbers]
         }  # fmt: skip
@@ -158,17 +158,17 @@ def predict_vectors(
     *,
     again: bool,
 ) -> Iterator[RegressionOutput]:
-    """Yield the numbers of each vector, prepared as in evaluation.
+    """Yield the regression outputs of each vector, prepared as in evaluation.
 
     Args:
-      given: as of `vectors_of`.
+      given: as in `vectors_of`.
       model: the model's settings.
-      data: what it was trained on: how vectors are scaled.
+      data: its training data, which scales vectors.
       outputs_of: vectors [N, D] -> the model's outputs, [N, K].
       again: whether it reconstructs the vectors themselves.
 
     Raises:
-      UserError: as of `vectors_of`; the data are no vectors.
+      UserError: as in `vectors_of`; the data are not vectors.
     """
     sizes = vector_model(model)
     if not isinstance(data, VectorData):
@@ -189,10 +189,10 @@ def predict_vectors(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Embedding:
-    """The vector of one text.
+    """The embedding of one text.
 
     Attributes:
-      name: the text itself, or the file that holds it.
+      name: the text itself, or its file.
       vector: float32 [D].
     """
 
@@ -200,7 +200,7 @@ class Embedding:
     vector: np.ndarray
 
     def __str__(self) -> str:
-        # As few digits as tell the float32 numbers apart.
+        # The shortest decimals that distinguish the float32 values.
         numbers = [float(str(number)) for number in self.vector]
         return json.dumps({"input": self.name, "embedding": numbers}, ensure_ascii=False)
 
@@ -213,14 +213,14 @@ def embed_texts(
     *,
     report: Callable[[str], object],
 ) -> Iterator[Embedding]:
-    """Yield the embedding of each text, which neither padding nor the other texts change.
+    """Yield the embedding of each text, independent of padding and of the other texts.
 
     Args:
       given: texts, or .txt files with one in each.
       model: the model's settings.
-      data: of the run: its tokenizer, and the tokens of the longest text.
-      vectors: those of a batch of texts, [B, D].
-      report: called with the number of texts that were cut.
+      data: the run's: its tokenizer, and the maximum length.
+      vectors: computes the embeddings of a batch of texts, [B, D].
+      report: called with the number of truncated texts.
 
     Raises:
       UserError: a text is empty, or the run's data have no tokenizer.
@@ -248,7 +248,7 @@ def embed_texts(
     rows = [row_of(ids, length) for ids, _ in encoded]
     for begin in range(0, len(rows), AT_ONCE):
         part = rows[begin : begin + AT_ONCE]
-        # The last ones are filled up: one program serves all.
+        # The last batch is padded: one program serves all.
         missing = 0 if begin == 0 else AT_ONCE - len(part)
         found = vectors(stack([*part, *[part[-1]] * missing]))
         for name, vector in zip(given[begin:], found[: len(part)], strict=False):
@@ -274,11 +274,11 @@ def fill_masks(
 
     Args:
       given: texts, or .txt files with one in each.
-      model: that predicts them.
+      model: the model's settings.
       tokenizer: of the run.
 
     Raises:
-      UserError: a text hides nothing, or is longer than the model's context.
+      UserError: a text has no masked token, or is longer than the model's context.
     """
     mask = _mask(model, tokenizer)
     texts, called, positions = list[list[int]](), list[str](), list[tuple[int, int]]()

@@ -55,7 +55,7 @@ from jaxtrain.training.settings import TextSource
 Given = str | Path | Image.Image | np.ndarray
 Inputs = Sequence[Given] | Given
 
-# Is given the error of an input that cannot be read, which is then left out; None raises it.
+# Called with the error of an unreadable input, which is then skipped; None raises it.
 Skip = Callable[[UserError], object] | None
 
 
@@ -81,7 +81,7 @@ class Prediction:
         return f"{self.name}: {classes}"
 
 
-# Of one input.
+# For one input.
 Output = Prediction | Embedding | RegressionOutput | GeneratedText
 
 
@@ -93,7 +93,7 @@ class Predictor:
       logits: as of `Trainer.logits`.
       embeddings: of a batch of texts, [B, D].
       numbers: vectors [N, D] -> the outputs of a regression model, [N, K].
-      write: what is likeliest to follow texts, or their targets.
+      write: the likeliest continuations of texts, or their targets.
     """
 
     logits: Callable[[Any], np.ndarray]
@@ -104,14 +104,14 @@ class Predictor:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Examples whose classes are wanted.
+    """Examples to classify.
 
     Attributes:
-      called: what each is called.
-      logits: of those of these numbers, [N, C].
-      names: of the classes; raises UserError where the data that have them cannot be opened.
-      classes: how many there are.
-      broken: the numbers of those that could not be read, as far as they were asked for.
+      called: the name of each.
+      logits: of the examples with these indices, [N, C].
+      names: of the classes; raises UserError if the data with them cannot be opened.
+      classes: number of classes.
+      broken: indices of unreadable ones, among those requested so far.
     """
 
     called: list[str]
@@ -124,7 +124,7 @@ class _Request:
 def predict_with(
     trainer: "Trainer", inputs: Inputs, *, top: int | None = None, skip: Skip = None
 ) -> list[Output]:
-    """Predict with a trainer's model; arguments as of `Trainer.predict`."""
+    """Predict with a trainer's model; arguments as in `Trainer.predict`."""
     model, data = trainer.config.train.model, trainer.config.train.data
     program, state = trainer.program.setup, trainer.program.eval_state(trainer.state)
 
@@ -153,25 +153,26 @@ def predict(
 ) -> Iterator[Output]:
     """Yield a prediction for each input, prepared as in evaluation.
 
-    Of an image, a text, a vector, a sequence of vectors or each word of texts with tags the
-    likeliest classes; of each hidden token of a text the likeliest tokens; the numbers of a vector;
-    what is likeliest to follow a text, or its target; a text's embedding. Of a sequence each of
-    whose positions have classes it is that of the position named by `SequenceData.place`.
+    For an image, a text, a vector, a sequence of vectors or each word of tagged texts the
+    likeliest classes; for each masked token of a text the likeliest tokens; the regression outputs
+    of a vector; the likeliest continuation of a text, or its target; a text's embedding. For a
+    sequence whose positions have classes it is that of the position named by `SequenceData.place`.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
         .txt files with one in each; .npz or .csv files of vectors, or arrays of them; .npz or .ts
         files of sequences of vectors, or an array [T, F] for each.
       model: the model's settings.
-      data: what the model was trained on: the preparation, and the names of the classes.
-      predictor: what the model makes of prepared inputs.
-      objective: what it was trained to tell.
-      top: classes that are named, or all where there are fewer; None: 3.
-      report: called with a line if class names are unknown, and if texts are cut.
-      skip: is given the error of an input that cannot be read; None raises it.
+      data: the training data: preprocessing, and the names of the classes.
+      predictor: the model's outputs of prepared inputs.
+      objective: its training objective.
+      top: maximum number of classes; None: 3.
+      report: called with a line if class names are unknown, and if texts are truncated.
+      skip: called with the error of an unreadable input; None raises it.
 
     Raises:
-      UserError: a file is missing or is none of what the model reads, and there is no `skip`.
+      UserError: a file is missing or of another kind than the model's inputs, and there is no
+        `skip`.
     """
     given = [inputs] if isinstance(inputs, Given) else list(inputs)
     if skip is not None and not reads_images(model):
@@ -241,7 +242,7 @@ def _classes(
         report(f"Classes are printed by number, since the data cannot be opened: {error}")
     for begin in range(0, len(logits_of_parts.called), AT_ONCE):
         part = range(begin, min(begin + AT_ONCE, len(logits_of_parts.called)))
-        # The last ones are filled up: one program serves all.
+        # The last batch is padded: one program serves all.
         missing = 0 if begin == 0 else AT_ONCE - len(part)
         found = logits_of_parts.logits([*part, *[part[-1]] * missing])
         for number, row in zip(part, found, strict=False):
@@ -261,7 +262,7 @@ def _of_images(
     logits: Callable[[Any], np.ndarray],
     skip: Skip,
 ) -> _Request:
-    # All are looked for before the first goes through the model.
+    # All are checked before the first batch.
     images, broken = list[Place | Image.Image](), set[int]()
     for source in given:
         try:

@@ -52,9 +52,9 @@ def list_names(runs: list[Path]) -> str:
 
 
 PICTURE = "plot.png"
-POINTS = 100  # of a curve; where there are more lines, each point is the mean of its neighbours
+POINTS = 100  # of a curve; with more lines, each point is a mean of neighbors
 
-# Distinguished without color: by lightness, then by dashes; evaluations by their marks.
+# Distinguished without color: by lightness, then by dashes; evaluations by markers.
 _LIGHTNESS = ("black", "0.4", "0.6")
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "D", "v", "x")
@@ -65,7 +65,7 @@ class Run:
     """A run's metrics.
 
     Attributes:
-      name: what it is called in the table and the picture.
+      name: its name in the table and the figure.
       lines: the objects of its metrics.jsonl.
     """
 
@@ -84,13 +84,13 @@ def plot(
 
     Args:
       console: where the table is printed.
-      folders: of runs, or of such.
-      png: the picture's file; `PICTURE` if neither it nor `html` is given.
+      folders: of runs, or containing such.
+      png: the figure's file; `PICTURE` if neither it nor `html` is given.
       html: the file of an HTML page with the curves.
       words: the command line, for the page.
 
     Raises:
-      UserError: a folder is no run's, or has no metrics yet; or a file cannot be written.
+      UserError: a folder is not a run's, or has no metrics yet; or a file cannot be written.
     """
     picture = writable("--png", PICTURE if png is None and html is None else png)
     page = writable("--html", html)
@@ -150,7 +150,7 @@ def table(runs: Iterable[Run]) -> Table:
 
 
 def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
-    """Return the last number of each metric; None where that was not finite."""
+    """Return the last value of each metric; None if that was not finite."""
     return {
         name: value
         for line in lines
@@ -160,7 +160,7 @@ def last_values(lines: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def figure(runs: Sequence[Run]) -> "Picture":
-    """Losses, the objectives' metrics and learning rates over steps, a panel each."""
+    """Plot losses, the objectives' metrics and learning rates over steps, a panel each."""
     from jaxtrain.run.show.figures import Picture
 
     drawn = panels(runs)
@@ -207,10 +207,10 @@ def panels(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def curve(
     lines: Iterable[Mapping[str, Any]], name: str, most: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric; means of neighbours where there are more than `most`.
+    """Return steps and values of a metric; means of neighbors if there are more than `most`.
 
-    A line holds one batch's loss: of many lines the means show more than the batches' noise does.
-    What is not finite leaves a gap.
+    A line has one batch's loss: means of many lines are less noisy.
+    Non-finite values leave a gap.
     """
     points = [
         (line["step"], line[name] if isinstance(line[name], int | float) else math.nan)

@@ -1,8 +1,8 @@
 """Metrics on disk: metrics.jsonl, TensorBoard event files and figures, written and read back.
 
 Event files, one for each attempt, need no protobuf library: there are four messages
-(tensorboard/compat/proto: event.proto, summary.proto). The packages that have them load PyTorch or
-TensorFlow where there is one, for seconds before a run's first step.
+(tensorboard/compat/proto: event.proto, summary.proto). The packages with them import PyTorch or
+TensorFlow if installed, for seconds before a run's first step.
 """
 
 import contextlib
@@ -36,13 +36,13 @@ class EventFile:
     """Scalars of one attempt.
 
     Args:
-      folder: of all attempts' files; made where there is none.
+      folder: of all attempts' files; created if missing.
       first_step: the events of earlier attempts past this step are hidden.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard wants the seconds and "tfevents"; the nanoseconds, because two attempts within
+        # TensorBoard needs the seconds and "tfevents"; nanoseconds, because two attempts within
         # one second would write into one file.
         now, host = time.time_ns(), socket.gethostname()
         self._file = Appended(folder / f"events.out.tfevents.{now // 10**9}.{host}.{now}")
@@ -55,7 +55,7 @@ class EventFile:
         self._append(event(time.time(), step, summary(values)))
 
     def close(self) -> None:
-        """Write the rest; raise FullDiskError where it cannot."""
+        """Flush pending events; raise FullDiskError if the disk is full."""
         self._file.close()
 
     def _append(self, content: bytes) -> None:
@@ -72,7 +72,7 @@ def event(wall_time: float, step: int, what: bytes) -> bytes:
 
 def summary(values: Mapping[str, float]) -> bytes:
     """Field 5 of an Event: a Summary of Values, each a tag (1) and a float32 (2)."""
-    with np.errstate(over="ignore"):  # what is too large is infinite
+    with np.errstate(over="ignore"):  # too large values become infinite
         numbers = {name: np.array(value, "<f4").tobytes() for name, value in values.items()}
     parts = (_bytes(1, name.encode()) + b"\x15" + number for name, number in numbers.items())
     return _bytes(5, b"".join(_bytes(1, part) for part in parts))
@@ -89,7 +89,8 @@ def _number(field: int, value: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits per byte, the lowest first; all but the last byte have the eighth."""
+    """Encode a varint: seven bits per byte, lowest first; all but the last byte have the eighth
+    bit."""
     digits = []
     while value > 0x7F:
         digits.append(value & 0x7F | 0x80)
@@ -98,7 +99,7 @@ def _varint(value: int) -> bytes:
 
 
 def masked_checksum(content: bytes) -> int:
-    """CRC-32C (RFC 3720, appendix B.4), rotated and moved as TFRecords want it."""
+    """Return CRC-32C (RFC 3720, appendix B.4), rotated and offset as in TFRecords."""
     crc, table = 0xFFFFFFFF, _table()
     for byte in content:
         crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -156,14 +157,15 @@ class MetricsFiles:
         """Draw the pictures in a background thread; skip it while they are being drawn."""
         if self._drawing is None or self._drawing.done():
             if self._drawing is not None:
-                with contextlib.suppress(OSError):  # full, or away: the next is drawn
+                # Disk full or unavailable: the next one is drawn.
+                with contextlib.suppress(OSError):
                     self._drawing.result()
             self._drawing = _drawer().submit(self._draw)
 
     def _draw(self) -> None:
         from jaxtrain.run.show.figures import confusion_figure, loss_png
 
-        # One line at a time: a run's memory would grow with its length by what all of them take.
+        # One line at a time: all lines would grow the memory with the run's length.
         write_atomically(self._image, loss_png(each_line(self._metrics), self._yardstick))
         if self._confusion is not None:
             write_atomically(
@@ -195,13 +197,13 @@ def _drawer() -> ThreadPoolExecutor:
 
 
 def class_names(facts: Mapping[str, Any]) -> list[str]:
-    """Return the names of the classes in what is known of the data; none where it does not say."""
+    """Return the class names in the data's facts; empty if there are none."""
     names = facts.get("class_names")
     return [] if names is None else str(names).split(", ")
 
 
 def strict(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a line as JSON can have it: without infinities and NaN."""
+    """Return a line that JSON can represent: without infinities and NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
@@ -229,11 +231,11 @@ def each_line(file: Place, report: Report = _warn) -> Iterator[dict[str, Any]]:
     """Yield the objects of a metrics.jsonl one at a time.
 
     A last line that a killed writer left torn is skipped. So is a damaged line, such as one with a
-    flipped bit: one sentence at the end counts them.
+    flipped bit: one message at the end counts them.
 
     Args:
       file: the metrics.jsonl.
-      report: takes that sentence.
+      report: called with that message.
     """
     damaged = []
     for number, text, line in _parse(file):
@@ -266,7 +268,7 @@ _Parsed = tuple[int, bytes, Any]
 def _parse(file: Place) -> Iterator[_Parsed]:
     """Yield of each line its number, its bytes, and its object or the MalformedError."""
     with _open(file) as stream:
-        # Zeros that a power cut left may go on for gigabytes without a line's end.
+        # Zeros after a power failure may extend for gigabytes without a line break.
         for number, text in enumerate(iter(lambda: stream.readline(MAX_JSON_BYTES), b""), 1):
             if not text.endswith(b"\n") and len(text) < MAX_JSON_BYTES:
                 return
@@ -288,7 +290,7 @@ def _open(file: Place) -> BinaryIO:
 def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
     """Keep a metrics.jsonl's lines up to `step`; a run that restarts (step 0) keeps none.
 
-    Damaged lines move to DAMAGED_FILE next to it, and `report` says so: they end no run.
+    Damaged lines are moved to DAMAGED_FILE next to it, and reported: they do not end a run.
     """
     if not file.exists():
         return
@@ -308,6 +310,6 @@ def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
 
 
 def lines_of(folder: Place) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl; none where there is no such file yet."""
+    """Return the lines of a run's metrics.jsonl; empty if there is no such file yet."""
     file = folder / METRICS_FILE
     return read_lines(file) if file.exists() else []

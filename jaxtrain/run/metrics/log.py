@@ -1,7 +1,7 @@
 """Asynchronous metrics: from devices to metrics.jsonl, TensorBoard, loss.png, terminal; MFU.
 
 The training loop never waits for the step it has just dispatched: `later` keeps the device scalars
-and reads them once the devices have moved on.
+and reads them when the devices are further on.
 """
 
 import collections
@@ -29,12 +29,12 @@ from jaxtrain.training.guard import BadStepError, Guard, Rewind
 from jaxtrain.training.objectives.objective import Yardstick
 from jaxtrain.training.settings import Config
 
-# Steps that may be under way when `later` returns. Two keep the devices busy while the host
+# Steps that may be in flight when `later` returns. Two keep the devices busy while the host
 # prepares the next batch; more would only pile up input batches in device memory, make the clock
 # be wrong (a dispatched step is not a finished one) and delay the detection of a bad step.
 RUN_AHEAD_STEPS = 2
 
-# The metrics by which a step is judged good or bad; read of every step.
+# The metrics by which a step is judged good or bad; read for every step.
 _LOOKED_AT = ("bad", "loss", "grad_norm", "loss_threshold", "grad_norm_threshold")
 
 
@@ -46,7 +46,7 @@ class _Dispatched:
 
 
 class MetricsLog:
-    """The metrics of one run; process 0 writes, every process waits and checks alike."""
+    """Metrics log of one run; process 0 writes, every process waits and checks."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class MetricsLog:
           unit: the unit of throughput.
           units_per_step: tokens, images and so on in one global batch.
           flops_per_step: model FLOPs of one optimizer step on the global batch; None: no MFU.
-          peak_flops: FLOP/s of all devices of the run together; None where it is not known.
-          first_step: steps already done, 0 for a new run. A resumed run's older lines stay, those
-            past `first_step` are dropped.
+          peak_flops: FLOP/s of all devices of the run together; None if unknown.
+          first_step: steps already done, 0 for a new run. A resumed run's older lines are kept,
+            those past `first_step` are dropped.
           log_every: steps between two lines.
-          terminal: where progress is shown: one live line on a terminal, plain lines elsewhere.
-          yardstick: what loss.png draws, and compares it with.
-          class_names: of confusion.png; none: classes have numbers alone.
-          guard: what happens at a bad step; None: it is written like the others.
-          history: takes the lines where no file does; those past `first_step` are dropped.
+          terminal: for progress: one live line on a terminal, plain lines elsewhere.
+          yardstick: metrics and baselines of loss.png.
+          class_names: of confusion.png; empty: classes are numbered.
+          guard: the reaction to bad steps; None: they are logged like the others.
+          history: receives the lines if there is no file; those past `first_step` are dropped.
         """
         self._guard = guard
-        self.bad_steps = 0  # left out so far, by the policy 'skip'
+        self.bad_steps = 0  # skipped so far, by the policy 'skip'
         self._bad_in_a_row = self._bad_steps_taken = 0
         self._total_steps = total_steps
         self._unit = unit
@@ -102,7 +102,7 @@ class MetricsLog:
             else None
         )
         self._history = history if workdir is None else None
-        if self._history is not None:  # as of the file: a rewind comes to these steps again
+        if self._history is not None:  # like in the file: a rewind reaches these steps again
             self._history[:] = [line for line in self._history if line["step"] <= first_step]
         self._display = Display(terminal, unit, total_steps, first_step) if is_writer else None
         self._window_start = time.perf_counter()
@@ -114,7 +114,7 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Close it; where the run ends by an error, one of the files does not hide that."""
+        """Close the log; an error of its files does not hide the run's own error."""
         try:
             self.close()
         except OSError:
@@ -132,9 +132,9 @@ class MetricsLog:
 
         Args:
           step: number of optimizer steps done with this one.
-          metrics: device scalars, `loss` among them; or vectors, as `means` takes them, which are
-            looked at only where they are written, evaluated or saved.
-          tokens: of its batch, where rows of batches have different lengths; None: units_per_step.
+          metrics: device scalars, including `loss`; or vectors for `means`, which are
+            read only for steps that are logged, evaluated or saved.
+          tokens: of its batch, if batches have different row lengths; None: units_per_step.
 
         Raises:
           BadStepError: an earlier step, now read, is bad, and the run is to stop.
@@ -152,9 +152,9 @@ class MetricsLog:
 
         Args:
           step: number of optimizer steps done.
-          values: host numbers, named `eval_loss`, `eval_accuracy`, ...; what is no number is
-            written alone.
-          account: where the run's time went so far, shown at the end.
+          values: host numbers, named `eval_loss`, `eval_accuracy`, ...; other values are
+            only written.
+          account: time accounting so far, shown at the end.
         """
         self.flush()
         self._keep({"step": step, **values, **(account or {})})
@@ -166,12 +166,12 @@ class MetricsLog:
             self._display.line(f"step {step}/{self._total_steps}  {figures}")
 
     def take_bad_steps(self) -> int:
-        """How many steps were left out since this was last asked."""
+        """Return the number of skipped steps since the last call."""
         taken, self._bad_steps_taken = self._bad_steps_taken, self.bad_steps
         return self.bad_steps - taken
 
     def flush(self) -> None:
-        """Wait for every dispatched step and write what is due.
+        """Wait for every dispatched step and write pending lines.
 
         Raises:
           BadStepError: a step, now read, is bad, and the run is to stop.
@@ -183,9 +183,9 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Around evaluations and saves: settles all steps, and leaves the time out of step_seconds.
+        """Settle all steps, and exclude the time of an evaluation or save from step_seconds.
 
-        Settling first means that no checkpoint holds the state of a bad step, and that a
+        Settling first means that no checkpoint has the state of a bad step, and that a
         checkpoint's metrics are on disk before it is.
         """
         self.flush()
@@ -200,7 +200,7 @@ class MetricsLog:
             self._paused_seconds += 0.0 if before else paused
 
     def close(self) -> None:
-        """Write what is due and the final loss.png, and give the terminal back.
+        """Write pending lines and the final loss.png, and release the terminal.
 
         Raises:
           BadStepError: a step, now read, is bad, and the run is to stop.
@@ -218,7 +218,7 @@ class MetricsLog:
     def _settle(self, dispatched: _Dispatched, *, last: bool = False) -> None:
         """Wait for one step, write its line if it has one, and apply the guard.
 
-        Vectors are looked at where they are written, and `last` anyway.
+        Vectors are read for steps that are logged, and for `last`.
         """
         step, metrics = dispatched.step, dispatched.metrics
         self._window_units.append(dispatched.units)
@@ -227,15 +227,16 @@ class MetricsLog:
         due = step % self._log_every == 0 or step in (1, self._total_steps)
         why = None
         if "weight" in metrics and not (due or last):
-            # A loss that is not finite leaves parameters that are not: a later step shows it.
+            # A non-finite loss leads to non-finite parameters: a later step shows it.
             jax.block_until_ready(metrics["loss"])
         else:
             if "weight" in metrics:
-                # Imported here: replicas that take steps of their own are rare.
+                # Imported here: per-replica steps are rare.
                 from jaxtrain.training.exchange.per_replica import means
 
                 metrics = means(metrics)
-            # These transfers are meant. jax.device_get says so too, but takes five times as long.
+            # These transfers are intended. jax.device_get allows them too, but takes five times as
+            # long.
             with jax.transfer_guard_device_to_host("allow"):
                 looked_at = {k: metrics[k].item() for k in _LOOKED_AT if k in metrics}
             why = what_is_bad(looked_at)
@@ -250,7 +251,7 @@ class MetricsLog:
             self._act_on(self._guard, step, why)
 
     def _act_on(self, guard: Guard, step: int, why: str) -> None:
-        """Goes on after a bad step, or raises what ends or rewinds the run."""
+        """Continue after a bad step, or raise the error that ends or rewinds the run."""
         self._bad_in_a_row += 1
         policy, in_a_row = guard.policy, self._bad_in_a_row
         if policy == "skip" and in_a_row < guard.max_bad_steps:
@@ -297,7 +298,7 @@ class MetricsLog:
 def what_is_bad(metrics: Mapping[str, float]) -> str | None:
     """Return what is bad about a step with these metrics (host numbers); None for a good step.
 
-    Where the step has not judged itself (no `bad` among them), numbers that are not finite are bad.
+    If the step has not judged itself (no `bad` among them), non-finite values are bad.
     """
     if metrics.get("bad", 1.0) == 0.0:
         return None
@@ -327,14 +328,14 @@ class RunMetrics:
         workdir: Place | None,
         terminal: Console,
     ) -> None:
-        """Open nothing.
+        """Store the settings; nothing is opened yet.
 
         Args:
           config: the run's configuration.
           devices: of the whole mesh.
-          folder: for metrics.jsonl and what is drawn of it; None writes no file.
-          workdir: where lines are looked up in place of it, of a run that is looked at.
-          terminal: where progress is shown.
+          folder: for metrics.jsonl and its figures; None writes no file.
+          workdir: where lines are read instead, for an inspected run.
+          terminal: for progress.
         """
         self._config, self._devices, self._terminal = config, devices, terminal
         self._folder, self._workdir = folder, workdir if folder is None else folder
@@ -349,10 +350,10 @@ class RunMetrics:
         """Return the log of some steps, whose clock starts here.
 
         Args:
-          dataset: says what is counted, and what the loss is compared with.
+          dataset: determines the unit, and the baselines of the loss.
           first: steps done.
           last: the step that the run ends with.
-          guarded: whether a bad step ends or rewinds the run, as `Guard.policy` says.
+          guarded: whether a bad step ends or rewinds the run, by `Guard.policy`.
         """
         config, train = self._config, self._config.train
         batch = train.data.abstract_batch(train.global_batch_size)
@@ -363,7 +364,7 @@ class RunMetrics:
             total_steps=last,
             unit=dataset.unit,
             units_per_step=train.global_batch_size * (batch.inputs.shape[1] if in_order else 1),
-            # Of rows of several lengths those of a step are no one number.
+            # With rows of several lengths there is no constant number of tokens.
             flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
             peak_flops=None if peak is None else peak * len(self._devices),
             first_step=first,
@@ -377,9 +378,9 @@ class RunMetrics:
 
 
 def lacks_evaluation(folder: Path, step: int) -> bool:
-    """Whether a run that has metrics has none of an evaluation at `step`; all processes ask.
+    """Whether a run with metrics lacks an evaluation at `step`; called by all processes.
 
-    Process 0's word goes: of a run in a bucket the others have no such file.
+    Process 0 decides: for a run in a bucket the others have no such file.
     """
     lines = lines_of(folder)
     done = any(line["step"] == step and "eval_loss" in line for line in lines)

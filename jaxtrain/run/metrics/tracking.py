@@ -1,8 +1,8 @@
 """Experiment trackers (Weights & Biases, MLflow, a callback), each line delivered exactly once.
 
-A tracker's library is imported where a run asks for it. A line is sent once a checkpoint of its
+A tracker's library is imported only if used. A line is sent once a checkpoint of its
 step or a later one is on disk: steps that a killed run has to repeat were not sent. A file in the
-run's folder has how far a service is.
+run's folder records each service's position.
 """
 
 import contextlib
@@ -29,27 +29,27 @@ Track = Callable[[int, Mapping[str, float]], None]
 
 
 class Service(Protocol):
-    """Where metrics go.
+    """Interface of a metrics service.
 
     Attributes:
       name: its name.
-      run: by which name it knows the run; a later start says it again.
+      run: its id of the run; a later attempt passes it again.
     """
 
     name: str
     run: str | None
 
     def track(self, step: int, metrics: Mapping[str, float], /) -> None:
-        """Take the numbers of one line; what it raises is tried again with the next ones."""
+        """Receive the metrics of one line; on errors it is retried with the next ones."""
         ...
 
     def close(self) -> None:
-        """Take what it has not taken yet to its server."""
+        """Flush pending metrics to its server."""
         ...
 
 
 class Function:
-    """A function of the user's as a service."""
+    """A user function as a service."""
 
     name = "track"
     run: str | None = None
@@ -63,18 +63,18 @@ class Function:
         self._track(step, metrics)
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Nothing is pending."""
 
 
 class WandB:
-    """A run of Weights & Biases; `WANDB_MODE`, `WANDB_API_KEY` and so on hold as ever."""
+    """A run of Weights & Biases; `WANDB_MODE`, `WANDB_API_KEY` etc. apply as usual."""
 
     name = "wandb"
 
     def __init__(
         self, settings: Tracker, run_name: str, run: str | None, folder: Path | None, config: str
     ) -> None:
-        """As of `open_service`."""
+        """As in `open_service`."""
         os.environ.setdefault("WANDB_SILENT", "true")
         wandb = _import("wandb")
         self._run = wandb.init(
@@ -98,14 +98,14 @@ class WandB:
 
 
 class MLflow:
-    """A run of an MLflow experiment; `MLFLOW_TRACKING_URI` says where."""
+    """A run of an MLflow experiment, at `MLFLOW_TRACKING_URI`."""
 
     name = "mlflow"
 
     def __init__(
         self, settings: Tracker, run_name: str, run: str | None, folder: Path | None, config: str
     ) -> None:
-        """As of `open_service`."""
+        """As in `open_service`."""
         del folder
         _import("mlflow")
         self._entities: Any = importlib.import_module("mlflow.entities")
@@ -144,14 +144,14 @@ def open_service(
     """Return the service that a run's settings name.
 
     Args:
-      settings: which.
-      run: by which name it knows the run since an earlier start; None: this is the first.
-      folder: of the run on this machine, for files of the service's own.
-      named: what the run is called where the settings do not say it.
+      settings: the tracker's settings.
+      run: its id of the run from an earlier attempt; None: this is the first.
+      folder: of the run on this machine, for the service's own files.
+      named: the run's name if the settings have none.
       config: the run's settings as gin text.
 
     Raises:
-      UserError: it is not installed, or rejects to begin.
+      UserError: it is not installed, or fails to start.
     """
     assert settings.name is not None, "a service"
     name = settings.run_name or named
@@ -181,7 +181,7 @@ POSITION_FILES = "tracker_wandb.json", "tracker_mlflow.json", "tracker_track.jso
 
 
 class Tracking:
-    """How far one service is with one run's lines; of several processes one has it."""
+    """Delivery position of one service in one run's lines; in one process only."""
 
     def __init__(
         self,
@@ -194,14 +194,14 @@ class Tracking:
         """Open the service.
 
         Args:
-          service: opens it, given the name by which it knows the run; None for a new one.
+          service: opens it, given its id of the run; None for a new one.
           name: of the service.
-          folder: where metrics.jsonl is; None: `lines` are all that there is.
+          folder: of metrics.jsonl; None: `lines` are all lines.
           lines: of a run without a folder.
           report: called with each line to print.
 
         Raises:
-          UserError: the service is not there.
+          UserError: the service is not available.
         """
         self._metrics = None if folder is None else folder / METRICS_FILE
         self._file = None if folder is None else folder / f"tracker_{name}.json"
@@ -216,7 +216,7 @@ class Tracking:
             self._save()
 
     def go_on(self) -> None:
-        """The log is open: of the lines that were dropped with it none was there."""
+        """The log is open: dropped lines had never been sent."""
         self._thread.submit(self._cut).result()
 
     def up_to(self, step: int) -> None:
@@ -224,7 +224,7 @@ class Tracking:
         self._thread.submit(self._give, step)
 
     def close(self) -> None:
-        """Wait until what was to be given away is, as far as the service takes it."""
+        """Wait until pending lines are sent, as far as the service accepts them."""
         self._thread.shutdown()
         try:
             self._service.close()
@@ -254,13 +254,13 @@ class Tracking:
             self._save()
 
     def _waiting(self) -> Iterator[tuple[Mapping[str, Any], int]]:
-        """Each line that was not given away, and how far the next one is."""
+        """Yield each unsent line, and the position after it."""
         if self._metrics is None:
             for number in range(self._done, len(self._lines)):
                 yield self._lines[number], number + 1
             return
         with self._metrics.open("rb") as stream:
-            # To the start of a line: a repair may have moved damaged lines from before it away.
+            # To the start of a line: a repair may have removed damaged lines before it.
             stream.seek(stream.read(self._done).rfind(b"\n") + 1)
             for line in stream:
                 if not line.endswith(b"\n"):
@@ -296,15 +296,15 @@ def trackings(
     """Return the trackers of a run's metrics: of several processes only the first has any.
 
     Args:
-      config: names a service, or none.
-      track: a function of the user's, or None.
+      config: the configuration.
+      track: a user function, or None.
       folder: of the run on this machine.
-      named: what the run is called where the settings do not say it.
+      named: the run's name if the settings have none.
       lines: those of a run without a folder.
       report: called with each line to print.
 
     Raises:
-      UserError: the service is not there.
+      UserError: the service is not available.
     """
     if jax.process_index():
         return []

@@ -1,21 +1,21 @@
 """AWQ (arXiv 2306.00978): calibration, scales per channel, and clipping that reduce rounding error.
 
-A weight W [I, O] becomes Q(s W), and what it reads x / s: the products are the same but for
-rounding, which harms channels less that are scaled up. s = m^alpha, m being the mean magnitude of
-each channel on calibration text, and alpha the one of 20 between 0 and 1 whose products on that
-text are nearest to those of W (section 3.2 there). 1 / s goes into what makes x, a norm's scale or
-another weight, so that the model keeps its form.
+A weight W [I, O] becomes Q(s W), and its input x / s: the results are the same except for
+rounding, which affects upscaled channels less. s = m^alpha, m being the mean magnitude of
+each channel on calibration text, and alpha the one of 20 between 0 and 1 whose outputs on that
+text are nearest to those of W (section 3.2 there). 1 / s is folded into the producer of x, a norm's
+scale or another weight, so that the model's structure is unchanged.
 
-The second search is for the range of each weight group. A group of int4 values spans its least and
-its largest value in even steps. Where the largest are clipped the steps are smaller: all others are
-held more exactly, and those clipped less. Each group of each output takes the one of 10 ranges,
-from the whole down to 11/20 of its largest magnitude, whose part of the product on calibration text
-is nearest to the unclipped weight's. That is `auto_clip` of the code of arXiv 2306.00978, which
-leaves queries and keys as they are: what matters of them is their product, which this error does
+The second search is for the range of each weight group. A group of int4 values spans its minimum
+and its maximum in even steps. If the largest are clipped the steps are smaller: all others are
+more exact, and those clipped less. Each group of each output takes the best of 10 ranges,
+from the full range down to 11/20 of its largest magnitude, by how close its part of the output on
+calibration text is to the unclipped weight's. That is `auto_clip` of the code of arXiv 2306.00978,
+which does not change queries and keys: their scores matter, which this error does
 not show.
 
-Letters: B rows, T length, L layers, N tokens of the calibration, I what a product sums over, O what
-comes of it, G groups, S and U the values of a group.
+Letters: B rows, T length, L layers, N tokens of the calibration, I contracted, O output,
+G groups, S and U the values of a group.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
 ROWS_MOST, LENGTH_MOST = 8, 512  # of the text that is read
-EVERY = 4  # of how many of its tokens one is kept
+EVERY = 4  # sampling interval of its tokens
 
 
 def rows_of(tokens: list[int], context_length: int) -> np.ndarray:
-    """Rows int32 [B, T] of a text, evenly taken over it; at least one, of all of a short one."""
+    """Return rows int32 [B, T] evenly spaced over a text; at least one, of all of a short one."""
     length = min(len(tokens), LENGTH_MOST, context_length)
     rows = min(ROWS_MOST, len(tokens) // length)
     starts = np.linspace(0, len(tokens) - length, rows).astype(int)
@@ -62,7 +62,7 @@ def read_by(
     Args:
       setup: the synchronous program, of a model that reads tokens.
       state: its state.
-      tokens_BT: the text, each row one of its own.
+      tokens_BT: the text, each row separate.
       names: of weights, such as `query`.
     """
     execution = dataclasses.replace(setup.execution, kernel="reference", remat=POLICIES["full"])
@@ -104,7 +104,7 @@ def _read_by(
 
 RANGES = 10  # shares of the largest magnitude: 1, 19/20, .., 11/20
 _READ_BY = {"value": "query", "out": "out", "gate": "gate", "up": "gate", "down": "down"}
-READ = tuple(dict.fromkeys(_READ_BY.values()))  # the weights whose inputs are asked for
+READ = tuple(dict.fromkeys(_READ_BY.values()))  # the weights whose inputs are captured
 
 
 @functools.partial(jax.jit, static_argnames="group")
@@ -115,9 +115,9 @@ def clip_weight(
     that are left.
 
     Args:
-      x_NI: what it reads on calibration text.
+      x_NI: its inputs on calibration text.
       weight_IO: the weight, float32.
-      group: numbers that share a scale of int4.
+      group: elements that share a scale in int4.
     """
     x_NGS = x_NI.reshape(len(x_NI), -1, group)
     weight_GSO = weight_IO.reshape(-1, group, weight_IO.shape[-1])
@@ -147,12 +147,12 @@ def clip(
     group: int,
     report: Callable[[str], None],
 ) -> None:
-    """Clip the weights of a Llama's layers in place, but for queries and keys.
+    """Clip the weights of a Llama's layers in place, except queries and keys.
 
     Args:
       weights: its parameters by name, float32, the layers in their order.
-      seen: what the weights of READ read, [L, N, I].
-      group: numbers that share a scale of int4.
+      seen: inputs of the weights of READ, [L, N, I].
+      group: elements that share a scale in int4.
       report: called with each line to print.
     """
     ratios = []
@@ -174,12 +174,12 @@ _LEAST = 1e-4  # of a scale
 
 @dataclasses.dataclass(frozen=True)
 class Readers:
-    """Weights that read the same, and what makes it.
+    """Weights with a common input, and its producers.
 
     Attributes:
       readers: their names, below `layers/`.
-      makers: names of the parameters whose last dimensions are the channels that the readers sum
-        over: a norm's scale, or a weight with its bias.
+      makers: names of the parameters whose last dimensions are the channels that the readers
+        contract: a norm's scale, or a weight with its bias.
     """
 
     readers: tuple[str, ...]
@@ -187,10 +187,10 @@ class Readers:
 
 
 def scaling_groups(model: Model) -> tuple[Readers, ...]:
-    """Return the weights of a model's layers that can be scaled; none of a model that is no Llama.
+    """Return the weights of a model's layers that can be scaled; none for models other than Llama.
 
-    What `out` reads are values, each of which serves several heads where queries are grouped: there
-    it is unchanged.
+    The input of `out` are values, each of which serves several heads with grouped queries: there
+    it are unchanged.
     """
     if not isinstance(model, Llama):
         return ()
@@ -213,9 +213,9 @@ def best_scales(
     them.
 
     Args:
-      x_NI: what it reads on calibration text.
+      x_NI: its inputs on calibration text.
       weight_IO: the weight, float32.
-      group: numbers that share a scale of int4.
+      group: elements that share a scale in int4.
     """
     made_NO = x_NI @ weight_IO
     size_I = jnp.abs(x_NI).mean(0)
@@ -243,17 +243,17 @@ def scale(
     group: int,
     report: Callable[[str], None],
 ) -> None:
-    """Scale a model's weights in place; what it computes is the same but for rounding.
+    """Scale a model's weights in place; its function is the same except for rounding.
 
     Args:
       weights: its parameters by name, float32, the layers in their order.
-      seen: what weights read, the first of each `Readers` among them, [L, N, I]; in place what they
-        read of the scaled model.
+      seen: inputs of the first weight of each `Readers`, [L, N, I]; updated in place to the inputs
+        of the scaled model.
       of: from `scaling_groups`.
-      group: numbers that share a scale of int4.
+      group: elements that share a scale in int4.
       report: called with each line to print.
     """
-    # All are found before any is scaled: what one reads, another makes.
+    # All are searched before any is scaled: one's input is another's output.
     found = {one: _of_layers(weights, seen[one.readers[0]], one, group) for one in of}
     for one, (scales_LI, alphas_L) in found.items():
         seen[one.readers[0]] = seen[one.readers[0]] / scales_LI[:, None]
@@ -264,7 +264,7 @@ def scale(
             whole *= factor.reshape(*factor.shape, *[1] * (whole.ndim - factor.ndim))
         for name in one.makers:
             whole = weights[f"layers/{name}"]
-            # Its last dimensions are the channels: [.., K, H] of values, [.., F] of others.
+            # Its last dimensions are the channels: [.., K, H] for values, [.., F] for others.
             channels = whole.shape[-2:] if name.startswith("value") else whole.shape[-1:]
             between = whole.ndim - 1 - len(channels)
             whole /= scales_LI.reshape(-1, *[1] * between, *channels)

@@ -67,7 +67,7 @@ _OPTIONS = SettingNames("--bits 4", "--group-size {}", "--bits 8")
 
 
 def quantize(arguments: argparse.Namespace) -> int:
-    """Make the new run's folder: config.gin, a checkpoint, and what an import carried along."""
+    """Create the new run's folder: config.gin, a checkpoint, and files copied by an import."""
     bits, group, text = arguments.bits, arguments.group_size, arguments.calibrate
     for name, value in (("--group-size", group), ("--calibrate", text)):
         if bits == 8 and value is not None:
@@ -105,9 +105,9 @@ def write_quantized(
     Args:
       trainer: of the run.
       out: the new folder.
-      weight_format: what the weights are held in.
+      weight_format: the format of the weights.
       group: elements that share a scale in int4.
-      text: a file by whose text int4 is calibrated; None: by none.
+      text: a file with calibration text for int4; None: no calibration.
       report: called with each line to print.
 
     Raises:
@@ -144,9 +144,9 @@ def write_quantized(
     step = compose(config, layout)
     setup = step.setup
     with warnings.catch_warnings():
-        # Codes are smaller than the floats that they are made of.
+        # Codes are smaller than the floats.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        # What is handed in is taken away, and the trainer's own may be among it.
+        # Arguments are donated, and may include the trainer's own arrays.
         made = step.create(config.train.seed, jax.tree.map(jnp.copy, params))
     made = dataclasses.replace(made, step=state.step)
     extra = metadata.describe_parameters(config, setup, trainer.ancestors)
@@ -167,7 +167,7 @@ def write_quantized(
 def _scale(
     trainer: Trainer, setup: Setup, params: nnx.State, group: int, text: str, report: Reporter
 ) -> nnx.State:
-    """Return the parameters with their weights scaled and clipped by what they read on a text."""
+    """Return the parameters with weights scaled and clipped by their inputs on a text."""
     sizes = token_model(trainer.config.train.model)
     of = scaling_groups(sizes)
     if not of:
@@ -195,7 +195,7 @@ def _scale(
 def _config(
     trainer: Trainer, weight_format: Literal["int8", "int4"], group: int, out: Place
 ) -> Config:
-    """Return the configuration of a run that only reads: of training nothing is left in it."""
+    """Return the configuration of an inference-only run, without training settings."""
     config = trainer.config
     train = dataclasses.replace(config.train, start_from=None)
     if isinstance(train.objective, Distillation):
@@ -222,7 +222,7 @@ def _bytes(params: nnx.State) -> int:
 
 
 def _bits(setup: Setup, frozen: nnx.State) -> float:
-    """Bits of a weight that is held in few."""
+    """Bits of a quantized weight."""
     held = sum(
         v.get_value().size * v.get_value().dtype.itemsize
         for v in by_name(frozen).values()

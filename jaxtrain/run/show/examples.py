@@ -1,4 +1,4 @@
-"""The first training batch in readable form, and as a picture: document lengths, tokens, images."""
+"""The first training batch as text, and as a figure: document lengths, tokens, images."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxtrain.run.show.figures import Picture  # Matplotlib takes a second to load
 
 CHARACTERS = 400  # of an example's text
-TOKENS = 20  # of one that no tokenizer made
-WIDTH = 64  # signs of a row that is drawn
+TOKENS = 20  # of one without a tokenizer
+WIDTH = 64  # characters of a row diagram
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 STATISTICS_ROWS = 256  # of the first batch, of which tokens are counted
 SHEET_IMAGES = 64  # of the first batch, which are drawn
@@ -27,7 +27,7 @@ MOST = 10  # of the commonest tokens
 
 
 def first_batch(train: Train, dataset: Dataset, rows: int, report: Callable[[str], None]) -> Batch:
-    """Return the first rows of the first step's batch, in its order and with its augmentation.
+    """Return the first rows of the first step's batch, in order and augmented.
 
     Raises:
       BadRecordError: more of them than Train.bad_records allows cannot be read.
@@ -67,7 +67,7 @@ def show_examples(
 
 
 def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -> None:
-    """Print what a batch of text is made of: padding, documents per row, its commonest tokens."""
+    """Print statistics of a batch of text: padding, documents per row, its commonest tokens."""
     ids, tokenizer = _real(batch.inputs, batch.segment_ids), dataset.tokenizer
     size, counted = batch.inputs.size, float((batch.loss_mask > 0).mean())
     fractions = [
@@ -81,7 +81,7 @@ def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -
         characters = len(tokenizer.decode(ids.tolist()))
         fractions.append(f"{characters / max(1, len(ids)):.2f} characters a token")
     found, counts = np.unique(ids, return_counts=True)
-    known = dataset.facts.get("vocab_size")  # data of your own need not tell it
+    known = dataset.facts.get("vocab_size")  # user-provided data may lack it
     fractions.append(f"{len(found):,} {'' if known is None else f'of {known:,} '}tokens occur")
     report(f"The first batch: {', '.join(fractions)}")
     most = np.argsort(-counts, kind="stable")[:MOST]
@@ -96,8 +96,8 @@ def show_tokens(batch: Batch, dataset: Dataset, report: Callable[[str], None]) -
 def draw_row(example: Batch) -> list[str]:
     """Return a row of text in lines of at most WIDTH signs, of some tokens each.
 
-    A letter for each document, a dot for padding; where targets count, '#', where of a sign's some
-    do, '+'. Rows without documents of their own, all of whose targets count, are not drawn.
+    A letter for each document, a dot for padding; '#' where targets count, '+' where some of a
+    character's do. Rows without documents, all of whose targets count, are not drawn.
     """
     length = len(example.inputs)
     each = -(-length // WIDTH)
@@ -145,7 +145,7 @@ def _tokens(example: Batch) -> str:
 
 
 def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
-    """Return the text of a row; of one with several documents each below a line that says which."""
+    """Return the text of a row; with several documents, each below a header line."""
     ids, segments = example.inputs, example.segment_ids
     if tokenizer is None or segments is None or segments.max() <= 1:
         return [_text(_real(ids, segments), tokenizer)]
@@ -168,7 +168,7 @@ def _place(example: Batch, positions: np.ndarray) -> int:
 
 
 def _real(ids: np.ndarray, segment_ids: np.ndarray | None) -> np.ndarray:
-    """Return the tokens that are no padding."""
+    """Return the tokens that are not padding."""
     return ids.reshape(-1) if segment_ids is None else ids[segment_ids > 0]
 
 
@@ -187,7 +187,7 @@ _BLUE = "#5b9bd5"
 
 
 def data_picture(batch: Batch, dataset: Dataset) -> "Picture":
-    """Draw a picture of a batch and of the data that it is of.
+    """Draw a figure of a batch and its data.
 
     Args:
       batch: rows of the first step.
@@ -204,7 +204,7 @@ def data_picture(batch: Batch, dataset: Dataset) -> "Picture":
 
 
 def _text_statistics(batch: Batch, dataset: Dataset) -> "Picture":
-    """Beside each other: how long documents are, and how often each token occurs."""
+    """Plot document lengths and token frequencies side by side."""
     from jaxtrain.run.show.figures import Picture
 
     figure = Picture(9, 4)
@@ -232,7 +232,7 @@ def _text_statistics(batch: Batch, dataset: Dataset) -> "Picture":
 
 
 def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
-    """Return an image's label; of a mixed one each label with its weight."""
+    """Return an image's label; for a mixed one each label with its weight."""
     labelled = [names[one] if one < len(names) else str(one) for one in np.ravel(labels).tolist()]
     if len(labelled) == 1:
         return labelled[0]
@@ -241,7 +241,7 @@ def _labels(labels: np.ndarray, shares: np.ndarray, names: list[str]) -> str:
 
 
 def _sheet(batch: Batch, dataset: Dataset) -> "Picture":
-    """Images in rows, each over its label, their values from the least to the greatest."""
+    """Draw images in rows, each over its label, scaled from minimum to maximum."""
     from jaxtrain.run.show.figures import Picture
 
     images = np.asarray(batch.inputs[:SHEET_IMAGES], np.float32)

@@ -1,6 +1,6 @@
 """Figures of a run: loss and metric curves, confusion matrix.
 
-Matplotlib takes a second to load: this module is imported where something is drawn.
+Matplotlib takes a second to import: this module is imported only to draw.
 """
 
 import io
@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # it imports JAX, and `jaxtrain plot` does not
 
 
 class Picture(Figure):
-    """A figure that notebooks show by themselves.
+    """A figure that notebooks display.
 
     Not pyplot's: those are global state, and drawing may happen concurrently with the training
     thread. Without pyplot IPython does not know how to show a figure, so this class does it itself.
     """
 
     def __init__(self, width: float, height: float) -> None:
-        """An empty figure; width and height in inches, of 120 dots each."""
+        """Create an empty figure; width and height in inches, at 120 dpi."""
         super().__init__(figsize=(width, height), dpi=120, layout="constrained")
         FigureCanvasAgg(self)
 
@@ -37,8 +37,8 @@ class Picture(Figure):
         return self.png()
 
 
-# Distinguished by line style and lightness, so that a greyscale print and color-blind eyes can read
-# the picture: light thin training curve, black evaluation points, dashed references.
+# Distinguished by line style and lightness, so that grayscale prints and color-blind readers can
+# read the figure: light thin training curve, black evaluation points, dashed references.
 _TRAIN: dict[str, Any] = {"color": "#5b9bd5", "linewidth": 1.2}
 _EVAL: dict[str, Any] = {"color": "black", "linewidth": 1.2, "marker": "o", "markersize": 4}
 _REFERENCE_STYLES = ("--", ":", "-.")
@@ -47,12 +47,12 @@ _REFERENCE_STYLES = ("--", ":", "-.")
 def loss_figure(
     lines: Iterable[Mapping[str, Any]], yardstick: "Yardstick | None" = None
 ) -> Picture:
-    """Return the loss and the objective's other metrics over steps, a panel each.
+    """Plot the loss and the objective's other metrics over steps, a panel each.
 
     Args:
       lines: the objects of metrics.jsonl; those whose value is null leave a gap.
-      yardstick: the objective's: which metrics are drawn, on what scale, with which horizontal
-        lines. A metric that no line has is left out. None: the loss alone.
+      yardstick: the objective's: metrics, scale, and horizontal
+        lines. Missing metrics are skipped. None: the loss alone.
     """
     names = ("loss", *yardstick.metrics) if yardstick is not None else ("loss",)
     unit_of_loss = yardstick.unit if yardstick is not None else ""
@@ -93,16 +93,16 @@ def loss_png(lines: Iterable[Mapping[str, Any]], yardstick: "Yardstick | None" =
     return loss_figure(lines, yardstick).png()
 
 
-_MOST_WRITTEN = 20  # classes whose numbers have room in their cells
+_MOST_WRITTEN = 20  # maximum number of classes with numbers in cells
 _MOST_LETTERS = 16  # of a class's name
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ()) -> Picture:
-    """Labels down, predictions across; each row's shades are shares of its label.
+    """Plot a confusion matrix, labels as rows, normalized by row.
 
     Args:
       counts: how often each label (a row) was predicted as each class (a column).
-      names: of the classes; numbers where there are not as many names as classes.
+      names: of the classes; numbers if their count does not match.
     """
     table, size = np.asarray(counts), len(counts)
     called = names if len(names) == size else [str(number) for number in range(size)]
@@ -112,7 +112,7 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str] = ())
     figure = Picture(side, side)
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Greys", vmin=0, vmax=1)
-    every = -(-size // 50)  # names that would run into each other are left out
+    every = -(-size // 50)  # names that would overlap are skipped
     ticks = range(0, size, every)
     axes.set_xticks(ticks, [short[tick] for tick in ticks], rotation=90)
     axes.set_yticks(ticks, [short[tick] for tick in ticks])

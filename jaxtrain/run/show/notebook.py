@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.show.figures import Picture
 
 _MAX_PANELS = 16
-# Parts along a direction from which on numbers would run into each other.
+# Number of parts along a direction above which labels would overlap.
 _MAX_NUMBERED = 16
 _WIDTH_COLUMNS = 110
 _STYLE = "line-height:normal; font-family:Menlo,'DejaVu Sans Mono',Consolas,monospace"
@@ -61,7 +61,7 @@ def parameter_picture(state: TrainState, name: str) -> "Picture":
 
 
 def parts_of(array: jax.Array) -> dict[Bounds, list[int]]:
-    """Return the parts that an array is cut into, in order, and the devices that hold each."""
+    """Return the shards of an array, in order, and the devices of each."""
     parts: dict[Bounds, list[int]] = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         cut = zip(index, array.shape, strict=True)
@@ -74,13 +74,13 @@ def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Pictu
     """Return the array as a rectangle, cut as its sharding cuts it, in each part its devices'
     numbers.
 
-    Two dimensions are drawn, those that are cut first; further ones that are cut become panels, and
-    what is whole in every part is said in the title.
+    The first two split dimensions are drawn; further split ones become panels, and
+    unsplit dimensions are in the title.
 
     Args:
       array: of any rank, on any mesh.
       name: for the title.
-      axes: what each dimension means.
+      axes: its logical axes.
     """
     from jaxtrain.run.show.figures import Picture
 
@@ -95,7 +95,8 @@ def sharding_picture(array: jax.Array, name: str, axes: Sequence[str]) -> "Pictu
     rows = math.ceil(min(len(panels), _MAX_PANELS) / columns)
     figure = Picture(max(5.0, 3.0 * columns), 1.2 + (3.0 if len(drawn) > 1 else 1.0) * rows)
     grid = figure.subplots(rows, columns, squeeze=False).flat
-    # Light enough for black digits; neighbours differ in lightness, so grey prints can be read.
+    # Light enough for black digits; neighbors differ in lightness, so grayscale prints are
+    # readable.
     shades = dict(zip(parts, np.linspace(0.95, 0.6, len(parts)), strict=True))
     numbered = all(counts[i] <= _MAX_NUMBERED for i in drawn)
     for panel, plot in zip(panels, grid, strict=False):
@@ -128,7 +129,7 @@ def _draw_part(plot: Any, box: Sequence[tuple[int, int]], shade: str, devices: s
 
 
 def _label(plot: Any, dimensions: Sequence[tuple[str, int, int]]) -> None:
-    """Names, sizes and cuts of the drawn dimensions, the first from top to bottom."""
+    """Return names, sizes and splits of the drawn dimensions, the first from top to bottom."""
     label = [
         f"{axis} {size}, {_pluralize(count, 'part') if count > 1 else 'whole'}"
         for axis, size, count in dimensions
@@ -147,7 +148,7 @@ def _label(plot: Any, dimensions: Sequence[tuple[str, int, int]]) -> None:
 
 
 def _where(panel: Sequence[tuple[int, int]], axes: Sequence[str], counts: Sequence[int]) -> str:
-    """Which part of the dimensions that are not drawn a panel shows."""
+    """Return the label of a panel: its part of the dimensions that are not drawn."""
     return ", ".join(
         f"{axis} {start}" if stop == start + 1 else f"{axis} {start} to {stop - 1}"
         for (start, stop), axis, count in zip(panel, axes, counts, strict=True)
@@ -156,7 +157,7 @@ def _where(panel: Sequence[tuple[int, int]], axes: Sequence[str], counts: Sequen
 
 
 def _numbers(devices: Sequence[int]) -> str:
-    """Device numbers, a few to a line; only the first where many hold the same."""
+    """Return device ids, a few per line; only the first if many have the same shard."""
     shown = [str(number) for number in devices[:8]]
     lines = [", ".join(shown[i : i + 4]) for i in range(0, len(shown), 4)]
     more = [f"and {len(devices) - 8} more"] if len(devices) > 8 else []

@@ -20,7 +20,7 @@ class Output:
 
     Args:
       stream: such as `sys.stdout`.
-      closed: what its closing is called, where it is a pipe.
+      closed: the message for its closing, if it is a pipe.
     """
 
     def __init__(self, stream: TextIO, closed: str) -> None:
@@ -31,7 +31,7 @@ class Output:
         self._report: Callable[[str], None] | None = None
 
     def when_closed(self, report: Callable[[str], None]) -> None:
-        """Has `report` called with what was closed: now, where that has happened, or then."""
+        """Call `report` when the stream is closed, or now if it is."""
         self._report = report
         if self._gone is not None:
             report(self._gone)
@@ -108,7 +108,7 @@ class Display:
     def _figures(self, line: Mapping[str, float | None]) -> str:
         step, seconds = int(line["step"] or 0), line["step_seconds"] or 0.0
         rate, mfu = line[f"{self._unit}_per_second"] or 0.0, line["mfu"]
-        # The first step's time is the compiler's: nothing can be foretold from it.
+        # The first step includes compilation: it does not predict the rest.
         compiled = step > self._first_step + 1
         remaining = clock(max(self._total_steps - step, 0) * seconds) if compiled else "?"
         parts = [
@@ -130,14 +130,14 @@ def quantity(number: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 0:50, 12:05 or 3:07:00."""
+    """Format seconds as 0:50, 12:05 or 3:07:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def print_lines(console: Console, *lines: str) -> None:
-    """Print lines as they are: a log file's are not cut to a terminal's width."""
+    """Print lines unwrapped: a log file's are not cut to a terminal's width."""
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -162,6 +162,6 @@ def quiet() -> Console:
 def terminal(output: Output | None = None) -> Console:
     """Return a console on a stream, by default standard output; if that is no terminal, wide enough
     for tables."""
-    file: Any = output  # it has what rich asks of a file
+    file: Any = output  # it has rich's file interface
     console = Console(file=file)
     return console if console.is_terminal else Console(file=file, width=160)

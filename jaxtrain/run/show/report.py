@@ -143,7 +143,7 @@ def _layers(part: Part) -> str:
 def show_parameters(
     console: Console, state: TrainState, optimizer: Optimizer, waits: Unfreezing
 ) -> None:
-    """Print the parameter table, that of groups if there are some, and what the state takes on
+    """Print the parameter table, that of groups if any, and the state's memory on
     each device."""
     console.print(parameter_table(state, waits))
     if optimizer.learning_rates or optimizer.weight_decays:
@@ -190,14 +190,14 @@ def show_mesh(console: Console, layout: Layout) -> None:
 
 
 def show_attention(console: Console, choice: Choice | None) -> None:
-    """Print which attention kernel runs, and why; nothing for a model without attention."""
+    """Print the chosen attention kernel, and why; nothing for a model without attention."""
     if choice is not None:
         text = f"Attention: kernel {choice.kernel!r}, {choice.why}"
         print_lines(console, text)
 
 
 def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
-    """Print how many layers each stage of the pipeline has, of each of the model's stacks."""
+    """Print the number of layers of each pipeline stage, for each of the model's stacks."""
     layers = ", ".join(map(str, stages.cut))
     twice = "; twice around, through the encoder and the decoder" * (stacks > 1)
     padded = "" if stages.valid.all() else f", each padded to {stages.longest}"
@@ -254,7 +254,7 @@ def show_facts(console: Console, facts: Mapping[str, object], digest: str) -> No
 
 
 def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
-    """Print the sources of a mixture: what they have, their shares, epochs at the run's end."""
+    """Print the sources of a mixture: sizes, weights, epochs at the run's end."""
     mixing = dataset.mixing
     if mixing is None:
         return
@@ -263,7 +263,7 @@ def show_mixing(console: Console, dataset: Dataset, train: Train) -> None:
     table = Table(title=f"Mixture, after {train.steps:,} steps", title_justify="left")
     table.add_column("source")
     stages = list(mixing.stages)
-    # Of shares that move, the stage that a run ends on its way to is shown too.
+    # With changing weights, the stage after the run's end is shown too.
     while stages[-1][0] >= train.steps and not (mixing.linear and stages[-2][0] < train.steps):
         stages.pop()
     word = "to step" if mixing.linear else "from step"

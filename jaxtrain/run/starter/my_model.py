@@ -1,4 +1,4 @@
-"""A language model of your own: rotary embeddings, grouped-query attention and a ReLU-squared MLP.
+"""A custom language model: rotary embeddings, grouped-query attention and a ReLU-squared MLP.
 
 The config imports this file and sets the fields of `MyModel`. Change `block` to change what a layer
 computes; mesh axes, checkpoints, generation and `jaxtrain plan` follow without further code.
@@ -39,10 +39,10 @@ class MyModel(LanguageModel):
       mlp_dim: width inside the MLP.
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
-      rope_scaling: factor that slows them for a longer context; 1 is off.
-      sliding_window: tokens that a query sees back; None: all of them.
+      rope_scaling: factor of their scaling for a longer context; 1 is off.
+      sliding_window: tokens that a query sees, up to and including its own; None: all.
       norm_eps: epsilon of the RMS norms.
-      tie_embeddings: the embedding is the output matrix too.
+      tie_embeddings: whether the embedding is the output matrix too.
     """
 
     vocab_size: int = 256

@@ -16,7 +16,7 @@ from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.tasks.tasks import Pair, Score, encode_pair, scores
 from jaxtrain.run.trainer import Trainer
 
-_WRITTEN = 256  # tokens that a task's answer has at most where it says no number, as elsewhere
+_WRITTEN = 256  # default maximum tokens of a task's answer
 _READ = ("until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p")
 
 
@@ -25,14 +25,14 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
 
     Args:
       trainer: of a trained language model of text, such as `Trainer(config, workdir,
-        read_only=True)` has it.
+        read_only=True)`.
       batch_size: texts that are scored at once.
 
     Raises:
-      UserError: the model is no language model, its data are no text, or lm-eval is not installed.
-        What it is asked later raises it too: for an answer that does not fit into the context, or
+      UserError: the model is not a language model, its data are not text, or lm-eval is not
+        installed. Later requests raise it too: for an answer that does not fit into the context, or
           by
-        settings of generation that are not read here.
+        unsupported generation settings.
     """
     try:
         base: Any = importlib.import_module("lm_eval.api.model").LM
@@ -48,7 +48,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
         return scores(trainer.program.setup, sizes, state, pairs, batch_size=batch_size)
 
     class OfRun(base):
-        """The three questions that lm-eval asks; arguments and results are its own."""
+        """The three requests of lm-eval, with its arguments and results."""
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             pairs = [
@@ -76,7 +76,7 @@ def lm_eval_model(trainer: Trainer, *, batch_size: int = BATCH_SIZE) -> Any:
             return found
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            # Requests of one task are alike: as few batches as there are kinds.
+            # Requests of one task are similar: one batch per kind.
             kinds: dict[str, list[int]] = {}
             for number, request in enumerate(requests):
                 kinds.setdefault(repr(request.args[1]), []).append(number)

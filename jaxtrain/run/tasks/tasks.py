@@ -1,6 +1,6 @@
 """Multiple-choice tasks from JSON lines, scored by log-likelihood on the mesh (`evaluate-tasks`).
 
-The arithmetic is lm-eval's (EleutherAI, version 0.4), so that figures can be compared with
+Scores are computed as in lm-eval (EleutherAI, version 0.4), so that they can be compared with
 published ones.
 Letters: B rows, T length, C positions of continuations, V vocab.
 """
@@ -47,7 +47,7 @@ class Pair:
     Attributes:
       tokens: both, without the last token.
       continuation: its tokens; the model predicts them at the last positions of `tokens`.
-      truncated: whether tokens at the context's beginning are left out.
+      truncated: whether the context is truncated at its beginning.
     """
 
     tokens: list[int]
@@ -69,11 +69,11 @@ class Score:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str, *, length: int) -> Pair:
-    """Return the tokens of a continuation after a context, as lm-eval takes them.
+    """Return the tokens of a continuation after a context, as in lm-eval.
 
-    White space at the context's end goes to the continuation; both are tokenized together, and what
-    is beyond the context's own tokens is the continuation's. An empty context is the end-of-text
-    token. What does not fit into the model's context is left out at the beginning.
+    White space at the context's end goes to the continuation; both are tokenized together, and
+    tokens beyond the context's own are the continuation's. An empty context is the end-of-text
+    token. Contexts are truncated at the beginning to fit into the model's context.
 
     Args:
       tokenizer: of the model.
@@ -112,14 +112,14 @@ def scores(
     """Return a language model's score of each pair.
 
     Args:
-      setup: the program whose state it is.
+      setup: the state's program.
       model: its model's settings.
       state: the trained state.
       pairs: contexts and continuations.
       batch_size: pairs that are scored at once.
 
     Raises:
-      UserError: the model is no language model.
+      UserError: the model is not a language model.
     """
     sizes, setup = require_text_model(model), for_texts(setup)
     found: dict[int, Score] = {}
@@ -162,7 +162,7 @@ def _log_probabilities(
     targets_BC: jax.Array,
     wanted_BC: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums of the log-probabilities of what is wanted, and whether all of it is the likeliest."""
+    """Return sums of the log-probabilities of the continuations, and whether each is greedy."""
     (rows, room), num_targets = tokens_BT.shape, targets_BC.shape[1]
     dtype = jnp.dtype(setup.precision.compute)
     cache = empty_cache(sizes.cached, layers=sizes.layers, rows=rows, room=room, dtype=dtype)
@@ -183,8 +183,9 @@ class Question:
     Attributes:
       where: the file and the line, for messages.
       context: the preceding text.
-      choices: continuations, of which the model's is the most probable; of an exact match the one.
-      answer: which of them is right.
+      choices: continuations, of which the model selects the most probable; for an exact match the
+        only one.
+      answer: the index of the correct one.
     """
 
     where: str
@@ -200,7 +201,7 @@ class Task:
     Attributes:
       name: of the file, without its ending.
       questions: its lines.
-      is_choice: whether a question has choices; False: a target that must match exactly.
+      is_choice: whether questions have choices; False: a target that must match exactly.
     """
 
     name: str
@@ -211,7 +212,7 @@ class Task:
 def read_task(path: str) -> Task:
     """Return the task of a file of JSON lines.
 
-    Each line has a `prompt`, and either `choices` and `answer` (the number of the right one, from
+    Each line has a `prompt`, and either `choices` and `answer` (the index of the correct one, from
     0, or its text) or a `target`; all lines are of one kind.
 
     Raises:
@@ -258,7 +259,7 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
       length: the model's context length.
 
     Raises:
-      UserError: one cannot be scored; names its line.
+      UserError: one cannot be scored, with its line.
     """
     found = []
     for question in task.questions:
@@ -275,9 +276,9 @@ def pairs(task: Task, tokenizer: Tokenizer, *, delimiter: str, length: int) -> l
 def results(task: Task, pairs: Sequence[Pair], scores: Sequence[Score]) -> dict[str, Any]:
     """Return a task's metrics, means over its questions, and their standard errors.
 
-    Of choices `acc`, the one with the greatest log-likelihood; `acc_norm`, divided by its
-    characters before; `acc_bytes`, by its bytes of UTF-8. Of targets `exact_match`, each token of
-    the target the likeliest at its position, and `perplexity`, exp of the mean negative
+    For choices `acc`, by the largest log-likelihood; `acc_norm`, divided by its
+    number of characters; `acc_bytes`, by its bytes of UTF-8. For targets `exact_match`, each token
+    of the target the likeliest at its position, and `perplexity`, exp of the mean negative
     log-likelihood of a target.
     """
     means: dict[str, list[float]]
@@ -299,7 +300,8 @@ def results(task: Task, pairs: Sequence[Pair], scores: Sequence[Score]) -> dict[
 
 
 def _right(task: Task, scores: Sequence[Score], size: Callable[[str], int]) -> list[float]:
-    """1 for each question whose right choice has the greatest log-likelihood by its size."""
+    """Return 1 for each question whose correct choice has the largest normalized log-likelihood,
+    else 0."""
     found, first = [], 0
     for question in task.questions:
         own = scores[first : first + len(question.choices)]
@@ -313,14 +315,14 @@ def _right(task: Task, scores: Sequence[Score], size: Callable[[str], int]) -> l
 
 
 def _standard_error(values: Sequence[float]) -> float | None:
-    """Return a mean's standard error, the sample's deviation over sqrt(n); None of one value."""
+    """Return a mean's standard error, the sample's deviation over sqrt(n); None for one value."""
     if len(values) < 2:
         return None
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def evaluate_tasks(arguments: argparse.Namespace) -> int:
-    """Print what a trained language model's answers are worth."""
+    """Print a trained language model's scores on tasks."""
     if arguments.batch_size < 1:
         raise UserError(f"--batch-size {arguments.batch_size}: use at least 1")
     tasks = [read_task(path) for path in arguments.tasks]

@@ -1,7 +1,7 @@
-"""Charts as inline SVG: stacked bars, and curves whose legend switches them off and on.
+"""Charts as inline SVG: stacked bars, and curves with a legend that toggles them.
 
 The drawings are stretched to the width of the page; their labels are text of the page, which is as
-large on a phone as on a desk. They need no script.
+large on a phone as on a desktop. They need no script.
 """
 
 import math
@@ -21,7 +21,7 @@ Human = Callable[[float], str]
 
 
 class Curve(NamedTuple):
-    """One run's metric: the number of the run, and its points; not a number leaves a gap."""
+    """One run's metric: the index of the run, and its points; NaN leaves a gap."""
 
     run: int
     steps: np.ndarray
@@ -46,8 +46,8 @@ def stacked_bars(
     """Return horizontal bars, each of parts one after another, and the key of the parts.
 
     Args:
-      title: what is drawn.
-      bars: parts of each bar; those of 0 are left out.
+      title: the chart's title.
+      bars: parts of each bar; zeros are skipped.
       human: a value, formatted for display.
       limits: the capacity of bars: a dashed line, if the bars would not be too short next to it.
     """
@@ -59,7 +59,7 @@ def stacked_bars(
     most = max((math.fsum(parts.values()) for parts in bars.values()), default=0.0)
     scale = max([most, *(one for one in limits.values() if most > _SMALL * one)]) or 1.0
     several = list(bars.values())
-    # Bars that have parts in common share a key, others have their own.
+    # Bars with common parts share a key, others have their own.
     alike = any(
         one.keys() & other.keys() for one in several for other in several if one is not other
     )
@@ -128,8 +128,8 @@ def curves(names: Sequence[str], panels: Iterable[Panel]) -> tuple[Html, str]:
     """Return the panels of curves over steps under their legend, and the style rules they need.
 
     Args:
-      names: of the runs; each is a switch of the legend.
-      panels: from top to bottom; one without a finite value is left out.
+      names: of the runs; each is a toggle in the legend.
+      panels: from top to bottom; one without finite values is skipped.
     """
     panels = [
         Panel(name, [one for one in several if np.isfinite(one.values).any()])
@@ -199,14 +199,14 @@ def _panel(panel: Panel, left: float, right: float) -> Html:
         labels.append(element("span", f"{tick:.10g}", class_="y", style=f"bottom: {100 * at:.2f}%"))
     for tick in ticks(left, right):
         at = 100 * (tick - left) / (right - left)
-        # A label in the middle of the last tick would stick out of a phone's page.
+        # A label centered at the last tick would overflow a phone's page.
         side = f"left: {at:.2f}%" if at < _LAST else f"right: {100 - at:.2f}%"
         kind = "x" if at < _LAST else "x last"
         labels.append(element("span", f"{tick:,.10g}", class_=kind, style=side))
     # The paths hold the data themselves; this maps them on the frame of 100 x 100.
     across, up = 100 / (right - left), -100 / (high - low)
     transform = f"matrix({across!r} 0 0 {up!r} {-left * across!r} {-high * up!r})"
-    # Where nothing else is drawn, lines join the dots.
+    # Without other curves, lines join the dots.
     joined = all(curve.is_evaluation for curve in shown)
     paths = [_path(curve, is_line) for curve in shown for is_line in _styles(curve, joined)]
     drawn = element("g", *paths, transform=transform)
@@ -240,7 +240,7 @@ def _path(curve: Curve, is_line: bool) -> Html:
             is_open = False
             continue
         point = f"{step:.10g} {value:.7g}"
-        # A line of no length is drawn as a dot, by its round ends.
+        # A zero-length line is drawn as a dot, by its round caps.
         commands.append(f"L{point}" if is_open and is_line else f"M{point}L{point}")
         is_open = True
     kind = "heldout" if curve.is_evaluation else "training"

@@ -1,4 +1,4 @@
-"""A self-contained HTML page of what the terminal shows: no script, no file from elsewhere.
+"""A self-contained HTML page of terminal output: no script, no external file.
 
 Text and attributes of its elements are always escaped.
 """
@@ -20,7 +20,7 @@ _VOID = frozenset(("br", "input", "meta"))
 
 
 class Html(str):
-    """Markup that is escaped already; every other string is text and is escaped where it is used.
+    """Markup that is escaped already; every other string is text and is escaped when used.
 
     Only `element` and `join` make it, and `as_markup` for constants of this package.
     """
@@ -77,7 +77,7 @@ _TONES = {"green": "good", "red": "bad", "yellow": "unsure"}
 
 
 class Recorder(Console):
-    """A console that keeps what is printed, so that a page has the tables of the terminal.
+    """A console that records its output, so that a page has the terminal's tables.
 
     Attributes:
       blocks: tables, and lines as plain text, in order.
@@ -114,7 +114,7 @@ def document(
       body: what follows it.
       words: the command line that wrote the page.
       styles: rules after those of every page; a constant or made of numbers alone.
-      reads: a sentence under the command: how the page is to be read.
+      reads: a sentence under the command on how to read the page.
     """
     sheet = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     version = importlib.metadata.version("jaxtrain")
@@ -157,12 +157,12 @@ def data(value: float | None, shown: str) -> Html:
 
 
 def verdict(text: str, tone: str) -> Html:
-    """Return the verdict over all as a badge; `tone` is 'good', 'bad' or 'unsure'."""
+    """Return the overall verdict as a badge; `tone` is 'good', 'bad' or 'unsure'."""
     return element("p", element("span", text, class_=f"verdict {tone}"))
 
 
 def details(summary: str, *body: str) -> Html:
-    """Return a part that is closed until it is clicked; it is printed open."""
+    """Return a collapsible section, closed at first; it is printed open."""
     return element("details", element("summary", summary), *body)
 
 
@@ -206,7 +206,7 @@ def sections(blocks: Iterable[Table | str]) -> Html:
 
 
 def table(shown: Table) -> Html:
-    """Return a table of the terminal; a wide one has its rows as cards on a phone."""
+    """Return a terminal table; a wide one shows rows as cards on a phone."""
     heads = [_plain(column.header) for column in shown.columns]
     columns = [[_text(cell) for cell in column.cells] for column in shown.columns]
     lengths = [max((len(cell.plain) for cell in cells), default=0) for cells in columns]
@@ -215,7 +215,7 @@ def table(shown: Table) -> Html:
         for index, cells in enumerate(columns)
         if lengths[index] and all(set(cell.plain) <= {"#"} for cell in cells)
     }
-    # Short cells are not broken; long ones have a line of a card for themselves.
+    # Short cells are not wrapped; long ones have their own line of a card.
     sides = [
         f"{'number' if column.justify == 'right' else ''} {'long' if length > _LONG else 'short'}"
         for column, length in zip(shown.columns, lengths, strict=True)
