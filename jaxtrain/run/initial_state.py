@@ -1,5 +1,4 @@
-"""Initial state of a run: newly initialized, or with parameters of another run or a published
-model.
+"""Initial state of a run: newly initialized, or with the parameters of another run or model.
 
 A distillation's teacher and LoRA adapters are read as well.
 """
