@@ -11,7 +11,7 @@ from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layout
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
-from jaxtrain.nn.moe import experts
+from jaxtrain.nn.moe import dispatch
 from jaxtrain.training.compose import compose
 
 pytestmark = needs_libtpu
@@ -45,7 +45,7 @@ def share_waited(*, asked: bool) -> float:
 @pytest.mark.slow
 def test_one_part_goes_beside_the_products_of_the_other(monkeypatch):
     """The first part there and the last one back are waited for; in one part more than half is."""
-    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    monkeypatch.setattr(dispatch, "ROWS_OF_A_PART", 1)
     assert share_waited(asked=True) < 0.5
     assert share_waited(asked=False) == pytest.approx(1)
 
@@ -57,7 +57,7 @@ def test_tokens_that_go_to_their_experts_in_two_parts_are_the_same_bytes(factor,
     sizes = dataclasses.replace(MIXTRAL, capacity_factor=factor)
     config = config_of(sizes, {"expert": 4, "data": 2})
     whole = of_experts(audited(config, *compiled_step(config)))
-    monkeypatch.setattr(experts, "ROWS_OF_A_PART", 1)
+    monkeypatch.setattr(dispatch, "ROWS_OF_A_PART", 1)
     rows = audited(config, *compiled_step(config))
     assert faults(rows, set()) == []
     cut = of_experts(rows)

@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.analysis.planning.search import budget
 from jaxtrain.analysis.planning.textbook import flops, formulas, rooflines, scaling, sizes
 from jaxtrain.analysis.planning.timing import timeline
-from jaxtrain.nn.moe import experts
+from jaxtrain.nn.moe import dispatch
 
 PAGE = (Path(__file__).parent.parent / "docs" / "formulas.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -39,7 +39,7 @@ def test_every_function_has_its_formula_and_its_number(module):
 
 
 def test_every_function_of_a_table_exists():
-    known = set().union(*(functions(module) for module in (*MODULES, timeline, experts)))
+    known = set().union(*(functions(module) for module in (*MODULES, timeline, dispatch)))
     rows = re.findall(r"^\|(.*)\|$", PAGE, re.M)
     named = {name for row in rows for name in re.findall(r"`([a-z_0-9]+)`", row)}
     assert named - known - {"tensor"} == set()
