@@ -39,10 +39,10 @@ CLAIMS = {
     "resume and reliability": (
         "resume", "compatibility",
         "checkpoint*", "retention", "best", "manifest", "survival", "chaos", "mishaps",
-        "lock", "supervise", "watchdog", "signals", "goodput", "phases", "full_disk", "peers",
+        "lock", "supervise*", "watchdog", "signals", "goodput", "phases", "full_disk", "peers",
         "distributed*", "strangers", "run_token", "buckets", "bucket_runs", "launch_*",
         "train_faults", "guard*", "corruption", "fuzz*", "hostile*", "output", "attempt_*",
-        "host_names", "collective_timeouts", "foreign_modules",
+        "slurm*", "host_names", "collective_timeouts", "foreign_modules",
     ),
     "data": (
         "data_*", "mixture", "token_*", "kept_stores", "fill_in_middle", "best_fit",

@@ -189,6 +189,7 @@ SHORT_FILES = {
         "__main__", "analysis.doctor", "analysis.feature_matrix",
         "analysis.planning.search.plan_on_target", "analysis.reports.verify", "run.commands.init",
     },
+    "a scheduler, which no other file is about": {"run.attempts.slurm"},
     "a template that `jaxtrain init` copies": {"run.starter.my_model"},
     "the process's memory, which no other file is about": {"run.garbage"},
     "made without Orbax, which run.start imports": {"run.initial_state"},

@@ -25,6 +25,7 @@ from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
+from jaxtrain.run.attempts.slurm import SlurmJob
 
 SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 
@@ -210,17 +211,21 @@ def supervise(
             ending = _run(command, workdir, settings, stop, report)
             with contextlib.suppress(BucketError):
                 ending.write(workdir)
-            if ending.status == PREEMPTED and (reason := _idle(workdir, settings)):
-                report(reason)
-                ending.write_last(workdir, "failed", reason)
-                return FAILED
+            is_unstarted = bool(stop) and ending.attempt is None and ending.status == -stop[0]
+            job = SlurmJob.detect(os.environ)
+            if ending.status == PREEMPTED or (is_unstarted and job is not None):
+                reason = _idle(workdir, ending, settings, job)
+                if reason is not None:
+                    report(reason)
+                    ending.write_last(workdir, "failed", reason)
+                    return FAILED
             if ending.status in (DONE, USER_ERROR, PREEMPTED):
                 return ending.status
             step = ending.step_after
             if step is not None and (best is None or step > best):
                 best, restarts = step, 0
             kept = "no checkpoint yet" if step is None else f"newest checkpoint: step {step}"
-            if stop and ending.attempt is None and ending.status == -stop[0]:
+            if is_unstarted:
                 # exit.json of the previous attempt is still valid.
                 report(f"stopped by {_name(stop[0])} before anything was started")
                 return PREEMPTED
@@ -256,6 +261,7 @@ class _Ending:
       step_before: the newest checkpoint when it started; None: there was none.
       step_after: the newest checkpoint when it ended.
       seconds: its run time.
+      stopped_at: when a signal asked it to stop, in seconds since 1970; None: none did.
     """
 
     cause: str
@@ -264,6 +270,7 @@ class _Ending:
     step_before: int | None
     step_after: int | None
     seconds: float
+    stopped_at: float | None = None
 
     def __str__(self) -> str:
         who = "a start" if self.attempt is None else f"attempt {self.attempt}"
@@ -330,7 +337,7 @@ def _run(
         grace_seconds=settings.grace_seconds,
     )
     started = now = time.monotonic()
-    silent, heard, deadline, cause = 0.0, False, None, ""
+    silent, heard, deadline, stopped_at, cause = 0.0, False, None, None, ""
     while (status := child.status()) is None:
         beat = child.listen(settings.poll_seconds)
         before, now = now, time.monotonic()
@@ -340,7 +347,7 @@ def _run(
         if cause:
             continue
         if stop and deadline is None:
-            deadline = now + settings.grace_seconds
+            deadline, stopped_at = now + settings.grace_seconds, time.time()
             report(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
             child.send_signal(stop[0])
         if deadline is not None and (len(stop) > 1 or now >= deadline):
@@ -364,6 +371,7 @@ def _run(
         step_before=step_before,
         step_after=_read_progress(workdir)[1],
         seconds=time.monotonic() - started,
+        stopped_at=stopped_at,
     )
 
 
@@ -378,14 +386,24 @@ def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
         return None, None
 
 
-def _idle(workdir: Place, settings: Supervision) -> str | None:
+def _idle(
+    workdir: Place, ending: _Ending, settings: Supervision, job: SlurmJob | None
+) -> str | None:
     """Return why a stopped run should not be queued again; None if it makes progress in between."""
-    with contextlib.suppress(BucketError):
+    limit = None
+    with contextlib.suppress(BucketError, OSError):
         stops = records.stops_without_progress(workdir, PREEMPTED)
+        if job is not None and ending.step_before == ending.step_after:
+            stops = max(stops, job.count_stop(workdir, ending.step_after))
         if stops > settings.max_restarts_without_progress:
+            if job is not None:
+                limit = job.describe_limit(ending.stopped_at or time.time())
+            shorter = ", a shorter notice (sbatch --signal)" if limit else ""
             return (
                 f"stopped {stops} times in a row before a newer checkpoint was written: not to be "
-                "queued again; give it a longer time limit, or save more often (Train.save_every)"
+                f"queued again; {limit + '; ' if limit else ''}give it a longer time limit"
+                f"{' (sbatch --time)' if limit else ''}{shorter}, or save more often "
+                "(Train.save_every)"
             )
     return None
 
