@@ -16,7 +16,7 @@ from jaxtrain.analysis import commands
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search import search as searching
 from jaxtrain.analysis.planning.search import space
-from jaxtrain.analysis.planning.search.candidates import AXIS_OF, FAR, FSDP, SHOWN, kinds_of
+from jaxtrain.analysis.planning.search.candidates import AXIS_OF, FAR, FSDP, NEAR, SHOWN, kinds_of
 from jaxtrain.analysis.planning.search.search import price, search
 
 # A mixture of long sequences: every kind of layout has something to split.
@@ -38,7 +38,7 @@ def mixture():
 def machine(lacked=0):
     """Four small chips, of which each has a quarter of its memory and so much more."""
     target = parse_target(TARGET)
-    chip = dataclasses.replace(target.chip, hbm_bytes=5 * 2**30 + lacked)
+    chip = dataclasses.replace(target.chip, hbm_bytes=int(5 * 2**30 + lacked))
     return dataclasses.replace(target, chip=chip)
 
 
@@ -121,6 +121,16 @@ def test_the_best_that_does_not_fit_would_with_what_it_lacks(found):
     assert all(one.price.memory.total <= unfit.price.memory.total for one in fitting)
     saved = found.to_json()["search"]["best_that_does_not_fit"]
     assert (saved["over_bytes"], saved["fits"]) == (unfit.over, False)
+
+
+def test_a_layout_that_lacks_more_than_a_device_has_is_not_named(found):
+    """6.5 GiB are too much for 5, and out of reach for 2.5."""
+    assert found.unfit.price.memory.total < NEAR * 5 * 2**30
+    small = machine(-2.5 * 2**30)
+    assert found.unfit.price.memory.total > NEAR * small.chip.hbm_bytes
+    unfit = search(mixture(), small).unfit
+    assert unfit is not None
+    assert 0 < unfit.over <= small.chip.hbm_bytes
 
 
 @pytest.fixture

@@ -46,6 +46,8 @@ AXIS_OF = {"tensor": "tensor", "expert": "expert", "context": "context", "pipeli
 FSDP = "FSDP"
 # The best layout of each kind is searched up to this multiple of the fastest layout's time.
 FAR = 2.0
+# The fastest layout that does not fit is searched up to this multiple of a device's memory.
+NEAR = 2.0
 # Predictions closer than this are one: the layouts of one model share most of their error.
 TIE = 0.01
 AS_FAST = f"as fast as any that fits within {TIE:.0%}, and the smallest of those"
@@ -122,8 +124,9 @@ class Found:
       slower: layouts that were not priced: their products with what these read, and what their
         mesh waits for in any case, take longer than all that are shown.
       refused: reason -> configurations that `jaxtrain train` would reject.
-      unfit: the fastest layout that does not fit with any number of microbatches, with the most of
-        them; None where none is faster than the best that fits.
+      unfit: the fastest layout that does not fit with any number of microbatches and needs at most
+        `NEAR` times the memory, with the most microbatches; None if none is faster than the best
+        that fits.
       absent: kinds of layouts of which none that fits was found in `FAR` times the best's time.
       left: layouts that were not looked at, since the search was interrupted.
       interrupted: whether it ended early (Ctrl-C): others may be better.

@@ -14,6 +14,7 @@ from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.search.candidates import (
     FAR,
+    NEAR,
     SHOWN,
     Candidate,
     Found,
@@ -416,12 +417,18 @@ def _fastest_unfit(
     large: Sequence[tuple[_Layout, "_Sized | None"]],
     seconds: float,
 ) -> Candidate | None:
-    """Return the fastest layout that does not fit, if it takes less than `seconds`."""
+    """Return the fastest layout that does not fit and needs at most `NEAR` times the memory, if it
+    takes less than `seconds`."""
     best: Candidate | None = None
+    most = NEAR * (target.chip.hbm_bytes or 0)
     for layout, sized in sorted(large, key=lambda one: one[0].least_seconds):
         if layout.least_seconds >= (seconds if best is None else best.price.seconds):
             break
+        if _bound(config, target, layout, sized) > most:
+            continue
         found = sized or _fewest(config, layout, _lay_out(config, layout, target), target)[0]
+        if found.memory.total > most:
+            continue
         one = _candidate(config, found, target)
         if one.price.seconds < seconds:
             best = min(best or one, one, key=order_of)
