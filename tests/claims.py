@@ -42,7 +42,7 @@ CLAIMS = {
         "lock", "supervise*", "watchdog", "signals", "goodput", "phases", "full_disk", "peers",
         "distributed*", "strangers", "run_token", "buckets", "bucket_runs", "launch_*",
         "train_faults", "guard*", "corruption", "fuzz*", "hostile*", "output", "attempt_*",
-        "slurm*", "host_names", "collective_timeouts", "foreign_modules",
+        "slurm*", "standby", "host_names", "collective_timeouts", "foreign_modules",
     ),
     "data": (
         "data_*", "mixture", "token_*", "kept_stores", "fill_in_middle", "best_fit",

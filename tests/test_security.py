@@ -81,6 +81,7 @@ def test_a_pickle_beside_the_arrays_is_never_loaded(tmp_path):
 WALL_CLOCKS = {
     "run/attempts/records.py",
     "run/attempts/goodput.py",
+    "run/attempts/slurm.py",
     "run/attempts/watchdog.py",
     "run/show/html/page.py",
     "run/metrics/files.py",

@@ -42,7 +42,7 @@ def test_a_job_is_detected_by_its_environment():
 
 
 def test_the_clause_has_time_limit_and_notice():
-    text = SlurmJob("7", start=1000, end=1120).describe_limit(1030)
+    text = SlurmJob("7", start=1000, end=1120).describe_limit(5, lambda: 1035)
     assert text == (
         "the time limit of Slurm job 7 is 120 s, and the signal to save came 90 s ahead of its "
         "end, 30 s after the job's start"

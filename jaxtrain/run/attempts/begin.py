@@ -107,7 +107,10 @@ def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> 
                     attempt.request_stop, os.environ, on_google_cloud=cluster.kind == "TPU VM"
                 )
             )
-            report_to_supervisor(lambda: attempt.request_stop("the end of its supervisor"))
+            report_to_supervisor(
+                lambda: attempt.request_stop("the end of its supervisor"),
+                lambda: phases.seconds.get("step", 0) > 0,
+            )
             last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
             stack.enter_context(
                 Watchdog(phases, config.timeouts, end.report_stalled, last_resort=last_resort)

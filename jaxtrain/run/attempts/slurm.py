@@ -11,7 +11,7 @@ import datetime
 import json
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Self
 
 from jaxtrain.config.buckets import Place
@@ -70,17 +70,21 @@ class SlurmJob:
         write_atomically(file, (json.dumps({"step": step, "stops": stops}) + "\n").encode())
         return stops
 
-    def describe_limit(self, stopped_at: float) -> str | None:
+    def describe_limit(
+        self, seconds_ago: float, wall_clock: Callable[[], float] = time.time
+    ) -> str | None:
         """Return a clause with time limit and notice; None if the limit is unknown.
 
         Args:
-          stopped_at: when the signal came, in seconds since 1970.
+          seconds_ago: since the signal came.
+          wall_clock: seconds since 1970, as Slurm's times are.
         """
         start, end = self.start, self.end
         if start is None or end is None:
             start, end = _ask_times(self.job)
         if start is None or end is None:
             return None
+        stopped_at = wall_clock() - seconds_ago
         return (
             f"the time limit of Slurm job {self.job} is {end - start:.0f} s, and the signal to "
             f"save came {max(0, end - stopped_at):.0f} s ahead of its end, "

@@ -26,12 +26,19 @@ from jaxtrain.run.attempts import records
 from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.attempts.slurm import SlurmJob
+from jaxtrain.run.attempts.standby import Reserve, Standby
 
 SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
+_BEAT, _STEP = b".", b"s"  # heartbeats before and since the first step
 
 
 class Child:
-    """A command in its own process group, watched by its supervisor."""
+    """A command in its own process group, watched by its supervisor.
+
+    Attributes:
+      pid: its process id.
+      has_stepped: whether it has reported its first step.
+    """
 
     def __init__(
         self,
@@ -40,6 +47,7 @@ class Child:
         beat_seconds: float,
         grace_seconds: float,
         output: IO[bytes] | None = None,
+        standby: Standby | None = None,
     ) -> None:
         """Start the command; its standard error goes where this process's does.
 
@@ -48,9 +56,17 @@ class Child:
           beat_seconds: its heartbeat interval.
           grace_seconds: time to exit when this process is gone.
           output: receives its standard output; None: this process's.
+          standby: runs the command, with this process's standard output; None: a fresh process.
         """
+        self._line_open, self.has_stepped = True, False
+        if standby is not None:
+            facts = f"{standby.descriptor} {beat_seconds} {grace_seconds}"
+            if standby.run(command, {SUPERVISOR_VARIABLE: facts}):
+                self._line, self._process = standby.line, standby.process
+                self.pid = self._process.pid
+                return
+            standby.close()
         self._line, theirs = socket.socketpair()
-        self._line_open = True
         with theirs:
             facts = f"{theirs.fileno()} {beat_seconds} {grace_seconds}"
             self._process = subprocess.Popen(
@@ -74,7 +90,9 @@ class Child:
             return False
         if not select.select([self._line], [], [], seconds)[0]:
             return False
-        self._line_open = bool(self._line.recv(4096))
+        received = self._line.recv(4096)
+        self._line_open = bool(received)
+        self.has_stepped = self.has_stepped or _STEP in received
         return self._line_open
 
     def send_signal(self, number: int) -> None:
@@ -92,7 +110,9 @@ class Child:
         self._line.close()
 
 
-def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
+def report_to_supervisor(
+    on_lost: Callable[[], None] | None = None, has_stepped: Callable[[], bool] | None = None
+) -> bool:
     """Send heartbeats to a supervisor, and end this process when the supervisor is gone.
 
     A daemon thread sends the beats. When the supervisor is gone, however it ended, `on_lost` is
@@ -101,6 +121,7 @@ def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
 
     Args:
       on_lost: requests the process to save and exit; None sends it SIGTERM.
+      has_stepped: whether the process has taken its first step, called in that thread.
 
     Returns:
       Whether there is a supervisor.
@@ -114,16 +135,22 @@ def report_to_supervisor(on_lost: Callable[[], None] | None = None) -> bool:
     line.setblocking(False)
     _beat(line)
     arguments = (line, float(beat_seconds), float(grace_seconds), on_lost or _terminate)
-    threading.Thread(target=_report, args=arguments, name="supervisor", daemon=True).start()
+    threading.Thread(
+        target=_report, args=(*arguments, has_stepped), name="supervisor", daemon=True
+    ).start()
     return True
 
 
 def _report(
-    line: socket.socket, beat_seconds: float, grace_seconds: float, on_lost: Callable[[], None]
+    line: socket.socket,
+    beat_seconds: float,
+    grace_seconds: float,
+    on_lost: Callable[[], None],
+    has_stepped: Callable[[], bool] | None,
 ) -> None:
     # The supervisor sends nothing: reading detects the end of the connection.
     while not select.select([line], [], [], beat_seconds)[0]:
-        _beat(line)
+        _beat(line, _STEP if has_stepped is not None and has_stepped() else _BEAT)
     on_lost()
     time.sleep(grace_seconds)
     if os.getpgrp() == os.getpid():
@@ -131,10 +158,10 @@ def _report(
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _beat(line: socket.socket) -> None:
+def _beat(line: socket.socket, word: bytes = _BEAT) -> None:
     # A frozen supervisor does not read; a lost one is detected at the next check.
     with contextlib.suppress(BlockingIOError, ConnectionError):
-        line.send(b".")
+        line.send(word)
 
 
 def _terminate() -> None:
@@ -206,9 +233,9 @@ def supervise(
         require("--workdir", workdir)
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         best, restarts = records.newest_step(workdir), 0
-    with record_signals() as stop:
+    with contextlib.closing(Reserve(command)) as reserve, record_signals() as stop:
         while True:
-            ending = _run(command, workdir, settings, stop, report)
+            ending = _run(command, workdir, settings, stop, reserve, report)
             with contextlib.suppress(BucketError):
                 ending.write(workdir)
             is_unstarted = bool(stop) and ending.attempt is None and ending.status == -stop[0]
@@ -261,7 +288,7 @@ class _Ending:
       step_before: the newest checkpoint when it started; None: there was none.
       step_after: the newest checkpoint when it ended.
       seconds: its run time.
-      stopped_at: when a signal asked it to stop, in seconds since 1970; None: none did.
+      stopped_at: when a signal asked it to stop, by the monotonic clock; None: none did.
     """
 
     cause: str
@@ -319,6 +346,7 @@ def _run(
     workdir: Place,
     settings: Supervision,
     stop: list[int],
+    reserve: Reserve,
     report: Callable[[str], None],
 ) -> _Ending:
     """Run the command once; kill it if it stalls or does not stop in time.
@@ -328,6 +356,7 @@ def _run(
       workdir: the run's folder.
       settings: restart policy and timeouts.
       stop: signals received by this process; others are added meanwhile.
+      reserve: has the standby interpreter that runs it, and gets the next one.
       report: called with each line to print.
     """
     attempt_before, step_before = _read_progress(workdir)
@@ -335,19 +364,24 @@ def _run(
         command,
         beat_seconds=min(settings.stall_seconds / 10, 5.0),
         grace_seconds=settings.grace_seconds,
+        standby=reserve.take(),
     )
     started = now = time.monotonic()
     silent, heard, deadline, stopped_at, cause = 0.0, False, None, None, ""
+    is_prepared = False
     while (status := child.status()) is None:
         beat = child.listen(settings.poll_seconds)
         before, now = now, time.monotonic()
         heard = heard or beat
+        if child.has_stepped and not is_prepared:
+            reserve.prepare()
+            is_prepared = True
         # A check that took too long does not count: then we were frozen, and it may well be alive.
         silent = 0.0 if beat else silent + min(now - before, 5 * settings.poll_seconds)
         if cause:
             continue
         if stop and deadline is None:
-            deadline, stopped_at = now + settings.grace_seconds, time.time()
+            deadline, stopped_at = now + settings.grace_seconds, now
             report(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
             child.send_signal(stop[0])
         if deadline is not None and (len(stop) > 1 or now >= deadline):
@@ -397,7 +431,8 @@ def _idle(
             stops = max(stops, job.count_stop(workdir, ending.step_after))
         if stops > settings.max_restarts_without_progress:
             if job is not None:
-                limit = job.describe_limit(ending.stopped_at or time.time())
+                now = time.monotonic()
+                limit = job.describe_limit(now - (ending.stopped_at or now))
             shorter = ", a shorter notice (sbatch --signal)" if limit else ""
             return (
                 f"stopped {stops} times in a row before a newer checkpoint was written: not to be "
