@@ -34,7 +34,7 @@ def bytes_moved(text: str) -> dict[str, int]:
             if one.opcode in CONTAINERS:
                 turns = module.trip_count(one) if one.opcode == "while" else 1
                 if turns is None:
-                    raise ValueError(f"the program does not say how often {one.name} turns")
+                    raise ValueError(f"the program does not give the trip count of {one.name}")
                 waiting += [(body, runs * turns) for body in one.called]
             elif one.name in of_one:
                 found[_kind(one.name, one.opcode)] += of_one[one.name].moved_bytes * runs

@@ -90,7 +90,7 @@ def test_a_way_that_changes_base_weights_in_peft_is_rejected(way, base, ours, tm
     plain = logits_of_peft(base, written(base, tmp_path / "plain"))
     other = written(base, tmp_path / "other", init_lora_weights=way)
     assert np.abs(logits_of_peft(base, other) - plain).max() > 0.01
-    with pytest.raises(UserError, match=f"init_lora_weights = '{way}'; here it is True or False"):
+    with pytest.raises(UserError, match=f"init_lora_weights = '{way}'; it must be True or False"):
         read_adapter(str(other), ours.config, ours.program.setup)
 
 
@@ -108,7 +108,7 @@ def test_a_plain_adapter_answers_as_in_peft(base, tmp_path):
         ({"init_lora_weights": "loftq"}, "init_lora_weights = 'loftq'"),
         ({"init_lora_weights": "lora_ga"}, "init_lora_weights = 'lora_ga'"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication = [[0, 2], [1, 2]]"),
-        ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens = [3, 4]; here it is None"),
+        ({"alora_invocation_tokens": [3, 4]}, "alora_invocation_tokens = [3, 4]; it must be None"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern = {'q_proj': 2}"),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern = {'q_proj': 2}"),
         ({"layers_to_transform": [0]}, "layers_to_transform = [0]"),
@@ -116,12 +116,12 @@ def test_a_plain_adapter_answers_as_in_peft(base, tmp_path):
         ({"trainable_token_indices": [5]}, "trainable_token_indices = [5]"),
         ({"target_parameters": ["experts"]}, "target_parameters = ['experts']"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
-        ({"lora_bias": True}, "lora_bias = True; here it is False"),
+        ({"lora_bias": True}, "lora_bias = True; it must be False"),
         ({"bias": "all"}, "bias = 'all'; here it is 'none'"),
-        ({"use_qalora": True}, "use_qalora = True; here it is False"),
+        ({"use_qalora": True}, "use_qalora = True; it must be False"),
         ({"use_dora": True}, "use_dora is True; use Finetune.lora_magnitudes=True"),
         ({"use_rslora": True}, "use Finetune.lora_alpha=6 and Finetune.lora_scale='sqrt_rank'"),
-        ({"lora_dropuot": 0.1}, "lora_dropuot = 0.1 is a key that is not known here (the nearest "),
+        ({"lora_dropuot": 0.1}, "lora_dropuot = 0.1 is an unknown key (the nearest "),
     ],
 )
 def test_what_is_not_done_here_is_rejected_by_name(changes, said, base, ours, tmp_path):

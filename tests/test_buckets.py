@@ -105,7 +105,7 @@ def test_an_address_that_is_none_is_refused(name):
 
 
 def test_other_storages_are_refused():
-    with pytest.raises(UserError, match="of storages gs:// is known"):
+    with pytest.raises(UserError, match="only gs:// URLs and local paths are supported"):
         place("s3://bucket/run")
 
 
@@ -348,7 +348,7 @@ def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa
         ),
         ("gs://box/x", 403, "TextData.source = gs://box/x: the bucket 'box' does not permit it"),
         ("gs://box/x", 401, "gcloud auth application-default login"),
-        ("s3://box/x", None, r"TextData.source = 's3://box/x': .*gs:// is known"),
+        ("s3://box/x", None, r"TextData.source = 's3://box/x': .*only gs:// URLs"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused_in_a_sentence(gcs, source, status, sentence):

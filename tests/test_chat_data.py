@@ -146,7 +146,7 @@ def test_rows_of_columns_are_the_records_of_lines(folder, tmp_path, name):
     with pytest.raises(UserError, match=rf"{name}: row 1: no field 'messages', nor 'prompt'"):
         ChatData(**{**of, "messages_field": "messages"}).open(seed=0)
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"{name} is no whole"):
+    with pytest.raises(UserError, match=f"{name} is not a complete"):
         ChatData(**of).open(seed=0)
 
 
@@ -165,12 +165,14 @@ USER = {"role": "user", "content": "?"}
 REPLY = {"role": "assistant", "content": "!"}
 BAD = {
     "no field 'messages', nor 'prompt'; did you mean 'promt'?": {"promt": "a", "completion": "b"},
-    "'messages' is empty, where a list of messages is wanted": {"messages": []},
+    "'messages' is empty, but it must be a list of messages": {"messages": []},
     "messages[1] has no 'content'": {"messages": [USER, {"role": "assistant", "contnt": "!"}]},
-    "'messages[0].content' is a list, where a string": {"messages": [{**USER, "content": []}]},
+    "'messages[0].content' is a list, but it must be a string": {
+        "messages": [{**USER, "content": []}]
+    },
     "no message has the role 'assistant'": {"messages": [USER]},
-    "'completion' is a number, where a string is wanted": {"prompt": "a", "completion": 1},
-    "where a record in braces is wanted": ["a"],
+    "'completion' is a number, but it must be a string": {"prompt": "a", "completion": 1},
+    "but it must be a JSON object": ["a"],
 }
 
 

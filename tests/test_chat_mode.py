@@ -176,7 +176,7 @@ def test_a_model_of_bytes_learns_turns_and_talks(tmp_path, monkeypatch, capsys):
         (["--chat", "--beams", "2"], "--beams 2 with --chat"),
         (["--chat", "--draft", "lookup"], "--draft lookup with --chat"),
         (["--chat", "--log-probabilities"], "--log-probabilities with --chat"),
-        (["--prompt", "x", "--system", "y"], "--system is of a conversation"),
+        (["--prompt", "x", "--system", "y"], "--system applies to a conversation"),
     ],
 )
 def test_what_does_not_go_with_a_conversation_is_refused(words, said, capsys):
@@ -186,5 +186,5 @@ def test_what_does_not_go_with_a_conversation_is_refused(words, said, capsys):
 
 def test_a_model_without_a_template_says_what_to_do(tiny_config):
     trainer = Trainer(load_config(tiny_config))
-    with pytest.raises(UserError, match=r"no chat template beside it.*@ChatData\(\)"):
+    with pytest.raises(UserError, match=r"no chat template next to it.*@ChatData\(\)"):
         Chat(trainer)

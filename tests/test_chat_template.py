@@ -183,7 +183,7 @@ def test_a_template_s_own_refusal_and_a_broken_one_are_sentences(folder, peer, t
     refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", "it")
     with pytest.raises(TemplateError, match="roles must alternate"):
         refusing.text(TALK)
-    with pytest.raises(UserError, match="is no template of Jinja"):
+    with pytest.raises(UserError, match="is not a Jinja template"):
         opened(folder, "{% for m in messages %}")
     with pytest.raises(UserError, match="chat_template = 'chatmi'.*did you mean 'chatml'"):
         open_template("ChatData", "chatmi", None, None)

@@ -225,7 +225,7 @@ def refusal(saved, opened, state, **arguments):
 
 def test_another_shape_is_refused(saved, opened):
     text = refusal(saved, opened, make_state(mlp_dim=32))
-    assert "was written by another model or optimizer" in text
+    assert "was written by a different model or optimizer" in text
     assert "(3 of its leaves differ)" in text  # the parameter and its two moments
     assert (
         "params/up: float32[8, 16] in the checkpoint, float32[8, 32] in this configuration" in text

@@ -264,7 +264,9 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(copy, name):
         copy / "checkpoints/3",
         lambda content: content["files"].update({name: [6, "crc32:" + "0" * 8]}),
     )
-    with pytest.raises(CheckpointError, match="canary.*, which is no file inside the checkpoint"):
+    with pytest.raises(
+        CheckpointError, match="canary.*, which is not a file inside the checkpoint"
+    ):
         look(copy).restore(3, LIKE)
     assert look(copy).newest_good() == 2
     assert (copy / "canary").read_text() == "secret"

@@ -40,12 +40,12 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["plan", "--json", "FOLDER"], "is no file; name one, such as FOLDER/out.json"),
-        (["plan", "--json", ""], "--json '' is no file; name one, such as out.json"),
+        (["plan", "--json", "FOLDER"], "is not a file; name one, such as FOLDER/out.json"),
+        (["plan", "--json", ""], "--json '' is not a file; name one, such as out.json"),
         (["plan", "--json", "/dev/null"], "is no file"),
         (["plan", "--json", "FOLDER/" + 300 * "x"], "File name too long"),
-        (["plan", "--png", "FOLDER/x.foo"], "what is drawn is PNG; use FOLDER/x.png"),
-        (["timeline", "--png", "FOLDER"], "is no file; name one, such as FOLDER/out.png"),
+        (["plan", "--png", "FOLDER/x.foo"], "plots are PNG files; use FOLDER/x.png"),
+        (["timeline", "--png", "FOLDER"], "is not a file; name one, such as FOLDER/out.png"),
         (["verify", "--json", "FOLDER"], "is no file"),
         pytest.param(
             ["plan", "--json", "/proc/x"],
@@ -66,7 +66,7 @@ def test_a_budget_leaves_no_other_argument_unread(tmp_path, capsys):
     file = str(tmp_path / "x.json")
     assert main(["plan", "llama_1b", "--budget", "1e21", "--json", file, "-b", "Mesh.fsdp=2"]) == 2
     error = capsys.readouterr().err
-    assert "plan --budget goes with --target alone; leave out CONFIG and -b and --json" in error
+    assert "plan --budget accepts only --target; leave out CONFIG and -b and --json" in error
     assert main(["plan", "--budget", "1e17", "--price", "2"]) == 2
     assert "leave out --price" in capsys.readouterr().err
     assert main(["plan", "--budget", "1e17", "--target", "h100:1x1", "--price", "2"]) == 0

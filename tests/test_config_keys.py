@@ -147,7 +147,7 @@ def test_what_the_table_calls_used_is_read(architecture):
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_an_unknown_key_is_rejected_by_name(architecture):
     content = {**small(architecture), "residual_multiplier": 0.22}
-    with pytest.raises(UserError, match="residual_multiplier = 0.22 is a key that is not known"):
+    with pytest.raises(UserError, match="residual_multiplier = 0.22 is an unknown key"):
         model_of(content, where="config.json")
 
 
@@ -186,7 +186,7 @@ def test_every_key_of_quantization_that_transformers_knows_is_in_its_table():
 @pytest.mark.parametrize(
     ("architecture", "method", "changes", "said"),
     [
-        ("LlamaForCausalLM", "awq", {"bits": 8}, "quantization_config.bits = 8; here it is 4"),
+        ("LlamaForCausalLM", "awq", {"bits": 8}, "quantization_config.bits = 8; it must be 4"),
         ("LlamaForCausalLM", "awq", {"zero_point": False}, "quantization_config.zero_point = Fal"),
         ("LlamaForCausalLM", "awq", {"order": 1}, "quantization_config.order = 1 is a key that"),
         ("LlamaForCausalLM", "fp8", {}, "quantization_config = "),

@@ -118,7 +118,7 @@ def test_a_flipped_bit_of_one_replica_is_named(trained):
     with pytest.raises(CorruptionError) as error:
         compare_replicas(altered, 17)
     assert str(error.value) == (
-        "step 17: devices that should hold the same numbers do not: params/token_embedding on "
+        "step 17: replicas that should be identical differ: params/token_embedding on "
         "device 5 (alone against the majority); resume from a checkpoint of an earlier step "
         "without these devices"
     )
@@ -194,8 +194,8 @@ def test_a_step_whose_replay_differs_is_named(trained):
     with program.setup.layout.active(), pytest.raises(CorruptionError) as error:
         replay_step(faulty, placed_copy(state), batch, 3)
     assert str(error.value).startswith(
-        "step 3 taken twice from the same state and batch had two results: "
-        "params/position_embedding on device 2; a device computes wrongly"
+        "step 3 run twice from the same state and batch gave two results: "
+        "params/position_embedding on device 2; a device computes incorrectly"
     )
 
 
@@ -262,7 +262,7 @@ def test_every_process_names_the_same_device():
             said += [line for line in output.splitlines() if line.startswith("FOUND")]
         assert len(said) == 2
         assert said[0] == said[1]
-        assert "step 2: devices that should hold the same numbers do not: w on devices" in said[0]
+        assert "step 2: replicas that should be identical differ: w on devices" in said[0]
     finally:
         for process in processes:
             process.kill()

@@ -302,8 +302,8 @@ def test_a_run_trains_and_is_evaluated_on_mixed_images():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"hue": 0.6}, "Augment.hue = 0.6: a turn either way, from 0 to 0.5"),
-        ({"magnitude": 31}, "Augment.magnitude = 31: it is 0 to 30"),
+        ({"hue": 0.6}, "Augment.hue = 0.6: use 0 to 0.5"),
+        ({"magnitude": 31}, "Augment.magnitude = 31: use 0 to 30"),
         ({"mixup": -0.1}, "Augment.mixup=-0.1; use 0 or more"),
         ({"contrast": -1.0}, "Augment.contrast=-1.0; use 0 or more"),
     ],

@@ -141,7 +141,7 @@ def test_compressed_files_are_those_that_they_hold(name, ending, tmp_path):
     kind = "gzip" if ending == ".gz" else "Zstandard"
     for damaged in (whole[:-6], b"no such file at all"):
         packed.write_bytes(damaged)
-        assert f"{packed} is no whole {kind} file" in refusal(packed)
+        assert f"{packed} is not a complete {kind} file" in refusal(packed)
 
 
 def test_a_pattern_names_files_in_any_folder(tmp_path):
@@ -195,7 +195,7 @@ def test_a_folder_that_datasets_saved_is_read_by_its_splits(tmp_path):
     (both / "train" / "data-00000-of-00002.arrow").unlink()
     assert "data-00000-of-00002.arrow, which is not there" in refusal(both)
     (both / "train" / "state.json").write_text("{")
-    assert "state.json is no JSON" in refusal(both)
+    assert "state.json is not JSON" in refusal(both)
 
 
 # As `datasets` 5.2 writes them: Dataset.save_to_disk and the fields of DatasetInfo.
@@ -218,13 +218,13 @@ INDICES = {"_indices_data_files": [{"filename": "indices.arrow"}]}
     [
         ("state.json", {"_indices_data_files": None}, None),
         ("state.json", INDICES, "_indices_data_files = [{'filename': 'indices.arrow'}]; here it"),
-        ("state.json", {"_indexes": {"a": 1}}, "_indexes = {'a': 1}; here it is None"),
-        ("state.json", {"_shuffled": True}, "_shuffled = True is a key that is not known here"),
+        ("state.json", {"_indexes": {"a": 1}}, "_indexes = {'a': 1}; it must be None"),
+        ("state.json", {"_shuffled": True}, "_shuffled = True is an unknown key"),
         ("dataset_info.json", {"post_processed": {"a": 1}}, "post_processed = {'a': 1}; here"),
-        ("dataset_info.json", {"order": [1, 0]}, "order = [1, 0] is a key that is not known here"),
+        ("dataset_info.json", {"order": [1, 0]}, "order = [1, 0] is an unknown key"),
         ("state.json", {"_data_files": [{"filename": "data-00000-of-00002.arrow", "take": 3}]},
-         "_data_files.take = 3; here it is None"),
-        ("state.json", {"_data_files": 7}, "_data_files = 7; here it is an object"),
+         "_data_files.take = 3; it must be None"),
+        ("state.json", {"_data_files": 7}, "_data_files = 7; it must be an object"),
         ("dataset_info.json", {"features": 3}, None),
     ],
 )  # fmt: skip
@@ -278,7 +278,7 @@ BAD = [
     ("a.parquet", ["good", None, "x"], "a.parquet: row 2: 'text' is null"),
     ("a.arrow", ["good", "x", None], "a.arrow: row 3: 'text' is null"),
     ("a.array_record", [{"text": [b"\xff"]}], "record 2: 'text' is not UTF-8 text (byte 0)"),
-    ("a.array_record", [{"text": [b"a", b"b"]}], "record 2: 'text' is no single text, but 2"),
+    ("a.array_record", [{"text": [b"a", b"b"]}], "record 2: 'text' is not a single text, but 2"),
     ("a.array_record", [{"txt": [b"a"]}], "record 2: no feature 'text'; did you mean 'txt'?"),
     ("a.array_record", b"\x0a\x50", "record 2: no tf.train.Example (Error parsing message"),
     ("a.array_record", b"\x0a\xff", "record 2: no tf.train.Example"),
@@ -318,15 +318,15 @@ def test_files_that_are_cut_short_or_something_else_are_named(tmp_path):
         whole = path.read_bytes()
         for content in (whole[: len(whole) // 2], b"something else", b""):
             path.write_bytes(content)
-            assert f"{path} is no whole " in refusal(path)
+            assert f"{path} is not a complete " in refusal(path)
     path = tmp_path / "a.csv"
     path.write_text('id,text\n1,good\n2,"no end\n3,x\n')
-    assert f"{path} is no whole CSV file (line 4: unexpected end of data)" in refusal(path)
+    assert f"{path} is not a complete CSV file (line 4: unexpected end of data)" in refusal(path)
     path.write_text("id,body\n1,good\n")
     assert f"TextData.text_field = 'text': {path} has no such column" in refusal(path)
     path = tmp_path / "b.parquet"
     pyarrow.parquet.write_table(pa.table({"text": [1, 2]}), path)
-    assert f"in {path} it holds int64, where strings are wanted" in refusal(path)
+    assert f"in {path} it holds int64, but it must hold strings" in refusal(path)
     assert "bad_records=-1; use 0 or more" in refusal(path, bad_records=-1)
 
 

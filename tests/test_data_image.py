@@ -345,7 +345,7 @@ def test_a_damaged_image_is_named(folder, damage):
     path = folder / "bee" / "03.png"
     path.write_bytes(path.read_bytes()[:50] if damage is None else damage)
     message = refusal(source=str(folder), num_classes=2, image_size=4, heldout_fraction=0.1)
-    assert f"ImageData.source: {path} is no readable PNG or JPEG" in message
+    assert f"ImageData.source: {path} is not a readable PNG or JPEG file" in message
 
 
 def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
@@ -357,13 +357,13 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"image_size": 0}, "ImageData.image_size = 0: it is at least 1"),
-        ({"num_classes": 1}, "ImageData.num_classes = 1: it is at least 2"),
+        ({"image_size": 0}, "ImageData.image_size = 0: use at least 1"),
+        ({"num_classes": 1}, "ImageData.num_classes = 1: use at least 2"),
         (
             {"mean": (0.1, 0.2)},
             "ImageData.mean = (0.1, 0.2) has 2 values; it takes one, or one for",
         ),
-        ({"std": (0.0,)}, "ImageData.std = (0.0,): a standard deviation is over 0"),
+        ({"std": (0.0,)}, "ImageData.std = (0.0,); use numbers above 0"),
         ({"heldout_fraction": -0.1}, "ImageData.heldout_fraction = -0.1"),
         ({"heldout_split": "test"}, "ImageData.heldout_split = 'test': only a 'tfds:NAME' source"),
     ],

@@ -59,16 +59,16 @@ def test_records_stand_between_the_text_files_of_a_folder(tmp_path):
         (b'{"text": "a"', "no JSON (Expecting ',' delimiter, column 13)"),
         (b"plain words", "no JSON (Expecting value, column 1)"),
         (b'{"text": "\xff"}', "no UTF-8 text (byte 10)"),
-        (b"[" * 200_000, "no JSON that can be read"),
-        (b'["a"]', "a list, where a record in braces is wanted"),
-        (b'"a"', "a string, where"),
+        (b"[" * 200_000, "JSON that cannot be read"),
+        (b'["a"]', "a list, but it must be a JSON object"),
+        (b'"a"', "a string, but it must be"),
         (b'{"txt": "a"}', "no field 'text'; did you mean 'txt'?"),
         (b"{}", "no field 'text'"),
-        (b'{"text": null}', "'text' is null, where a string is wanted"),
+        (b'{"text": null}', "'text' is null, but it must be a string"),
         (b'{"text": 3}', "'text' is a number"),
         (b'{"text": true}', "'text' is true or false"),
         (b'{"text": {}}', "'text' is a record"),
-        (b'{"text": "\\ud800"}', "'text' holds half of a surrogate pair"),
+        (b'{"text": "\\ud800"}', "'text' holds an unpaired surrogate"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_by_file_and_line(tmp_path, line, words):
@@ -97,7 +97,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path):
     whole = gzip.compress(lines(TEXTS))
     for content in (whole[:-20], b"no gzip", whole[:30] + b"\xff" * 20 + whole[50:]):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=r"a\.jsonl\.gz is no whole gzip file"):
+        with pytest.raises(UserError, match=r"a\.jsonl\.gz is not a complete gzip file"):
             documents(file)
 
 
@@ -119,5 +119,5 @@ def test_files_that_are_no_text_are_counted_by_ending_and_said(tmp_path):
     )
     assert ".png" not in told[0]
     (tmp_path / "a.txt").unlink()
-    with pytest.raises(UserError, match=r"empty text.*; Left out 4 files.*\.png 2, \.pdf 1"):
+    with pytest.raises(UserError, match=r"the text is empty.*; Left out 4 files.*\.png 2, \.pdf 1"):
         documents(tmp_path)

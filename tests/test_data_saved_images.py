@@ -151,15 +151,15 @@ def test_what_cannot_be_read_of_parquet_files_is_refused_and_nothing_kept(tmp_pa
 
     write_parquet(hub, name, range(60))
     refused("train-0.parquet has no such column; did you mean 'label'", label_feature="lable")
-    refused("it holds int64, where encoded images are wanted", image_feature="label")
+    refused("it holds int64, but it must hold encoded images", image_feature="label")
     refused("num_classes = 4, but .* has 3 classes; set ImageData.num_classes = 3", num_classes=4)
     whole = (hub / name).read_bytes()
     (hub / name).write_bytes(whole[: len(whole) // 2])
-    refused("train-0.parquet is no whole Parquet file")
+    refused("train-0.parquet is not a complete Parquet file")
     images = pq.ParquetFile(pa.BufferReader(whole)).metadata.row_group(9).column(0)
     place = images.data_page_offset
     (hub / name).write_bytes(whole[:place] + bytes(40) + whole[place + 40 :])
-    refused("train-0.parquet is no whole Parquet file")
+    refused("train-0.parquet is not a complete Parquet file")
     write_parquet(hub, name, range(8), image=lambda n: {"bytes": None if n else png(1), "path": ""})
     with pytest.raises(UserError, match=r"train-0.parquet, row \d has no image in it"):
         greys(opened(hub, num_classes=3).train)
@@ -191,8 +191,8 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     write(tmp_path / "birds", range(8))
     refused("ImageData.image_feature = 'img': .* has no such column; did", image_feature="img")
     refused("ImageData.label_feature = 'lable': .*did you mean 'label'", label_feature="lable")
-    refused("it holds int64, where encoded images are wanted", image_feature="label")
-    refused("it holds struct.*, where whole numbers are wanted", label_feature="image")
+    refused("it holds int64, but it must hold encoded images", image_feature="label")
+    refused("it holds struct.*, but it must hold integers", label_feature="image")
     refused("num_classes = 4, but .* has 3 classes; set ImageData.num_classes = 3", num_classes=4)
     refused("heldout_split = 'test': only", heldout_split="test")
     write(tmp_path / "more", range(8), names=None, label=lambda n: n)
@@ -209,4 +209,4 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     for content in (whole[: len(whole) // 2], b"something else", b""):
         saved._map.cache_clear()
         file.write_bytes(content)
-        refused("data-00001-of-00002.arrow is no whole Arrow file")
+        refused("data-00001-of-00002.arrow is not a complete Arrow file")

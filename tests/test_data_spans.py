@@ -203,10 +203,10 @@ def test_a_tokenizers_own_sentinels_are_taken_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text", "sentence"),
     [
-        ({"corrupted": 1.0}, {}, "SpanData.corrupted=1.0: the share that is lost"),
+        ({"corrupted": 1.0}, {}, "SpanData.corrupted=1.0: the masked fraction"),
         ({"mean_length": 0.5}, {}, "SpanData.mean_length=0.5; use at least 1"),
         ({"begin": -1}, {}, "SpanData.begin=-1; use 0 or more"),
-        ({"sentinels": "<extra_id_0>"}, {}, "write {} where the number stands"),
+        ({"sentinels": "<extra_id_0>"}, {}, "write {} for the number"),
         ({}, {"sequence_length": 1}, "at least 2 tokens"),
         ({}, {"packing": "padded"}, "use 'stream' or 'best_fit'"),
     ],

@@ -106,7 +106,7 @@ def test_words_behind_the_end_of_a_row_are_left_out_and_counted(source):
         ("a.xml", "", r"ends in .jsonl, .json, .conll"),
         ("a.conll", "EU ORG\nrejects\n", r"line 2 has one column, 'rejects'"),
         ("a.jsonl", '{"tokens": ["a"], "tags": []}', r"line 1 has 1 words .* and 0 tags"),
-        ("a.jsonl", '{"tokens": "a", "tags": []}', r"'tokens' is no list of strings"),
+        ("a.jsonl", '{"tokens": "a", "tags": []}', r"'tokens' is not a list of strings"),
         ("a.jsonl", '{"tokens": ["a"], "tag": ["O"]}', r"no field 'tags'; did you mean 'tag'"),
         ("a.jsonl", lines_of(SENTENCES), r"num_classes = 2, but .* has 3 \(O, ORG, PER\)"),
     ],

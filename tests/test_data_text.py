@@ -263,8 +263,10 @@ def test_a_relative_path_is_hinted_as_it_was_written(tmp_path, monkeypatch):
 def test_empty_text_is_refused(tmp_path, content):
     path = tmp_path / "empty.txt"
     path.write_text(content)
-    assert f"TextData.source = {str(path)!r}: empty text" in refusal(source=str(path))
-    assert f"TextData.source = {str(tmp_path)!r}: empty text" in refusal(source=str(tmp_path))
+    assert f"TextData.source = {str(path)!r}: the text is empty" in refusal(source=str(path))
+    assert f"TextData.source = {str(tmp_path)!r}: the text is empty" in refusal(
+        source=str(tmp_path)
+    )
 
 
 def test_a_split_shorter_than_a_row_is_refused(tmp_path):
@@ -305,7 +307,7 @@ def test_a_file_that_is_not_utf8_is_refused(folder):
         ({"sequence_length": 0}, "TextData.sequence_length = 0: a row has at least 1 token"),
         (
             {"heldout_fraction": 0.0},
-            "TextData.heldout_fraction = 0.0: the held-out share is over 0",
+            "TextData.heldout_fraction = 0.0: the held-out fraction is between 0",
         ),
         ({"heldout_fraction": 1.0}, "TextData.heldout_fraction = 1.0"),
         ({"synthetic_vocab_size": 1}, "TextData.synthetic_vocab_size = 1"),

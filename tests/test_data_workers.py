@@ -135,5 +135,5 @@ def test_the_number_of_workers_is_not_part_of_the_data():
     none, some = (ImageData(source="synthetic", workers=n).open(seed=0) for n in (0, 4))
     assert none.digest == some.digest
     assert some.workers == 4
-    with pytest.raises(UserError, match="ImageData.workers = -1: it is at least 0"):
+    with pytest.raises(UserError, match="ImageData.workers = -1: use at least 0"):
         ImageData(workers=-1)

@@ -299,5 +299,5 @@ def test_node_lists(text, nodes):
 
 @pytest.mark.parametrize("text", ["", "node[1-x]"])
 def test_what_is_no_node_list_is_refused(text):
-    with pytest.raises(UserError, match="no list of nodes"):
+    with pytest.raises(UserError, match="not a list of nodes"):
         expand_nodes(text)

@@ -164,7 +164,7 @@ def test_every_pooling_leaves_padding_out():
     ("modules", "pooling", "said"),
     [
         (["Transformer", "Pooling", "Dense"], "{}", "modules.json has Transformer, Pooling, Dense"),
-        (None, '{"pooling_mode_lasttoken": true}', "pooling_mode = 'lasttoken'; here it is mean"),
+        (None, '{"pooling_mode_lasttoken": true}', "pooling_mode = 'lasttoken'; it must be mean"),
         (None, '{"pooling_mode": "cls"}', {"pooling": "first", "normalized": True}),
         (["Transformer", "Pooling"], '{"pooling_mode_max_tokens": true}',
          {"pooling": "max", "normalized": False}),

@@ -181,9 +181,9 @@ def test_rows_of_batches_are_those_of_any_process_and_of_mixtures_too(corpus):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"rate": 1.5}, "FillInMiddle.rate = 1.5: a share is from 0 to 1"),
-        ({"spm": -0.5}, "FillInMiddle.spm = -0.5: a share is from 0 to 1"),
-        ({"prefix": "a", "suffix": "a"}, "have to be three different tokens"),
+        ({"rate": 1.5}, "FillInMiddle.rate = 1.5: use a fraction from 0 to 1"),
+        ({"spm": -0.5}, "FillInMiddle.spm = -0.5: use a fraction from 0 to 1"),
+        ({"prefix": "a", "suffix": "a"}, "must be three different tokens"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, words):
@@ -199,7 +199,7 @@ def test_tokens_that_are_not_there_are_refused_with_the_nearest(corpus, bpe):
         opened(corpus, tokenizer=str(bpe), fill_in_middle=wrong)
     with pytest.raises(UserError, match="'synthetic' has no text to fill in"):
         TextData(source="synthetic", fill_in_middle=FillInMiddle()).open(seed=0)
-    with pytest.raises(UserError, match="separate_documents = False does not tell apart"):
+    with pytest.raises(UserError, match="separate_documents = False does not separate"):
         TextData(separate_documents=False, fill_in_middle=FillInMiddle())
 
 

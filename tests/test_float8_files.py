@@ -50,9 +50,9 @@ def test_what_is_no_float8_in_such_blocks_is_refused(stored):
     header, _ = stored
     with pytest.raises(UserError, match=r"there: w has no w_scale_inv beside it"):
         merge({"w": header["w"]}, SETTINGS, where="there")
-    with pytest.raises(UserError, match=r"w \[10, 19\] .* not one F32 for each 8 x 8 of it"):
+    with pytest.raises(UserError, match=r"w \[10, 19\] .* needs one F32 for each 8 x 8 block"):
         merge(header, {**SETTINGS, "weight_block_size": [8, 8]}, where="there")
-    with pytest.raises(UserError, match=r"weight_block_size=None; here it is the rows and"):
+    with pytest.raises(UserError, match=r"weight_block_size=None; use the rows and"):
         merge(header, {"quant_method": METHOD}, where="there")
 
 

@@ -154,7 +154,7 @@ def test_a_terminal_sees_the_text_while_it_is_written_and_a_pipe_the_same_text(
     [
         ("", "there is no line in it"),
         ("nonsense\n", "prompts.jsonl:1: no JSON"),
-        ('{"prompt": "a"}\n[1]\n', "prompts.jsonl:2: no record in braces"),
+        ('{"prompt": "a"}\n[1]\n', "prompts.jsonl:2: not a JSON object"),
         ('{"promt": "a"}\n', "prompts.jsonl:1: no field 'prompt'; did you mean 'promt'?"),
         ('{"prompt": 1}\n', "prompts.jsonl:1: 'prompt' is 1; use a string"),
         ('{"prompt": ""}\n', "prompts.jsonl:1: 'prompt' is empty"),
@@ -186,12 +186,18 @@ def test_guesses_change_no_greedy_answer_and_are_counted(run, capsys, draft):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--guesses", "2"], "--guesses 2: nothing guesses; add --draft"),
+        (["--guesses", "2"], "--guesses 2: there is no draft model; add --draft"),
         (["--draft", "lookup", "--guesses", "0"], "--guesses 0: use at least 1"),
-        (["--draft", "lookup", "--stop", "x"], "--draft lookup with --stop: guesses are of one"),
-        (["--draft", "lookup", "--beams", "2"], "--draft lookup with --beams 2: guesses are of"),
-        (["--beams", "2", "--top-k", "3"], "--top-k 3 with --beams 2: a beam search draws nothing"),
-        (["--length-penalty", "2"], "--length-penalty is of a beam search; add --beams"),
+        (
+            ["--draft", "lookup", "--stop", "x"],
+            "--draft lookup with --stop: speculative decoding generates one",
+        ),
+        (
+            ["--draft", "lookup", "--beams", "2"],
+            "--draft lookup with --beams 2: speculative decoding generates",
+        ),
+        (["--beams", "2", "--top-k", "3"], "--top-k 3 with --beams 2: beam search does not sample"),
+        (["--length-penalty", "2"], "--length-penalty applies to beam search; add --beams"),
         (["--beams", "0"], "--beams 0: use at least 1"),
         (["--beams", "2", "--stop", "x"], "--beams 2: a beam ends at the end-of-text token"),
     ],

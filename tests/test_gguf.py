@@ -247,14 +247,14 @@ ONE = {"x": ((2,), F32, b"\0" * 8)}
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"GGUX" + b"\0" * 40, "it does not begin as one of version 2 or 3"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "it does not begin as one of version 2 or 3"),
+        (b"GGUX" + b"\0" * 40, "it does not begin like version 2 or 3"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "it does not begin like version 2 or 3"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), f"a count of {1 << 60}"),
         (gguf({}, ONE)[:40], "requires a buffer of"),
         (gguf({}, ONE)[:-32], "x ends after the file"),
         (
             gguf({}, {"x": ((2,), 99, b"")}),
-            "x is quantized in a way that is not known here (type 99)",
+            "x is quantized in an unsupported format (type 99)",
         ),
         (gguf({}, {"x": ((33,), Q8_0, b"\0" * 68)}), "x is [33]"),
         (gguf({"general.alignment": 0}, ONE), "an alignment of 0"),
@@ -274,13 +274,15 @@ def test_a_bad_file_is_refused(tmp_path, content, said):
     file.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(said)) as raised:
         _ = GgufFile(file).family_and_model
-    assert f"{file} is no GGUF file that is read here (" in str(raised.value)
+    assert f"{file} is not a supported GGUF file (" in str(raised.value)
 
 
 def test_another_architecture_is_refused(tmp_path):
     file = tmp_path / "other.gguf"
     file.write_bytes(gguf({"general.architecture": "mamba"}, {}))
-    with pytest.raises(UserError, match="GGUF files of 'llama' are read here, not of 'mamba'"):
+    with pytest.raises(
+        UserError, match="GGUF files of 'llama' are supported, not those of 'mamba'"
+    ):
         _ = GgufFile(file).family_and_model
 
 

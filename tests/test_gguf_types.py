@@ -140,7 +140,7 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch, capsys):
 def test_a_type_that_the_package_does_not_dequantize_is_rejected(tmp_path, kind):
     file = tmp_path / "a.gguf"
     file.write_bytes(gguf(SAID, {"x": ((256,), kind, bytes(1024))}))
-    words = f"x is quantized in a way that is not known here (type {kind})"
+    words = f"x is quantized in an unsupported format (type {kind})"
     with pytest.raises(UserError, match=re.escape(words)):
         _ = GgufFile(file).family_and_model
 

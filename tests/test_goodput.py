@@ -275,7 +275,7 @@ def test_the_file_is_the_account(tmp_path):
 def test_a_file_that_is_no_account_is_named(tmp_path, text):
     file = tmp_path / "goodput.json"
     file.write_text(text)
-    with pytest.raises(UserError, match="goodput.json: not an account of time .*remove it"):
+    with pytest.raises(UserError, match="goodput.json: not a goodput file .*remove it"):
         read_account(file)
 
 

@@ -168,7 +168,7 @@ def test_a_rewind_always_passes_over_the_bad_batch():
         ({"policy": "skip", "max_bad_steps": 0}, "Guard.max_bad_steps=0; use at least 1"),
         (
             {"policy": "rewind", "skip_batches": 50},
-            "Guard.skip_batches=50 is below Guard.rewind_steps=100: the bad batch would come "
+            "Guard.skip_batches=50 is below Guard.rewind_steps=100: the bad batch would be read "
             "again; use at least 100",
         ),
         (

@@ -124,8 +124,8 @@ CASES = [
     ("tokenizer.json wordlevel", TOKENIZER, put("model", "vocab", "far", 2**40), "expected u32"),
     ("tokenizer.json wordlevel", TOKENIZER, put("model", "unk_token", "gone"), "Missing \\[UNK\\]"),
     ("tokenizer_config.json", "tokenizer_config.json", put("chat_template", "{% for %}"),
-     "is no template of Jinja"),
-    ("tokenizer_config.json", "tokenizer_config.json", whole(b"{" * 100_000), "is no JSON"),
+     "is not a Jinja template"),
+    ("tokenizer_config.json", "tokenizer_config.json", whole(b"{" * 100_000), "is not JSON"),
     ("model llama", CONFIG, put("num_hidden_layers", 10**9), "here it is at most 10,000"),
     ("model llama", CONFIG, put("vocab_size", 2**40), "here it is at most"),
     ("model llama", CONFIG, put("hidden_size", 10**400), "a number of 401 digits"),
@@ -133,21 +133,21 @@ CASES = [
     ("model llama", CONFIG, put("architectures", [{"x": 1}]), "use a list of names"),
     ("model llama", CONFIG, put("rope_theta", "a" * 100_000), "here it is a number"),
     ("model llama", CONFIG, put("quantization_config", 3), "quantization_config"),
-    ("model llama", CONFIG, whole(b'{"a": ' + DEEP + b"}"), "nested more than 64 deep"),
-    ("model llama", CONFIG, put("model_type", "\ud800"), "half of a surrogate pair"),
+    ("model llama", CONFIG, whole(b'{"a": ' + DEEP + b"}"), "nested more than 64 levels deep"),
+    ("model llama", CONFIG, put("model_type", "\ud800"), "an unpaired surrogate"),
     ("model gemma3_text", CONFIG, put("layer_types", 7), "layer_types is no list"),
     ("model llama", "model.safetensors.index.json", put("weight_map", "x", "../x.safetensors"),
-     "is no safetensors file in its folder"),
+     "is not a safetensors file in its folder"),
     ("model llama", "model-1.safetensors", header(None, shape=[10**30] * 60), "no offsets"),
     ("model llama", "model-1.safetensors", header(None, shape=[1] * 10_000), "10000 dimensions"),
     ("model llama", "model-1.safetensors", whole(struct.pack("<Q", 10**6) + DEEP * 10), "nested"),
     ("gguf", "model.gguf", whole(b"GGUF" + struct.pack("<IQQ", 3, 2**62, 2)), "a count of"),
-    ("adapter", "adapter_config.json", whole(DEEP), "is no JSON"),
-    ("adapter", "adapter_config.json", put("r", {"x": []}), "which is no positive number"),
+    ("adapter", "adapter_config.json", whole(DEEP), "is not JSON"),
+    ("adapter", "adapter_config.json", put("r", {"x": []}), "which is not a positive number"),
     ("saved dataset", "saved/dataset_dict.json", put("splits", [{}, []]), "is damaged"),
     ("saved dataset", "saved/dataset_dict.json", put("splits", 7), "is damaged"),
     ("image folder", "images/a/2.png", replaced(b"\rIHDR", b"\tIHDR"),
-     "is no readable PNG or JPEG: Truncated IHDR"),
+     "is not a readable PNG or JPEG file: Truncated IHDR"),
     ("model mixtral", CONFIG, put("head_dim", [0] * 5000), "head_dim = \\[0, 0, .*\\.\\.\\."),
     ("saved images", "saved/state.json", put("_data_files", []), "is damaged"),
     ("saved images", "saved/state.json", put("_data_files", 0, "filename", "a" * 5000), "too long"),
@@ -161,18 +161,18 @@ CASES = [
     ("vectors.npz", "a.npz", claims_more, "which are no \\[1125899906842624\\]"),
     ("vectors.npz", "a.npz", whole(b"PK\x05\x06" + bytes(18)), "no array 'x'"),
     ("sequences.npz", "a.npz", bomb, "more than 200 times as many"),
-    ("vectors.csv", "a.csv", whole(b"\n"), "no row of numbers"),
+    ("vectors.csv", "a.csv", whole(b"\n"), "no rows of numbers"),
     ("sequences.ts", "a.ts", replaced(b"@data\n", b"@data\nb\n"), "a class and no values"),
     ("model mixtral", CONFIG, put("num_local_experts", 2**31), "it is at most 10,000"),
-    ("image folder", "images/a/2.png", claims_long_data, "is no readable PNG or JPEG"),
+    ("image folder", "images/a/2.png", claims_long_data, "is not a readable PNG or JPEG file"),
     ("saved images", "saved/state.json", put("_data_files", [0] * 2000), "and 1,980 more"),
     ("config.gin", "run.gin", replaced(b"base.gin", b"b" * 5000), "include 'bbb"),
     ("config.gin", "run.gin", replaced(b"20", bytes(5000)), "x00"),
     ("config.gin", "run.gin", replaced(b"20", b"(" * 5000), "nested too deep"),
     ("checkpoint", "checkpoints/1/manifest.json", whole(b'{"manifest": ' + DEEP), "nested|JSON"),
     ("run folder", "tracker_track.json", put("done", [1]), "is damaged; remove it"),
-    ("run folder", "goodput.json", whole(DEEP), "not an account of time"),
-    ("tasks.jsonl", "task.jsonl", whole(DEEP), "nested more than 64 deep"),
+    ("run folder", "goodput.json", whole(DEEP), "not a goodput file"),
+    ("tasks.jsonl", "task.jsonl", whole(DEEP), "nested more than 64 levels deep"),
 ]  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_damaged_arrow_offsets_do_not_abort_the_process(valid, tmp_path):
     (tmp_path / "a.arrow").write_bytes(content[:at] + b"\xff\xff\xff\x80" + content[at + 4 :])
     outcome = hostile.attempt(READERS["text.arrow"].read, tmp_path)
     assert outcome.kind == "refused"
-    assert "is no whole Arrow file (In column 0: Invalid: Offset invariant" in outcome.told
+    assert "is not a complete Arrow file (In column 0: Invalid: Offset invariant" in outcome.told
 
 
 @pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
@@ -300,7 +300,7 @@ def test_bounds_leave_templates_as_jinja_renders_them():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"[" * 65 + b"]" * 65, "nested more than 64 deep"),
+        (b"[" * 65 + b"]" * 65, "nested more than 64 levels deep"),
         (b"[" + b"1" * 39 + b"]", "a number of 39 digits"),
         (b"[" + b"[]," * 6_000_000 + b"1]", "more than 5,000,000 values"),
         (b'"' + b"a" * (65 << 20) + b'"', "at most 67,108,864 are read"),

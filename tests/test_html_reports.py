@@ -181,7 +181,7 @@ def test_only_markup_made_here_is_not_escaped():
     [
         (
             ["plan", "gpt2_124m", "--html", "FOLDER"],
-            "is no file; name one, such as FOLDER/out.html",
+            "is not a file; name one, such as FOLDER/out.html",
         ),
         (["plan", "gpt2_124m", "--html", "FOLDER/x.png"], "the page is HTML; use FOLDER/x.html"),
         (["plan", "--budget", "1e21", "--html", "FOLDER/x.html"], "leave out --html"),

@@ -461,9 +461,9 @@ def test_two_layers_parts_at_most_are_held_while_reading(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", r"preprocessor_config\.json is no JSON \("),
-        ("[]", r"preprocessor_config\.json is no JSON object; fetch it again"),
-        ('{"image_mean": ["a"], "image_std": [0.5]}', r"image_mean = \['a'\]; here it is 1 number"),
+        ("{", r"preprocessor_config\.json is not JSON \("),
+        ("[]", r"preprocessor_config\.json is not a JSON object; fetch it again"),
+        ('{"image_mean": ["a"], "image_std": [0.5]}', r"image_mean = \['a'\]; it must be 1 number"),
     ],
 )
 def test_a_damaged_file_of_the_image_processor_is_told(content, said, tmp_path):

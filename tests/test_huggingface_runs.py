@@ -170,7 +170,7 @@ def test_a_folder_that_is_taken_is_refused(run, source, tmp_path, capsys):
 def test_several_processes_do_not_export(run, tmp_path, monkeypatch):
     trainer = Trainer(load_config(run / "config.gin"), run, read_only=True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="a run of 2 processes is exported by one alone"):
+    with pytest.raises(UserError, match="a run of 2 processes is exported by one process"):
         trainer.export_huggingface(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -392,10 +392,10 @@ def test_an_adapter_of_other_weights_is_refused_with_the_targets_that_fit(tmp_pa
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "adapter_config.json is no JSON"),
-        ("[]", "adapter_config.json is no JSON object"),
-        (json.dumps({"peft_type": "LORA", "r": "4"}), "r is '4', which is no positive number"),
-        (json.dumps({"peft_type": "LORA", "r": 0}), "r is 0, which is no positive number"),
+        ("{", "adapter_config.json is not JSON"),
+        ("[]", "adapter_config.json is not a JSON object"),
+        (json.dumps({"peft_type": "LORA", "r": "4"}), "r is '4', which is not a positive number"),
+        (json.dumps({"peft_type": "LORA", "r": 0}), "r is 0, which is not a positive number"),
         (json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": None}), "lora_alpha is None"),
     ],
 )

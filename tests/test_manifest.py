@@ -171,7 +171,7 @@ def test_a_name_that_is_no_file_inside_is_refused(tmp_path, name):
     content = json.loads((tmp_path / "manifest.json").read_bytes())["manifest"]
     content["files"] = {name: [0, "crc32:00000000"]}
     (tmp_path / "manifest.json").write_bytes(manifest._envelope(content))
-    with pytest.raises(CheckpointError, match="which is no file inside the checkpoint"):
+    with pytest.raises(CheckpointError, match="which is not a file inside the checkpoint"):
         manifest.read(tmp_path, 7)
 
 

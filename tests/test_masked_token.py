@@ -236,7 +236,7 @@ def test_a_run_learns_and_evaluates_alike(tiny_config, tmp_path):
     with pytest.raises(UserError) as refusal:
         Trainer(with_model(256))
     assert str(refusal.value) == (
-        "Encoder.vocab_size=256 has no room for the mask's token beside the data's 256; use at "
+        "Encoder.vocab_size=256 has no slot for the mask token after the data's 256; use at "
         "least 257"
     )
     trainer = Trainer(with_model(258), tmp_path)

@@ -66,7 +66,7 @@ def test_the_way_out_of_a_refusal_works():
         ({"simulated_devices": -1}, "Mesh.simulated_devices=-1"),
         ({"simulated_devices": 10**8}, "Mesh.simulated_devices=100000000; use at most 4096"),
         ({"dcn": {"dta": 2}}, r"no mesh axis 'dta'; did you mean 'data'\?"),
-        ({"dcn": {"data": 0}}, "data goes over at least 1 slice"),
+        ({"dcn": {"data": 0}}, "data spans at least 1 slice"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes, words):
@@ -138,10 +138,10 @@ def test_devices_that_know_their_slice_are_grouped_by_it():
 @pytest.mark.parametrize(
     ("count", "dcn", "words"),
     [
-        (4, {"data": 2}, "has 2 slices, but the devices stand in 4; set for example "
+        (4, {"data": 2}, "has 2 slices, but the devices are in 4; set for example "
                          "Mesh.dcn={'data': 4}"),
-        (2, {}, "Mesh.dcn={} has 1 slice, but the devices stand in 2"),
-        (1, {"data": 2}, "the devices stand in 1; set Mesh.dcn={}"),
+        (2, {}, "Mesh.dcn={} has 1 slice, but the devices are in 2"),
+        (1, {"data": 2}, "the devices are in 1; set Mesh.dcn={}"),
     ],
 )  # fmt: skip
 def test_another_number_of_slices_is_refused(count, dcn, words):

@@ -260,34 +260,34 @@ def test_a_run_tells_losses_and_epochs_by_source_and_goes_on_where_it_was(corpus
     ("changed", "words"),
     [
         ({"sources": {}}, "Mixture.sources = {}: name at least one"),
-        ({"sources": {"a b": "x"}}, "'a b' is in the names of metrics"),
+        ({"sources": {"a b": "x"}}, "'a b' is used in names of metrics"),
         ({"weights": {"code": 0.5, "web": 0.4}}, "sum to 0.9; they are shares that sum to 1, such"),
         ({"weights": {"code": 0.0, "web": 0.0}}, "Mixture.weights sum to 0; they"),
         (
             {"weights": {"code": 1.0}},
             "Mixture.weights has no share for 'web'; give each source one",
         ),
-        ({"weights": {"cod": 1.0, "web": 0}}, "'cod' is no source; did you mean 'code'?"),
-        ({"weights": {"code": 1.5, "web": -0.5}}, "['code'] = 1.5: a share is from 0 to 1"),
+        ({"weights": {"cod": 1.0, "web": 0}}, "'cod' is not a source; did you mean 'code'?"),
+        ({"weights": {"code": 1.5, "web": -0.5}}, "['code'] = 1.5: use a fraction from 0 to 1"),
         ({"stages": {5: {"code": 1.0}}}, "Mixture.stages[5] has no share for 'web'"),
         ({"stages": {0: {"code": 1.0, "web": 0.0}}}, "a stage begins at step 0; use 1 or more"),
         (
             {"single_epoch": ("wed",)},
-            "Mixture.single_epoch: 'wed' is no source; did you mean 'web'?",
+            "Mixture.single_epoch: 'wed' is not a source; did you mean 'web'?",
         ),
         (
             {"single_epoch": ("code", "web")},
-            "draws from none but sources that Mixture.single_epoch ends",
+            "samples only sources that Mixture.single_epoch ends",
         ),
         (
             {"single_epoch": ("code",), "stages": {9: {"code": 1.0, "web": 0.0}}},
-            "Mixture.stages[9] draws from none but sources",
+            "Mixture.stages[9] samples only sources",
         ),
         (
             {"interpolation": "linear"},
             "'linear' goes from Mixture.weights to Mixture.stages, of which",
         ),
-        ({"data": TextData(source="README.md")}, "is not read beside Mixture.sources"),
+        ({"data": TextData(source="README.md")}, "is not used with Mixture.sources"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(changed, words):

@@ -47,7 +47,7 @@ def test_what_is_no_mxfp4_is_refused(stored):
     header, _ = stored
     with pytest.raises(UserError, match=r"there: w_blocks has no w_scales beside it"):
         merge({"w_blocks": header["w_blocks"]}, where="there")
-    with pytest.raises(UserError, match=r"w_blocks \[3, 5, 2\] of U8 with scales .* is no MXFP4"):
+    with pytest.raises(UserError, match=r"w_blocks \[3, 5, 2\] of U8 with scales .* is not MXFP4"):
         merge({"w_blocks": header["w_scales"], "w_scales": header["w_scales"]}, where="there")
 
 

@@ -78,7 +78,7 @@ def test_plot_takes_folders_of_runs_and_of_a_sweep(runs, tmp_path, capsys):
 def test_a_folder_of_runs_as_workdir_names_the_runs_in_it(command, runs, capsys):
     assert main([command[0], "--workdir", "runs", *command[1:]]) == 2
     assert (
-        "--workdir runs is no run (no config.gin); it holds these: runs/first, runs/second, "
+        "--workdir runs is not a run (no config.gin); it contains: runs/first, runs/second, "
         "runs/sweep/rate=1, runs/sweep/rate=2"
     ) in capsys.readouterr().err
 

@@ -484,12 +484,12 @@ def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
         (lambda: Schedule(final_fraction=2.0), "Schedule.final_fraction=2.0; use 0 to 1"),
         (
             lambda: Schedule(name="wsd"),
-            "Schedule.name='wsd' with Schedule.decay_steps=0; say how many steps decay, such as a "
-            "tenth of Train.steps",
+            "Schedule.name='wsd' with Schedule.decay_steps=0; set the number of decay steps, such "
+            "as a tenth of Train.steps",
         ),
         (
             lambda: Schedule(name="exponential", final_fraction=0.0),
-            "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never gets there; "
+            "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never reaches 0; "
             "use above 0, such as 0.01",
         ),
         (

@@ -180,7 +180,7 @@ def test_moments_of_another_dtype_and_their_means_are_refused():
     with pytest.raises(UserError) as refusal:
         Optimizer(rule=Adam8bit(), moments="bfloat16")
     assert str(refusal.value) == (
-        "Optimizer.moments='bfloat16' with Optimizer.name='adam8bit', which keeps its own in 8 "
+        "Optimizer.moments='bfloat16' with Optimizer.name='adam8bit', which keeps its moments in 8 "
         "bits; use 'float32', the default"
     )
     config = load_config(

@@ -140,7 +140,7 @@ def test_layers_in_the_order_of_stages_have_their_own_rates():
          "'layers/*[4:]' stands for no layer of these parameters, which have 4"),
         (["Optimizer.learning_rates = {'token_embedding[0:1]': 0.1}"], "which have none"),
         (["Optimizer.weight_decays = {'layers/up[0:2]': 0.1}"],
-         "decays are of all layers: use 'layers/up'"),
+         "weight decay applies to all layers: use 'layers/up'"),
     ],
     ids=str,
 )  # fmt: skip

@@ -569,8 +569,8 @@ def test_two_averages_are_refused():
     with pytest.raises(UserError) as refusal:
         Optimizer(rule=ScheduleFree(), average_decay=0.9)
     assert str(refusal.value) == (
-        "Optimizer.average_decay=0.9 with Optimizer.name='schedule_free', which averages the "
-        "parameters by itself; use None"
+        "Optimizer.average_decay=0.9 with Optimizer.name='schedule_free', which already averages "
+        "the parameters; use None"
     )
 
 

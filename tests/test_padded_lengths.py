@@ -183,7 +183,7 @@ def test_lengths_that_cannot_be_are_refused(settings, words):
 
 
 def test_a_mixture_has_rows_of_one_length():
-    with pytest.raises(UserError, match="rows of sources that are mixed have one length"):
+    with pytest.raises(UserError, match="rows of mixed sources have one length"):
         Mixture(data=TextData(packing="padded"), sources={"a": "a"})
 
 

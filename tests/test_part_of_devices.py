@@ -42,5 +42,5 @@ def test_a_choice_of_devices_that_is_none_is_refused(tiny_config, devices):
     config = load_config(tiny_config, ONE)
     with pytest.raises(UserError, match="give at least one device"):
         Trainer(config, devices=[])
-    with pytest.raises(UserError, match=r"\[0, 1, 0\] stands there twice"):
+    with pytest.raises(UserError, match=r"\[0, 1, 0\]is listed twice"):
         Trainer(config, devices=[devices[0], devices[1], devices[0]])

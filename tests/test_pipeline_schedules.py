@@ -304,7 +304,7 @@ def test_each_mistake_is_named():
     cases = [
         ({(0, 1): forward}, "rank 1, tick 0: FORWARD of microbatch 0 on stage 1: before the out"),
         ({(2, 0): Action(Work.FORWARD, 0, 0)}, "rank 0, tick 2: .*: done before"),
-        ({(2, 0): Action(Work.FORWARD, 1, 1)}, "rank 0, tick 2: .* stands on rank 1"),
+        ({(2, 0): Action(Work.FORWARD, 1, 1)}, "rank 0, tick 2: .* is on rank 1"),
         ({(2, 0): Action(Work.BACKWARD, 0, 0)}, "tick 2: .*: before the input gradient of stage 1"),
         ({(2, 0): Action(Work.BACKWARD_WEIGHT, 0, 0)}, "rank 0, tick 2: BACKWARD_WEIGHT"),
         ({(1, 1): Action(Work.BACKWARD_INPUT, 0, 1)}, "before the output of stage 1"),
@@ -321,7 +321,9 @@ def test_each_mistake_is_named():
     # Down the first stage beside the turn of another microbatch: rank 1 would get two activations.
     folded = make_schedule("dualpipe_v", ranks=2, microbatches=2, virtual_stages=2)
     both = {(1, 0): folded.ticks[2][0], (2, 0): None}
-    with pytest.raises(ValueError, match="rank 1, tick 1: .* rank 1 gets another one in this tick"):
+    with pytest.raises(
+        ValueError, match="rank 1, tick 1: .* rank 1 receives another one in this tick"
+    ):
         check(edit(folded, both))
     with pytest.raises(ValueError, match="tick 0: 1 entries for 2 ranks"):
         check(dataclasses.replace(good, ticks=((None,), *good.ticks)))
@@ -348,9 +350,11 @@ def test_backward_may_be_split_for_some_microbatches_alone():
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(UserError, match=r"only 'interleaved'.*Pipeline.virtual_stages=1"):
         Pipeline(virtual_stages=2)
-    with pytest.raises(UserError, match=r"one stage on the way down .* Pipeline.virtual_stages=2"):
+    with pytest.raises(
+        UserError, match=r"one stage of the forward order .* Pipeline.virtual_stages=2"
+    ):
         Pipeline(schedule="dualpipe_v")
-    with pytest.raises(UserError, match=r"'dualpipe_v': microbatches go around its ranks once"):
+    with pytest.raises(UserError, match=r"'dualpipe_v': microbatches pass through its ranks once"):
         make_schedule("dualpipe_v", ranks=4, microbatches=8, virtual_stages=2, passes=2)
     with pytest.raises(UserError, match="at least 2 virtual stages; set Pipeline.virtual_stages=2"):
         Pipeline(schedule="interleaved")
@@ -362,7 +366,7 @@ def test_settings_that_do_not_go_together_are_refused():
         make_schedule("interleaved", ranks=4, microbatches=7, virtual_stages=2)
     with pytest.raises(UserError, match=r"microbatches=6 with Mesh.pipe=4.*multiple of 4, such a"):
         make_schedule("1f1b", ranks=4, microbatches=6, passes=2)
-    with pytest.raises(UserError, match=r"'zero_bubble': microbatches go around its ranks once"):
+    with pytest.raises(UserError, match=r"'zero_bubble': microbatches pass through its ranks once"):
         make_schedule("zero_bubble", ranks=4, microbatches=8, passes=2)
     with pytest.raises(UserError, match="only 'interleaved'"):
         make_schedule("gpipe", ranks=4, microbatches=4, virtual_stages=2)

@@ -128,7 +128,7 @@ def test_a_run_calibrates_by_its_median_after_the_first_lines(tmp_path):
     (["Mesh.simulated_devices=8"], 6, TARGET, "trained on simulated CPU devices"),
     (["Mesh.data=1", "Mesh.fsdp=3"], 6, TARGET, "mesh has 3 devices, and there is no v5e machine"),
     (["Attention.kernel='blocked'"], 6, "cpu:4", "no time is predicted for 'cpu:4'"),
-    (["Attention.kernel='cudnn'"], 6, TARGET, "what was measured cannot run on 'v5e:2x2'"),
+    (["Attention.kernel='cudnn'"], 6, TARGET, "the measured configuration cannot run on 'v5e:2x2'"),
 ])  # fmt: skip
 def test_a_run_that_says_nothing_of_the_chip_is_rejected(bindings, lines, target, said, tmp_path):
     run = write_run(tmp_path / "run", *bindings, lines=lines)

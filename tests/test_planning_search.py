@@ -179,7 +179,7 @@ def test_what_cannot_fit_in_any_layout_is_refused_before_one_is_traced(monkeypat
     weights = 2 * llama_parameters(**sizes)
     room = parse_target("v5e:2x2").chip.hbm_bytes
     config = load_config("llama_8b", [*KERNEL, "Llama.num_layers=320"])
-    with pytest.raises(UserError, match=rf"would want {math.ceil(weights / room)} devices"):
+    with pytest.raises(UserError, match=rf"the weights need {math.ceil(weights / room)} devices"):
         search(config, parse_target("v5e:2x2"))
 
 

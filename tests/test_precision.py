@@ -228,8 +228,8 @@ def test_scaled_float16_gradients_are_near_those_of_float32():
         *(
             (
                 {"matmul": name},
-                f"Precision.matmul={name!r}: no device that multiplies blocks with scales of their "
-                "own (NVIDIA's Blackwell) has been there to prove it on; use "
+                f"Precision.matmul={name!r}: no device that multiplies block-scaled operands "
+                "(NVIDIA's Blackwell) was available to test it on; use "
                 "Precision.matmul='float8' or 'compute'",
             )
             for name in ("mxfp8", "nvfp4")

@@ -96,7 +96,7 @@ def test_the_command_prints_a_line_an_image(folder, capsys):
     for words, said in (
         ([str(file), "--top", "0"], "--top 0: name at least 1 class"),
         ([str(folder / "fruit" / "lime" / "9.png")], "no such file or folder"),
-        ([str(folder / "run.gin")], "is no readable PNG or JPEG"),
+        ([str(folder / "run.gin")], "is not a readable PNG or JPEG file"),
         ([str(folder / "run" / "checkpoints")], "there is no PNG or JPEG file in it"),
     ):
         assert main(["predict", "--workdir", workdir, *words]) == 2
@@ -128,7 +128,7 @@ def test_the_command_goes_on_past_inputs_that_cannot_be_read(folder, tmp_path, m
         assert str(tmp_path / name) in line
     # In Python the first one raises, unless `skip` takes its error.
     trainer = Trainer(load_config(folder / "run.gin"))
-    with pytest.raises(UserError, match=r"1.png is no readable"):
+    with pytest.raises(UserError, match=r"1.png is not a readable"):
         trainer.predict(tmp_path)
 
 

@@ -225,10 +225,10 @@ def test_what_transformers_writes_by_default_is_no_error(folder, trainer):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size = 3; here it is 0"),
-        ({"suppress_tokens": [1]}, r"suppress_tokens = \[1\]; here it is None"),
-        ({"temprature": 0.5}, "temprature = 0.5 is a key that is not known here .* 'temperature'"),
-        ({"temperature": "hot"}, "temperature = 'hot' is no number"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size = 3; it must be 0"),
+        ({"suppress_tokens": [1]}, r"suppress_tokens = \[1\]; it must be None"),
+        ({"temprature": 0.5}, "temprature = 0.5 is an unknown key .* 'temperature'"),
+        ({"temperature": "hot"}, "temperature = 'hot' is not a number"),
         ({"num_beams": 2, "do_sample": True}, "num_beams = 2 with do_sample = True"),
     ],
 )

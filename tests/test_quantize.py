@@ -276,7 +276,7 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
     content = json.loads(config.read_text())
     content["quantization_config"] |= {"bits": 3, "version": "gemv"}
     config.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"(?s)bits = 3; here it is 4.*version = 'gemv'"):
+    with pytest.raises(UserError, match=r"(?s)bits = 3; it must be 4.*version = 'gemv'"):
         _ = Folder(out).family_and_model
     header = read_header(out / "model.safetensors")
     del header[f"{stems[0]}.scales"]
@@ -319,9 +319,12 @@ def test_eight_bits_are_rounded_as_they_are_and_keep_what_an_import_carried(run,
         ([], "blocks of 128; use --group-size 16, or --bits 8, or fewer"),
         (
             ["--group-size", "15"],
-            "--group-size 15: two codes share a byte; the nearest even number",
+            "--group-size 15: two codes share a byte, so it must be even; the nearest even number",
         ),
-        (["--group-size", "0"], "--group-size 0: two codes share a byte; the nearest even number"),
+        (
+            ["--group-size", "0"],
+            "--group-size 0: two codes share a byte, so it must be even; the nearest even number",
+        ),
         (["--group-size", "16", "--calibrate", "no/where"], "--calibrate no/where"),
     ],
 )

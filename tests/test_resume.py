@@ -265,7 +265,7 @@ def test_embedded_text_of_another_python_is_named_as_the_cause():
     assert told == f"the embedded text was that of Python 3.9.1, is that of {now}"
     with pytest.raises(UserError) as caught:
         metadata.require_same_run(extra, config, dataset, step=4, workdir=Path("runs"))
-    told = f"under Python 3.9.1, whose library is its text, this is {now}: "
+    told = f"under Python 3.9.1, whose library is the training text; this is {now}: "
     assert told in str(caught.value)
     assert str(caught.value).endswith("use that Python, or another --workdir")
     assert metadata.other_data(extra, config, opened("a")) is None

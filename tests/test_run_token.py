@@ -120,5 +120,5 @@ def test_a_file_of_another_user_is_one_sentence(file, request):
     RunToken({}, file).make()
     file.chmod(0)
     request.getfixturevalue("no_root")
-    with pytest.raises(UserError, match="belongs to another user than the one of this process"):
+    with pytest.raises(UserError, match="belongs to another user than this process"):
         RunToken({}, file).find()

@@ -92,4 +92,4 @@ def test_a_header_is_checked_against_the_file(tmp_path, header, body, said):
     file.write_bytes(header + body)
     with pytest.raises(UserError, match=re.escape(said)) as raised:
         read_header(file)
-    assert f"{file} is no safetensors file (" in str(raised.value)
+    assert f"{file} is not a safetensors file (" in str(raised.value)

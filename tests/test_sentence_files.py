@@ -72,19 +72,19 @@ def test_a_word_of_pooling_is_taken_before_flags_as_there(saved, tmp_path):
     ("name", "changes", "said"),
     [
         ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "pooling_mode = ['mean', 'm"),
-        ("1_Pooling/config.json", {"layer": 3}, "layer = 3 is a key that is not known here"),
+        ("1_Pooling/config.json", {"layer": 3}, "layer = 3 is an unknown key"),
         ("2_Normalize/config.json", {"module_input_name": "token_embeddings"},
          "module_input_name = 'token_embeddings'; here it is 'sentence_embedding'"),
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case = True; here it"),
         ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task = 'fil"),
-        ("sentence_bert_config.json", {"query_length": 8}, "query_length = 8; here it is None"),
+        ("sentence_bert_config.json", {"query_length": 8}, "query_length = 8; it must be None"),
         ("sentence_bert_config.json", {"modality_config": {"image": {}}}, "modality_config.image"),
         ("sentence_bert_config.json", {"tokenizer_args": {"use_fast": False}}, "tokenizer_args = "),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"},
-         "default_prompt_name = 'query'; here it is None (no prompt is put before a text here)"),
+         "default_prompt_name = 'query'; it must be None (no prompt is put before a text here)"),
         ("config_sentence_transformers.json", {"truncate_dim": 8}, "truncate_dim = 8; here it is"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "model_type = 'Spa"),
-        ("config_sentence_transformers.json", {"scale": 2}, "scale = 2 is a key that is not known"),
+        ("config_sentence_transformers.json", {"scale": 2}, "scale = 2 is an unknown key"),
     ],
 )  # fmt: skip
 def test_what_is_not_done_here_is_rejected_by_name(name, changes, said, saved, tmp_path):

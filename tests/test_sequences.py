@@ -303,7 +303,7 @@ def test_settings_and_files_that_cannot_be_are_refused(made, tmp_path):
         (
             "missing",
             TS.replace("3,2:", "3,?:"),
-            r"line 8: could not convert .*none of them missing",
+            r"line 8: could not convert .*with none missing",
         ),
         ("uneven", TS.replace("3,2:", "3,2,1:"), r"line 8 has features of 2 and of 3 numbers"),
         (

@@ -49,7 +49,7 @@ def test_unknown_axes_and_axes_used_twice_are_refused():
     layout = make_layout(3, fsdp=2)
     with pytest.raises(ValueError, match=r"unknown logical axis 'embedd'; did you mean 'embed'\?"):
         layout.parameter(("embedd",))
-    with pytest.raises(ValueError, match="one mesh axis on two dimensions"):
+    with pytest.raises(ValueError, match="two dimensions over one mesh axis"):
         layout.parameter(("mlp", "heads"))
     with layout.active(), pytest.raises(ValueError, match="shape .* has 1 axis names"):
         shard(jnp.zeros((2, 2)), ("batch",))

@@ -113,7 +113,7 @@ def test_every_mesh_computes_the_same(layout, alone):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"features": 2}, "SignalCNN.features=2: nothing of so short a signal .* at least 3"),
+        ({"features": 2}, "SignalCNN.features=2: the signal is too short .* at least 3"),
         ({"sizes": (3,)}, r"SignalCNN.filters=\(25, 25, 25\) with SignalCNN.sizes=\(3,\)"),
         ({"filters": (0,), "sizes": (3,)}, "use numbers of at least 1"),
     ],

@@ -469,7 +469,7 @@ def test_refusals(name: str) -> None:
 @pytest.mark.parametrize("model", [GPT, Llama])
 def test_no_model_of_hugging_face_has_them(model: Any) -> None:
     assert family_for(model(), None)
-    with pytest.raises(UserError, match=r"with these settings is no architecture that is known"):
+    with pytest.raises(UserError, match=r"with these settings is not a known"):
         family_for(model(attention_pattern=FixedPattern()), None)
 
 

@@ -313,7 +313,7 @@ def test_every_key_of_a_tokenizer_json_is_in_the_table(kind):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"do_lowercase": True}, "do_lowercase = True is a key that is not known here"),
+        ({"do_lowercase": True}, "do_lowercase = True is an unknown key"),
         ({"do_lower_case": False}, "do_lower_case = False, but its normalizer has lowercase = Tru"),
     ],
 )
@@ -328,7 +328,7 @@ def test_a_tokenizer_that_draws_tokens_is_rejected(tmp_path):
     content = json.loads(file.read_text())
     content["model"]["dropout"] = 0.1
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="model.dropout = 0.1; here it is None or 0.0 .it draws"):
+    with pytest.raises(UserError, match="model.dropout = 0.1; it must be None or 0.0 .it draws"):
         FileTokenizer(file)
 
 

@@ -449,7 +449,7 @@ def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (lambda data: b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, "sent what is no handshake"),
+        (lambda data: b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10, "sent an invalid handshake"),
         (lambda data: b"", "says nothing"),
         (lambda data: PROTOCOL, "says nothing"),
     ],
@@ -547,7 +547,7 @@ def test_a_proof_of_one_end_is_none_for_the_other():
 def test_who_does_not_say_the_protocol_s_name_hears_nothing():
     host = server_handshake(b"token")
     assert next(host) == (b"", 16)
-    with pytest.raises(UnauthenticatedError, match="no handshake of this program"):
+    with pytest.raises(UnauthenticatedError, match="an invalid handshake"):
         host.send(b"jaxtrain-peers-1")
 
 

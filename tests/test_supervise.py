@@ -409,9 +409,9 @@ def test_the_folder_is_the_one_of_train(words, folder):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("train gpt_124m", "the command stands after --"),
-        ("", "the command stands after --"),
-        ("--", "the command stands after --"),
+        ("train gpt_124m", "the command goes after --"),
+        ("", "the command goes after --"),
+        ("--", "the command goes after --"),
         ("-- eval --workdir x", "supervise -- eval: only train is supervised"),
         ("--max-restarts-without-progress -1 -- train", "--max-restarts-without-progress -1: use"),
         ("--grace-seconds -2 -- train", "--grace-seconds -2: use 0"),

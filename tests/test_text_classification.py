@@ -253,7 +253,7 @@ def test_a_run_learns_and_predicts_the_names_of_classes(labelled, tmp_path, caps
         assert main(["predict", "--workdir", workdir, *words]) == 2
         assert said in capsys.readouterr().err
     assert main(["generate", "--workdir", workdir, "--prompt", "a"]) == 2
-    assert "keeps nothing of the tokens so far" in capsys.readouterr().err
+    assert "keeps no state of earlier tokens" in capsys.readouterr().err
 
 
 def test_probabilities_are_those_of_the_logits(labelled):

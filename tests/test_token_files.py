@@ -183,12 +183,12 @@ def test_what_cannot_be_read_as_it_is_is_refused(tokenizer, tmp_path):
     assert f"{path} says that it holds" in refusal(**said)
     for content in (b"\1", b""):
         path.write_bytes(content)
-        assert "which are no whole number of uint16 tokens" in refusal(**said)
+        assert "which is not a multiple of uint16 tokens" in refusal(**said)
     megatron(path, DOCUMENTS)
     whole = index.read_bytes()
     for content, words in (
-        (whole[:-8], "is no whole index of Megatron's"),
-        (b"TNTIDX" + whole[6:], "it does not begin as Megatron's do"),
+        (whole[:-8], "is not a complete Megatron index"),
+        (b"TNTIDX" + whole[6:], "it does not begin like a Megatron index"),
         (whole[:9] + b"\2" + whole[10:], "version 2, and 1 is read"),
         (whole[:-480] + b"\xff" * 480, "its documents are not those"),
         (whole[:-8] + struct.pack("<q", 2), "its documents are not those"),
@@ -200,14 +200,14 @@ def test_what_cannot_be_read_as_it_is_is_refused(tokenizer, tmp_path):
         assert words in refusal(**said), words
     index.unlink()
     llm_c(path, DOCUMENTS, version=2)
-    assert "is in version 2 of llm.c's layout 20240520; here it is 1" in refusal(**said)
+    assert "is in version 2 of llm.c's layout 20240520; it must be 1" in refusal(**said)
     llm_c(path, DOCUMENTS, magic=20240522)
     assert "begins like llm.c's multiple-choice questions, and holds no tokens" in refusal(**said)
     np.savez(tmp_path / "weights.npz", a=np.arange(8))
     path.write_bytes((tmp_path / "weights.npz").read_bytes())
     assert "begins like a zip archive" in refusal(**said)
     np.array([END, *DOCUMENTS[0]], "<u4").tofile(path)
-    assert "every second uint16 is 0, as where tokens are uint32" in refusal(**said)
+    assert "every second uint16 is 0, as if tokens were uint32" in refusal(**said)
     nanogpt(path, DOCUMENTS)
     nanogpt(tmp_path / "b.bin", DOCUMENTS)
     words = {"source": f"{tmp_path}/*.bin", "tokenizer": tokenizer, "heldout_split": "val"}

@@ -389,7 +389,7 @@ def test_a_store_whose_files_are_not_those_that_were_written_is_refused(stored):
     refused("has format 9; this version reads 2")
     for damaged in (said[:-20], "[]", said.replace('"uint8"', '"no such"')):
         (folder / STORE_FILE).write_text(damaged)
-        refused(rf"{STORE_FILE} is (damaged|no JSON).*; prepare the text anew")
+        refused(rf"{STORE_FILE} is (damaged|no JSON).*; prepare the text again")
     (folder / STORE_FILE).write_text(said)
     assert len(data.open(seed=0).train) > 0
 
@@ -470,7 +470,7 @@ def test_what_cannot_be_prepared_is_refused_and_nothing_is_lost(stored, tmp_path
     assert files(Path(data.source)) == before
     blank = tmp_path / "blank.txt"
     blank.write_text(" \n")
-    with pytest.raises(UserError, match="empty text, nothing to learn from"):
+    with pytest.raises(UserError, match="the text is empty, so there is nothing to train on"):
         made(TextData(source=str(blank)), tmp_path / "empty")
     blank.write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match="is not UTF-8 text"):  # the same, not a store begun before

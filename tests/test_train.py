@@ -139,11 +139,11 @@ def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config,
 @pytest.mark.parametrize(
     ("binding", "words"),
     [
-        ("GPT.embed_dim = 64", "written by another model"),
-        ("GPT.num_layers = 3", "written by another model"),
+        ("GPT.embed_dim = 64", "written by a different model"),
+        ("GPT.num_layers = 3", "written by a different model"),
         (
             "Optimizer.name = 'lamb'",  # whose moments have AdamW's names and shapes
-            "with Optimizer.name = 'adamw', this configuration has 'lamb', to which its moments",
+            "with Optimizer.name = 'adamw', this configuration has 'lamb', whose moments",
         ),
         ("Train.seed = 1", "written with Train.seed = 0, this configuration has 1"),
         ("Train.global_batch_size = 16", "with Train.global_batch_size = 8, this configuration"),
@@ -178,7 +178,7 @@ def test_a_run_with_a_relative_source_goes_on_from_any_folder(tiny_config, tmp_p
     repeated = load_config(tmp_path / "run" / "config.gin")
     assert repeated.train.data.source == str(here / "text.txt")
     (here / "text.txt").write_text("dif = x - y\n" * 400)
-    with pytest.raises(UserError, match="the data's sha256 = .*; bring them back"):
+    with pytest.raises(UserError, match="the data's sha256 = .*; restore them"):
         Trainer(repeated, tmp_path / "run")
     told = Trainer(repeated, tmp_path / "run", read_only=True).other_data()
     assert told is not None

@@ -285,9 +285,9 @@ def test_checkpoints_of_another_program_stay(name, tiny_config, tmp_path, capsys
     for _ in range(2):  # the first one leaves nothing that makes it a run's
         assert main(["train", str(tiny_config), "--workdir", str(tmp_path / "model")]) == 2
         error = capsys.readouterr().err
-        assert f"{theirs.parent} is no checkpoint of jaxtrain's" in error
+        assert f"{theirs.parent} is not a jaxtrain checkpoint" in error
         assert "Traceback" not in error
-    with pytest.raises(UserError, match="no config.gin says that this folder is a run's"):
+    with pytest.raises(UserError, match="no config.gin to mark this folder as a run"):
         Trainer(load_config(tiny_config), tmp_path / "model")
     assert theirs.read_bytes() == b"weights"
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["checkpoints"]

@@ -66,7 +66,7 @@ def test_what_cannot_be_trained_is_an_error(corpus, tmp_path, capsys):
     for words, said in (
         ([str(corpus), "--out", new, "--vocab-size", "256"], "--vocab-size 256: use at least 257"),
         ([str(corpus), "--out", str(tmp_path / "full")], "is there already; name a folder"),
-        ([str(blank), "--out", new], "empty text, nothing to learn from"),
+        ([str(blank), "--out", new], "the text is empty, so there is nothing to train on"),
         (["synthetic", "--out", new], "name text on this machine's disks"),
         (["resnet_digits", "--out", new], "tokenizer resnet_digits: its data are ImageData"),
     ):

@@ -220,7 +220,7 @@ def test_sizes_that_are_known_nowhere_else_are_refused():
         pass
 
     for model in (Own(), ResNet(depth=20), ResNet(norm_eps=1e-3)):
-        with pytest.raises(UserError, match=r"Train.model=@\w+\(\) .* is no architecture"):
+        with pytest.raises(UserError, match=r"Train.model=@\w+\(\) .* is not a known"):
             family_for(model, None)
 
 
@@ -233,7 +233,7 @@ def refused(name, **changes):
     with pytest.raises(UserError) as raised:
         model_of(content, where="there/config.json")
     headline, *reasons = str(raised.value).splitlines()
-    assert headline == "there/config.json: it asks for what is not done here:"
+    assert headline == "there/config.json: these settings are not supported:"
     return [reason.strip() for reason in reasons]
 
 
@@ -248,13 +248,13 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         vocab_size=None,
         quantization_config={"bits": 4},
     ) == [
-        "attention_bias = True; here it is False",
+        "attention_bias = True; it must be False",
         "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
-        "quantization_config = {'bits': 4}; here it is None",
-        "vocab_size is missing; here it is a whole number",
-        "hidden_size = '12'; here it is a whole number",
+        "quantization_config = {'bits': 4}; it must be None",
+        "vocab_size is missing; it must be a whole number",
+        "hidden_size = '12'; it must be a whole number",
         "rope_type = 'dynamic'; here it is 'default' or 'linear' or 'llama3' or 'yarn'",
-        "Llama.head_dim=7 is no even number above 0; the nearest is 8",
+        "Llama.head_dim=7 is not an even number above 0; the nearest is 8",
     ]
     assert refused(
         "resnet",
@@ -265,8 +265,8 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         downsample_in_bottleneck=True,
     ) == [
         "hidden_act = 'gelu'; here it is 'relu'",
-        "downsample_in_first_stage = True; here it is False",
-        "downsample_in_bottleneck = True; here it is False",
+        "downsample_in_first_stage = True; it must be False",
+        "downsample_in_bottleneck = True; it must be False",
         "depths = [3, 4, 6]; here it is [3, 4, 6, 3] or [3, 4, 23, 3] or [3, 8, 36, 3]",
         "hidden_sizes = [12, 24, 48, 96]; here it is [16, 32, 64, 128]",
     ]
@@ -276,10 +276,10 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
     ("name", "changes", "said"),
     [
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
-        ("gpt2", {"n_inner": 5}, "n_inner = 5; here it is 48"),
-        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; here it is True"),
+        ("gpt2", {"n_inner": 5}, "n_inner = 5; it must be 48"),
+        ("gpt2", {"tie_word_embeddings": False}, "tie_word_embeddings = False; it must be True"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-        ("llama", {"mlp_bias": True}, "mlp_bias = True; here it is False"),
+        ("llama", {"mlp_bias": True}, "mlp_bias = True; it must be False"),
         ("llama", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (
             "llama",
@@ -293,18 +293,18 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
             },
             "mscale = 0.7",
         ),
-        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1; here it is true or false"),
-        ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; here it is a whole number"),
-        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; here it is 0.0"),
-        ("mixtral", {"head_dim": 8}, "head_dim = 8; here it is hidden_size / heads"),
-        ("mamba2", {"n_groups": 2}, "n_groups = 2; here it is 1"),
-        ("mamba2", {"num_heads": 5}, "num_heads = 5; here it is 4"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1; it must be true or false"),
+        ("mistral", {"sliding_window": "all"}, "sliding_window = 'all'; it must be a whole number"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1; it must be 0.0"),
+        ("mixtral", {"head_dim": 8}, "head_dim = 8; it must be hidden_size / heads"),
+        ("mamba2", {"n_groups": 2}, "n_groups = 2; it must be 1"),
+        ("mamba2", {"num_heads": 5}, "num_heads = 5; it must be 4"),
         ("mamba2", {"tie_word_embeddings": None}, "tie_word_embeddings = False by default"),
         ("bert of sentences", {"problem_type": "regression"}, "problem_type = 'regression'"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; here it is False"),
-        ("qwen3", {"attention_bias": True}, "attention_bias = True; here it is False"),
-        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; here it is 1"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True; it must be False"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; it must be False"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = True; it must be False"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; it must be 1"),
         ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = [0]; here it is []"),
         ("mixtral", {"num_experts_per_tok": 9}, "Mixtral.experts_per_token=9 with"),
     ],
@@ -314,9 +314,9 @@ def test_a_setting_that_is_not_done_here_is_refused(name, changes, said):
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r"LlamaForCausalML is not known here; did you mean 'Llama"):
+    with pytest.raises(UserError, match=r"LlamaForCausalML is not supported; did you mean 'Llama"):
         model_of({"architectures": ["LlamaForCausalML"]}, where="config.json")
-    with pytest.raises(UserError, match=r"model_type 'bloom' is not known here"):
+    with pytest.raises(UserError, match=r"model_type 'bloom' is not supported"):
         model_of({"model_type": "bloom"}, where="config.json")
 
 
@@ -417,7 +417,7 @@ def test_a_pickle_is_refused_with_the_safe_way(folder):
 def test_an_index_that_points_outside_is_refused(folder, name):
     index = {"weight_map": {"model.norm.weight": name}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"names {name!r}, which is no safetensors file in its folder" in said_of(folder)
+    assert f"names {name!r}, which is not a safetensors file in its folder" in said_of(folder)
 
 
 def test_an_index_whose_files_are_missing_is_refused(folder):
@@ -430,7 +430,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_the_hubs_cache_is_no
     secret = tmp_path / "secret"
     secret.write_text("{}")
     (folder / "tokenizer.json").symlink_to(secret)
-    with pytest.raises(UserError, match=re.escape(f"leads out of its folder, to {secret}")):
+    with pytest.raises(UserError, match=re.escape(f"is a link out of its folder, to {secret}")):
         Folder(folder).extra_files()
     # As huggingface_hub lays out its cache: names are links to blobs beside the snapshots.
     blobs, snapshot = tmp_path / "repo" / "blobs", tmp_path / "repo" / "snapshots" / "abc"
@@ -447,6 +447,6 @@ def test_a_link_that_leads_out_of_the_folder_is_refused_and_the_hubs_cache_is_no
 def test_a_folder_without_a_config_json_and_broken_json_are_refused(folder, tmp_path):
     assert "no Hugging Face folder there (no config.json)" in said_of(tmp_path)
     (folder / "config.json").write_text('{"model_type": ')
-    assert "config.json is no JSON (" in said_of(folder)
+    assert "config.json is not JSON (" in said_of(folder)
     (folder / "config.json").write_text("[]")
-    assert "config.json is no JSON object" in said_of(folder)
+    assert "config.json is not a JSON object" in said_of(folder)

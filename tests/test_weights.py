@@ -248,7 +248,7 @@ def test_other_weights_are_refused_in_one_sentence(trainer):
     with pytest.raises(UserError) as error:
         trainer.set_weights(given)
     assert str(error.value) == (
-        "Trainer.set_weights: these are not this model's weights; missing: layers/up; unknown: "
+        "Trainer.set_weights: the weights do not match this model; missing: layers/up; unknown: "
         "layers/upp (perhaps layers/up); of another form: "
         "layers/down (float32[2, 128, 32]; use float32[3, 128, 32]), "
         "norm_bias (a list; use float32[32]), norm_scale (float64[32]; use float32[32]); "

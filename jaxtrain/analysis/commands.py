@@ -83,7 +83,7 @@ def plan(arguments: argparse.Namespace) -> int:
             others |= {"--price": arguments.price, "--network": arguments.network}
         if ignored := [name for name, value in others.items() if value]:
             raise UserError(
-                f"plan --budget goes with --target alone; leave out {' and '.join(ignored)}"
+                f"plan --budget accepts only --target; leave out {' and '.join(ignored)}"
             )
         show_budget(console, budget)
         _on_target(console, budget, targets, arguments.price)

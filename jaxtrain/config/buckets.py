@@ -232,7 +232,7 @@ def place(name: str | Path | BucketPath) -> Place:
     if found is None:
         scheme, separator, _ = text.partition("://")
         if separator and scheme.isalnum():
-            raise UserError(f"{text}: of storages {SCHEME} is known, and paths on this machine")
+            raise UserError(f"{text}: only {SCHEME} URLs and local paths are supported")
         return on_disk(text)
     bucket, rest = found["bucket"], PurePosixPath(found["rest"])
     # gcsfs would interpret stars, question marks and brackets as a pattern.
@@ -298,7 +298,7 @@ def _check(address: str, folder: BucketPath) -> BucketPath:
     below = address[len(folder.address) + 1 :]
     if str(PurePosixPath(below)) != below or ".." in PurePosixPath(below).parts or "\0" in below:
         raise UserError(
-            f"{folder}: it holds an object called {below!r}, which is no name of a file; rename or "
+            f"{folder}: it holds an object called {below!r}, which is not a file name; rename or "
             "delete that object"
         )
     return BucketPath(address)

@@ -57,9 +57,11 @@ def writable(option: str, name: str | None) -> Path | None:
         if not folder.is_dir():
             raise UserError(f"{named}: there is no folder {folder}")
         if not file.name or (file.exists() and not file.is_file()):
-            raise UserError(f"{named} is no file; name one, such as {file / f'out.{option[2:]}'}")
+            raise UserError(
+                f"{named} is not a file; name one, such as {file / f'out.{option[2:]}'}"
+            )
         if option == "--png" and file.suffix.lower() not in ("", ".png"):
-            raise UserError(f"{named}: what is drawn is PNG; use {file.with_suffix('.png')}")
+            raise UserError(f"{named}: plots are PNG files; use {file.with_suffix('.png')}")
         if option == "--html" and file.suffix.lower() not in ("", ".html", ".htm"):
             raise UserError(f"{named}: the page is HTML; use {file.with_suffix('.html')}")
         tempfile.TemporaryFile(dir=folder).close()

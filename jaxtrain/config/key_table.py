@@ -83,7 +83,7 @@ def check_keys(content: Mapping[str, Any], table: KeyTable, *, within: str = "")
             close = nearest(key, table)
             hint = "" if close is None else f" (the nearest is {close!r})"
             yield (
-                f"{within}{key} = {_format(value)} is a key that is not known here{hint}; remove "
+                f"{within}{key} = {_format(value)} is an unknown key{hint}; remove "
                 "it from the file if it does not change the result"
             )
     for key, entry in table.items():
@@ -96,7 +96,7 @@ def check_keys(content: Mapping[str, Any], table: KeyTable, *, within: str = "")
                 shown = _format(found) if value is not None else f"{_format(found)} by default"
                 allowed = " or ".join(map(repr, entry.allowed))
                 reason = f" ({entry.reason})" if entry.reason else ""
-                yield f"{within}{key} = {shown}; here it is {allowed}{reason}"
+                yield f"{within}{key} = {shown}; it must be {allowed}{reason}"
 
 
 def validate_keys(content: Mapping[str, Any], table: KeyTable, *, where: str) -> None:
@@ -122,7 +122,7 @@ def _check_nested(value: Any, table: KeyTable, within: str) -> Iterator[str]:
         if isinstance(one, Mapping):
             yield from check_keys(one, table, within=f"{within}.")
         else:
-            yield f"{within} = {_format(value)}; here it is an object"
+            yield f"{within} = {_format(value)}; it must be an object"
 
 
 def _equal(one: Any, other: Any) -> bool:

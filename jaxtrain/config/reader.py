@@ -153,7 +153,7 @@ class _Bindings:
                 if in_quotes is None:
                     name = text.partition("=")[0].strip()
                     if name.isidentifier() and (hint := self._suggest(None, name)):
-                        raise UserError(f"{origin}: {name} is no setting{hint}") from error
+                        raise UserError(f"{origin}: {name} is not a setting{hint}") from error
                     raise
                 statements = _statements(in_quotes, origin)
                 self.notes.append(f"{origin} is taken as text: {in_quotes}")
@@ -190,7 +190,7 @@ class _Bindings:
             return
         name, field = statement.selector, statement.arg_name
         if statement.scope:
-            raise UserError(f"{where}: {statement.scope}/{name}: gin scopes are not used here")
+            raise UserError(f"{where}: {statement.scope}/{name}: gin scopes are not supported")
         if not field:
             self.macros[name] = Binding(statement.value, where)
             return
@@ -372,9 +372,9 @@ class _Bindings:
                     f"{where}: {value}: unknown name{did_you_mean(value.name, CONFIGURABLES)}"
                 )
             if not value.evaluate:
-                raise UserError(f"{where}: write @{value.name}() with the brackets")
+                raise UserError(f"{where}: write @{value.name}() with parentheses")
             if value.name in self._being_built:
-                raise UserError(f"{where}: {value} would be a part of itself; refer to another")
+                raise UserError(f"{where}: {value} would contain itself; refer to another")
             return self.build(CONFIGURABLES[value.name])
         if isinstance(value, list | tuple):
             return tuple(self._resolve(item, where, macros) for item in value)
@@ -529,7 +529,9 @@ def _statements(text: str, origin: str) -> list[Any]:
     try:
         return list(config_parser.ConfigParser(io.StringIO(text), _Delegate()))
     except RecursionError:
-        raise UserError(f"{origin}: its brackets are nested too deep; use fewer levels") from None
+        raise UserError(
+            f"{origin}: its parentheses are nested too deeply; use fewer levels"
+        ) from None
     except (SyntaxError, ValueError, tokenize.TokenError) as error:
         if isinstance(error, tokenize.TokenError):  # as Python 3.12 reports a missing quote
             row = error.args[1][0]

@@ -102,7 +102,7 @@ def parse_json(content: bytes | str, *, unique_names: bool = False) -> Any:
     except MalformedError:
         raise
     except RecursionError:
-        raise MalformedError(f"nested more than {MAX_JSON_DEPTH} deep") from None
+        raise MalformedError(f"nested more than {MAX_JSON_DEPTH} levels deep") from None
     except ValueError as error:
         raise MalformedError(str(error)) from error
     _require_shallow(value)
@@ -138,7 +138,7 @@ def _require_shallow(value: Any) -> None:
         ]
         if not level:
             return
-    raise MalformedError(f"nested more than {MAX_JSON_DEPTH} deep")
+    raise MalformedError(f"nested more than {MAX_JSON_DEPTH} levels deep")
 
 
 def parse_json_object(
@@ -152,7 +152,7 @@ def parse_json_object(
       advice: what to do, for messages.
 
     Raises:
-      UserError: it is not a JSON object within the limits, or holds half of a surrogate pair,
+      UserError: it is not a JSON object within the limits, or holds an unpaired surrogate,
         which can be neither printed nor written.
     """
     try:
@@ -160,11 +160,11 @@ def parse_json_object(
         if b"\\ud" in content or b"\\uD" in content:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{named} holds half of a surrogate pair; {advice}") from error
+        raise UserError(f"{named} holds an unpaired surrogate; {advice}") from error
     except MalformedError as error:
-        raise UserError(f"{named} is no JSON ({error}); {advice}") from error
+        raise UserError(f"{named} is not JSON ({error}); {advice}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{named} is no JSON object; {advice}")
+        raise UserError(f"{named} is not a JSON object; {advice}")
     return value
 
 

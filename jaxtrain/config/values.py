@@ -395,9 +395,9 @@ def no_value(error: SyntaxError) -> tuple[str, str] | None:
         return None
     word = token.group(1) if token else value
     if not value.startswith(word):  # one of several, in brackets
-        return f"{word} is no value", f"{name} = {value.replace(word, repr(word), 1)}"
+        return f"{word}is not a value", f"{name} = {value.replace(word, repr(word), 1)}"
     if value.lower().lstrip("+-") in ("nan", "inf", "infinity"):
-        return f"{value} is no number that a setting takes", "TextData.source = 'notes.txt'"
+        return f"{value} is not a number that a setting accepts", "TextData.source = 'notes.txt'"
     meant = _guess_quotes(word)
     hint = f"; did you mean {meant}?" if meant else ""
-    return f"{value} is no value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"
+    return f"{value}is not a value{hint}", f"{name} = {value.strip(chr(39) + chr(34))!r}"

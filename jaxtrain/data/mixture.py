@@ -53,23 +53,24 @@ class Mixture:
         for name in self.sources:
             if not name.isidentifier():
                 raise UserError(
-                    f"Mixture.sources: {name!r} is in the names of metrics; use letters, digits "
+                    f"Mixture.sources: {name!r} is used in names of metrics; use letters, digits "
                     "and underscores"
                 )
         if self.data.source != TextData().source:
             raise UserError(
-                f"TextData.source = {self.data.source!r} is not read beside Mixture.sources; make "
-                "it one of those"
+                f"TextData.source = {self.data.source!r} is not used with Mixture.sources; add it "
+                "to them"
             )
         if self.data.packing == "padded":
             raise UserError(
-                "Mixture.data: rows of sources that are mixed have one length, and TextData."
+                "Mixture.data: rows of mixed sources have one length, and TextData."
                 "packing = 'padded' gives several; use 'stream' or 'best_fit'"
             )
         for name in self.single_epoch:
             if name not in self.sources:
                 raise UserError(
-                    f"Mixture.single_epoch: {name!r} is no source{did_you_mean(name, self.sources)}"
+                    f"Mixture.single_epoch: {name!r} is not a "
+                    f"source{did_you_mean(name, self.sources)}"
                 )
         for setting, weights in self._all_weights():
             self._check(setting, weights)
@@ -97,10 +98,10 @@ class Mixture:
         for name, weight in weights.items():
             if name not in self.sources:
                 raise UserError(
-                    f"{setting}: {name!r} is no source{did_you_mean(name, self.sources)}"
+                    f"{setting}: {name!r} is not a source{did_you_mean(name, self.sources)}"
                 )
             if not 0 <= weight <= 1:
-                raise UserError(f"{setting}[{name!r}] = {weight}: a share is from 0 to 1")
+                raise UserError(f"{setting}[{name!r}] = {weight}: use a fraction from 0 to 1")
         missing = [name for name in self.sources if name not in weights]
         if missing:
             raise UserError(
@@ -117,8 +118,8 @@ class Mixture:
     def _validate_only_once(self, setting: str, weights: Mapping[str, float]) -> None:
         if all(name in self.single_epoch for name, weight in weights.items() if weight):
             raise UserError(
-                f"{setting} draws from none but sources that Mixture.single_epoch ends; leave one "
-                "that may come round out of it"
+                f"{setting} samples only sources that Mixture.single_epoch ends; remove one that "
+                "may repeat from it"
             )
 
     @property

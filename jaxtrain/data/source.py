@@ -152,7 +152,7 @@ def check_heldout_fraction(name: str, fraction: float) -> None:
     """Raise UserError unless 0 < fraction < 1."""
     if not 0.0 < fraction < 1.0:
         raise UserError(
-            f"{name} = {fraction}: the held-out share is over 0 and under 1, such as 0.05"
+            f"{name} = {fraction}: the held-out fraction is between 0 and 1, such as 0.05"
         )
 
 
@@ -213,8 +213,8 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     scheme, separator, rest = value.partition("://")
     if separator and "@" in rest.partition("/")[0]:
         raise UserError(
-            f"{setting} = '{scheme}://...@...': credentials in a URL would stand in config.gin and "
-            "in logs; leave them out and log in with the storage's own tools"
+            f"{setting} = '{scheme}://...@...': credentials in a URL would be written to "
+            "config.gin and to logs; leave them out and log in with the storage's own tools"
         )
     words = list(words)
     allowed = f"a path or one of {', '.join(map(repr, words))}" if words else "a path"

@@ -100,7 +100,7 @@ class Ranged:
         if len(content) != (end - begin) * size:
             raise UserError(
                 f"{self._file} was changed: it ends within its tokens {begin:,} to {end:,} of "
-                f"{self._count:,}; prepare the text anew"
+                f"{self._count:,}; prepare the text again"
             )
         found = np.frombuffer(content, self.dtype)
         with self._lock:
@@ -170,7 +170,7 @@ class Verified:
         if zlib.crc32(content.data) != self._checksums[block]:
             raise UserError(
                 f"{self._file} is damaged: its bytes {begin:,} to {begin + len(content):,} are not "
-                "those that were prepared; prepare the text anew"
+                "those that were prepared; prepare the text again"
             )
         self._seen[block] = True
 

@@ -54,8 +54,8 @@ class Precision:
     def __post_init__(self) -> None:
         if self.matmul in ("mxfp8", "nvfp4"):
             raise UserError(
-                f"Precision.matmul={self.matmul!r}: no device that multiplies blocks with scales "
-                "of their own (NVIDIA's Blackwell) has been there to prove it on; use "
+                f"Precision.matmul={self.matmul!r}: no device that multiplies block-scaled "
+                "operands (NVIDIA's Blackwell) was available to test it on; use "
                 "Precision.matmul='float8' or 'compute'"
             )
         if self.compute == "float16" and self.loss_scale is None:

@@ -194,7 +194,7 @@ def select_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
         raise UserError("Trainer(devices=[]): give at least one device, such as jax.devices()[:1]")
     if len(set(chosen)) != len(chosen):
         ids = [device.id for device in chosen]
-        raise UserError(f"Trainer(devices=...): one of the devices {ids} stands there twice")
+        raise UserError(f"Trainer(devices=...): one of the devices {ids}is listed twice")
     idle = set(range(jax.process_count())) - {device.process_index for device in chosen}
     if idle:
         raise UserError(

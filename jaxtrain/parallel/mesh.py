@@ -66,13 +66,13 @@ class Mesh:
         free = [axis for axis in MESH_AXES if getattr(self, axis) == -1]
         if len(free) > 1:
             raise UserError(
-                f"Mesh.{' and Mesh.'.join(free)} are all -1; at most one axis takes what is left"
+                f"Mesh.{' and Mesh.'.join(free)} are all -1; at most one axis may be inferred"
             )
         require_at_least(0, self, "simulated_devices")
         if self.simulated_devices > MOST_SIMULATED:
             raise UserError(
                 f"Mesh.simulated_devices={self.simulated_devices}; use at most {MOST_SIMULATED}: "
-                "each is a thread or more of this machine"
+                "each takes at least a thread of this machine"
             )
         for axis, slices in self.dcn.items():
             if axis not in MESH_AXES:
@@ -80,7 +80,7 @@ class Mesh:
                     f"Mesh.dcn={self.dcn}: no mesh axis {axis!r}{did_you_mean(axis, MESH_AXES)}"
                 )
             if slices < 1:
-                raise UserError(f"Mesh.dcn={self.dcn}: {axis} goes over at least 1 slice")
+                raise UserError(f"Mesh.dcn={self.dcn}: {axis} spans at least 1 slice")
 
     @property
     def free_axis(self) -> str | None:
@@ -280,7 +280,7 @@ def slices_of(devices: Sequence[jax.Device], dcn: Mapping[str, int]) -> list[lis
     if is_reported or (wanted > 1 and devices[0].platform == "tpu"):
         if len(known) != wanted:
             raise UserError(
-                f"Mesh.dcn={dict(dcn)} has {wanted} {_slices(wanted)}, but the devices stand in "
+                f"Mesh.dcn={dict(dcn)} has {wanted} {_slices(wanted)}, but the devices are in "
                 f"{len(known)}; {_dcn_way_out(len(known))}"
             )
         return [known[index] for index in sorted(known)]

@@ -295,7 +295,7 @@ class Layout:
     def _spec(self, axes: tuple[str, ...], parts: list[MeshAxes]) -> P:
         used = [name for part in parts for name in parts_of(part)]
         if len(set(used)) != len(used):
-            raise ValueError(f"{axes} would put one mesh axis on two dimensions: {parts}")
+            raise ValueError(f"{axes} would shard two dimensions over one mesh axis: {parts}")
         unseen = self.manual | {name for name, size in self.mesh.shape.items() if size == 1}
         return P(*(without(part, unseen) for part in parts))
 

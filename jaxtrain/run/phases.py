@@ -68,7 +68,7 @@ class Phases:
           name: one of NAMES.
           step: its optimizer step; 0: none.
         """
-        assert name in self._recent, f"{name!r} is no phase; known: {', '.join(NAMES)}"
+        assert name in self._recent, f"{name!r} is not a phase; known: {', '.join(NAMES)}"
         return _Phase(self, name, step)
 
     def mark(self, point: str, step: int = 0) -> None:

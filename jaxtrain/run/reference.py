@@ -71,20 +71,18 @@ def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
     file = None if workdir is None else workdir / FILE
     if file is None or not file.is_file():
         raise UserError(
-            f"{workdir}: there is no {FILE}, what the model that this run started with says of its "
-            "data, without which its loss would be another; put it back, or begin another run"
+            f"{workdir}: there is no {FILE}, the outputs of the initial model on the data, which "
+            "the loss needs; restore it, or start another run"
         )
     try:
         found = read_npz(file, ["train", "heldout", "digest"])
         train, heldout, stored_digest = found["train"], found["heldout"], str(found["digest"])
     except MalformedError as error:
-        raise UserError(
-            f"{file} is damaged ({error}); put it back, or begin another run"
-        ) from error
+        raise UserError(f"{file} is damaged ({error}); restore it, or start another run") from error
     if stored_digest != digest({"data": dataset.digest}, [train, heldout]):
         raise UserError(
-            f"{file} is damaged, or of other data than these ({dataset.digest[:16]}); put both "
-            "back, or begin another run"
+            f"{file} is damaged, or of other data than these ({dataset.digest[:16]}); restore "
+            "both, or start another run"
         )
     return _with(dataset, train, heldout)
 

@@ -165,7 +165,7 @@ def validate(wanted: Mapping[str, nnx.Variable], given: Weights, stages: Stages 
     parts = [f"{what}: {_format_list(names)}" for what, names in found.items() if names]
     if parts:
         raise UserError(
-            f"Trainer.set_weights: these are not this model's weights; {'; '.join(parts)}; "
+            f"Trainer.set_weights: the weights do not match this model; {'; '.join(parts)}; "
             "Trainer.weights() has the names, shapes and dtypes"
         )
 

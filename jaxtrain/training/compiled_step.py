@@ -178,8 +178,8 @@ class Stepper:
         arrays, structure = jax.tree.flatten(state)
         if structure != self._step.structure:
             raise UserError(
-                "Trainer.state is set to a state of another structure than this run's; use one "
-                "that this trainer gave, with other values in its arrays"
+                "Trainer.state is set to a state with a different structure than this run's; use a "
+                "state of this trainer, with changed values in its arrays"
             )
         self._arrays = arrays
 

@@ -121,7 +121,7 @@ def compare_replicas(state: Any, step: int) -> None:
     found = differing_replicas(state)
     if found:
         raise CorruptionError(
-            f"step {step}: devices that should hold the same numbers do not: "
+            f"step {step}: replicas that should be identical differ: "
             f"{_some([str(one) for one in found])}; resume from a checkpoint of an earlier step "
             "without these devices"
         )
@@ -227,9 +227,9 @@ def replay_step(
     if (first_KL != second_KL).any():
         devices = list(jax.tree.leaves(after)[0].sharding.mesh.devices.flat)
         raise CorruptionError(
-            f"step {step} taken twice from the same state and batch had two results: "
+            f"step {step} run twice from the same state and batch gave two results: "
             f"{_some(_unequal(_name_arrays(after), devices, first_KL != second_KL))}; a device "
-            "computes wrongly now and then: resume from the last checkpoint on other devices"
+            "computes incorrectly at times: resume from the last checkpoint on other devices"
         )
     return after, metrics
 

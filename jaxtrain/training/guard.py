@@ -61,7 +61,7 @@ class Guard:
         if self.skip_batches < self.rewind_steps:
             raise UserError(
                 f"Guard.skip_batches={self.skip_batches} is below Guard.rewind_steps="
-                f"{self.rewind_steps}: the bad batch would come again; use at least "
+                f"{self.rewind_steps}: the bad batch would be read again; use at least "
                 f"{self.rewind_steps}"
             )
         rewinds, goes_on = self.policy == "rewind", self.policy != "stop"

@@ -500,8 +500,8 @@ def _of_sections(given: Sequence[Any]) -> gin_files.Text:
     for section in given:
         if type(section) is not known.get(type(section).__name__):
             raise UserError(
-                f"load_config: {section!r} is no section of a configuration; these are: "
-                f"{', '.join(sorted(known))} (a model and data stand in Train)"
+                f"load_config: {section!r} is not a section of a configuration; choose from: "
+                f"{', '.join(sorted(known))} (a model and data belong to Train)"
             )
     names = [type(section).__name__ for section in given]
     twice = sorted({name for name in names if names.count(name) > 1})

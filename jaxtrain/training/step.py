@@ -311,6 +311,6 @@ def _require_possible_size(shapes: Any, shardings: Any) -> None:
     count = sum(math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to in pairs)
     if count > MOST_BYTES:
         raise UserError(
-            f"the model's state takes {count / 2**40:,.0f} TiB of each device, and none holds more "
-            f"than {MOST_BYTES // 2**40}; use fewer layers, or smaller ones"
+            f"the model's state takes {count / 2**40:,.0f} TiB per device, and no device holds "
+            f"more than {MOST_BYTES // 2**40}; use fewer layers, or smaller ones"
         )

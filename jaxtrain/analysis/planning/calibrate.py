@@ -42,8 +42,8 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
     message = refusal(config, target)
     if message is not None:
         raise UserError(
-            f"{source}: what was measured cannot run on {target.name!r}, so nothing can be "
-            f"predicted for it: {message}"
+            f"{source}: the measured configuration cannot run on {target.name!r}, so nothing can "
+            f"be predicted for it: {message}"
         )
     predicted = price(config, target).time.seconds
     if predicted is None:
@@ -59,7 +59,7 @@ def by_measured(config: Config, target: Target, seconds: float) -> Target:
     """Return the target, calibrated by a step of `config` that took `seconds`.
 
     Raises:
-      UserError: as `calibrate`; or `seconds` is no finite number above 0.
+      UserError: as `calibrate`; or `seconds` is not a finite number above 0.
     """
     source = f"--measured={seconds:g}"
     if not (math.isfinite(seconds) and seconds > 0):

@@ -106,11 +106,9 @@ def plan(
     machine = parse_target(target, network=network, disk=disk)
     machine = with_memory(machine, config.train.gpu_memory_fraction)
     if thorough and not compile:
-        raise UserError(
-            "--thorough with --no-compile: closed forms alone compile nothing; leave out one"
-        )
+        raise UserError("--thorough with --no-compile: closed forms compile nothing; leave one out")
     if measured is not None and calibrate is not None:
-        raise UserError("--measured and --calibrate both say what was measured; use one of them")
+        raise UserError("--measured and --calibrate are both measurements; use one of them")
     if measured is not None:
         machine = by_measured(config, machine, measured)
     if calibrate is not None:

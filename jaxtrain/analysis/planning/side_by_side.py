@@ -132,7 +132,7 @@ def figure(entries: Sequence[Entry]) -> Picture:
     """
     made = [(entry.name, entry.plan) for entry in entries if entry.plan is not None]
     if not made:
-        raise ValueError("there is no plan to draw")
+        raise ValueError("there is no plan to plot")
     names = [name for name, _ in made]
     picture = Picture(11, 1.2 + 0.45 * len(made))
     memory, days, cost = picture.subplots(1, 3, sharey=True)

@@ -68,7 +68,7 @@ def project_run(
 
 
 def validate_amounts(price: float | None, tokens: float | None) -> None:
-    """Raises: UserError: one of them is no finite number above 0."""
+    """Raises: UserError: one of them is not a finite number above 0."""
     for name, value, example in (("--price", price, "2.5"), ("--tokens", tokens, "15e12")):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(f"{name}={value:g}; use a finite number above 0, such as {example}")

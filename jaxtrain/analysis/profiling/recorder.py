@@ -75,7 +75,7 @@ class Recorder:
         """
         if last - done < FIRST:
             raise UserError(
-                f"train --profile looks at steps {FIRST} to {LAST} of a start, and "
+                f"train --profile records steps {FIRST} to {LAST} after a start, and "
                 f"{max(last - done, 0)} are left of Train.steps={last}; use Train.steps="
                 f"{done + LAST} or more"
             )

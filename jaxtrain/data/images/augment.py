@@ -182,10 +182,10 @@ class Augment:
         require_at_least(0, self, *at_least_0)
         if not 0 <= self.hue <= 0.5:
             raise UserError(
-                f"Augment.hue = {self.hue}: a turn either way, from 0 to 0.5 of the circle"
+                f"Augment.hue = {self.hue}: use 0 to 0.5, a fraction of the color circle"
             )
         if not 0 <= self.magnitude < BINS:
-            raise UserError(f"Augment.magnitude = {self.magnitude}: it is 0 to {BINS - 1}")
+            raise UserError(f"Augment.magnitude = {self.magnitude}: use 0 to {BINS - 1}")
 
     @property
     def mixes(self) -> bool:

@@ -102,15 +102,15 @@ def open_saved(
     """
     if isinstance(folder, BucketPath):
         raise UserError(
-            f"{_SETTING}: {folder} is in a bucket, and its files are read in many places; copy it "
-            "to a disk of this machine"
+            f"{_SETTING}: {folder} is in a bucket, and its files are read by random access; copy "
+            "it to a disk of this machine"
         )
     paths = [Path(str(path)) for path in arrow_files(folder, split, setting)]
     mode = column_feature(folder, split, image_field).get("mode")
     if mode is not None:
         raise UserError(
             f"{_SETTING}: {folder} converts the images of {image_field!r} to the mode {mode!r}, "
-            "which is not done here; save it with features that have no mode, and set "
+            "which is not supported; save it with features that have no mode, and set "
             "ImageData.channels"
         )
     images, names = open_arrow(
@@ -161,14 +161,14 @@ def check_columns(schema: Any, path: Path, *, image_field: str, label_field: str
     known = types.is_binary, types.is_large_binary, types.is_null
     if not any(is_known(of_bytes) for is_known in known):
         raise UserError(
-            f"ImageData.image_feature = {image_field!r}: in {path} it holds {kind}, where "
-            "encoded images are wanted; name another column"
+            f"ImageData.image_feature = {image_field!r}: in {path} it holds {kind}, but it must "
+            "hold encoded images; name another column"
         )
     kind = schema.field(label_field).type
     if not types.is_integer(kind):
         raise UserError(
-            f"ImageData.label_feature = {label_field!r}: in {path} it holds {kind}, where whole "
-            "numbers are wanted; name another column"
+            f"ImageData.label_feature = {label_field!r}: in {path} it holds {kind}, but it must "
+            "hold integers; name another column"
         )
 
 
@@ -217,7 +217,7 @@ def _load(path: Path) -> Iterator[None]:
     except (ValueError, OSError, NotImplementedError, MemoryError) as error:  # of pyarrow, all
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{_SETTING}: {path} is no whole Arrow file ({reason}); save the dataset again"
+            f"{_SETTING}: {path} is not a complete Arrow file ({reason}); save the dataset again"
         ) from error
 
 
@@ -301,4 +301,4 @@ def _unpack(path: Path, opened: Any, columns: list[str], file: Path) -> None:
 
 def _no_parquet(path: Path, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return UserError(f"{_SETTING}: {path} is no whole Parquet file ({reason}); make it again")
+    return UserError(f"{_SETTING}: {path} is not a complete Parquet file ({reason}); make it again")

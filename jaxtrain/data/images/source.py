@@ -104,7 +104,7 @@ class ImageData:
     def __post_init__(self) -> None:
         for name, least in (("image_size", 1), ("num_classes", 2), ("padding", 1), ("workers", 0)):
             if getattr(self, name) < least:
-                raise UserError(f"ImageData.{name} = {getattr(self, name)}: it is at least {least}")
+                raise UserError(f"ImageData.{name} = {getattr(self, name)}: use at least {least}")
         for name in ("mean", "std"):
             values = getattr(self, name)
             if len(values) not in (1, self.channels):
@@ -113,11 +113,13 @@ class ImageData:
                     f"for each of ImageData.channels = {self.channels}"
                 )
         if self.rescale_factor <= 0:
-            raise UserError(f"ImageData.rescale_factor = {self.rescale_factor}: it is over 0")
+            raise UserError(
+                f"ImageData.rescale_factor = {self.rescale_factor}; use a number above 0"
+            )
         if self.resize_to is not None and self.resize == "crop":
             raise UserError(
-                f"ImageData.resize_to = {self.resize_to} is of ImageData.resize = 'shortest_edge' "
-                "or 'stretch'; use None, or one of these"
+                f"ImageData.resize_to = {self.resize_to} applies to ImageData.resize = "
+                "'shortest_edge' or 'stretch'; use None, or one of these"
             )
         if self.resize_to is not None and self.resize_to < self.image_size:
             raise UserError(
@@ -125,7 +127,7 @@ class ImageData:
                 f"{self.image_size}; use at least that, or None"
             )
         if min(self.std) <= 0:
-            raise UserError(f"ImageData.std = {self.std}: a standard deviation is over 0")
+            raise UserError(f"ImageData.std = {self.std}; use numbers above 0")
         check_heldout_fraction("ImageData.heldout_fraction", self.heldout_fraction)
         check_heldout_split(
             "ImageData",
@@ -279,8 +281,8 @@ class ImageData:
                 for path in found:
                     if not _holds_images(path.name):
                         raise UserError(
-                            f"ImageData.source = {self.source!r}: {path} is no .tar or .parquet "
-                            "file; name such, or a folder of class folders"
+                            f"ImageData.source = {self.source!r}: {path} is not a .tar or .parquet "
+                            "file; name one, or a folder of class folders"
                         )
                 return self._of_files(found)
             path = existing_path("ImageData.source", self.source, words=SOURCE_WORDS)

@@ -176,7 +176,9 @@ def decode(file: Path | io.BytesIO, setting: str, name: str) -> Image.Image:
         # Pillow reports a damaged PNG chunk as a SyntaxError or a ValueError, and allocates the
         # length that one claims.
         reason = str(error) or type(error).__name__
-        raise UserError(f"{setting}: {name} is no readable PNG or JPEG: {reason}") from error
+        raise UserError(
+            f"{setting}: {name} is not a readable PNG or JPEG file: {reason}"
+        ) from error
     return image
 
 

@@ -120,13 +120,13 @@ def open_tars(paths: list[Place], label_field: str) -> TarImages:
 def _on_disk(path: Place) -> Path:
     if isinstance(path, BucketPath):
         raise UserError(
-            f"ImageData.source: {path} is in a bucket, and tar files are read in many places; copy "
-            "them to a disk of this machine"
+            f"ImageData.source: {path} is in a bucket, and tar files are read by random access; "
+            "copy them to a disk of this machine"
         )
     if not path.name.lower().endswith(".tar"):
         raise UserError(
-            f"ImageData.source: {path} is packed, and can only be read from its beginning; unpack "
-            "it to a .tar (its images are packed themselves)"
+            f"ImageData.source: {path} is compressed, which rules out random access; decompress "
+            "it to a .tar (its images are compressed themselves)"
         )
     return path
 
@@ -172,8 +172,8 @@ def _read(path: Path, label_field: str) -> _Tar:
             _validate_no_end(path, tar.offset)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise UserError(
-            f"ImageData.source: {path} is no tar file that can be read to its end ({error}); copy "
-            "it here again"
+            f"ImageData.source: {path} is not a readable tar file, or it is truncated ({error}); "
+            "copy it here again"
         ) from error
     for samples, what in (
         (without, "images without a label"),
@@ -245,5 +245,5 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str
 
 def _number(text: object) -> int:
     if isinstance(text, bool) or not str(text).isdecimal():
-        raise ValueError(f"{text!r}, where a number from 0 on is wanted")
+        raise ValueError(f"{text!r}, but it must be a number of at least 0")
     return int(str(text))

@@ -66,7 +66,7 @@ def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterat
 def _strings(record: dict, name: str, where: str) -> list[str]:
     value = field(record, name, where)
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UserError(f"{where}: {name!r} is no list of strings")
+        raise UserError(f"{where}: {name!r} is not a list of strings")
     return [text_of(one, f"{where}: {name!r}") for one in value]
 
 
@@ -79,7 +79,7 @@ def _of_columns(lines: Iterator[bytes], origin: str) -> Iterator[Sentence]:
         try:
             columns = line.decode("utf-8").split()
         except UnicodeDecodeError as error:
-            raise UserError(f"{origin}: line {number} is no UTF-8 text") from error
+            raise UserError(f"{origin}: line {number} is not UTF-8 text") from error
         if not columns or columns[0] == DOCUMENT:
             if words:
                 yield words, tags
@@ -87,8 +87,8 @@ def _of_columns(lines: Iterator[bytes], origin: str) -> Iterator[Sentence]:
             continue
         if len(columns) < 2:
             raise UserError(
-                f"{origin}: line {number} has one column, {columns[0]!r}; a word's line ends with "
-                "its tag"
+                f"{origin}: line {number} has one column, {columns[0]!r}; each line has a word "
+                "and its tag"
             )
         words.append(columns[0])
         tags.append(columns[-1])
@@ -168,8 +168,7 @@ class ClassedText(ClassedRows, Generic[R]):
         """
         if self.source == "synthetic":
             raise UserError(
-                f"{self.section}.source = 'synthetic' has no tokenizer: random tokens stand for no "
-                "text"
+                f"{self.section}.source = 'synthetic' has no tokenizer: random tokens are not text"
             )
         path = None
         if self.tokenizer != "byte":

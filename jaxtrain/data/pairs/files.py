@@ -99,9 +99,9 @@ def records(lines: Iterator[bytes], origin: str) -> Iterator[tuple[str, dict[str
         try:
             record = parse_json(line.decode("utf-8"))
         except ValueError as error:  # covers text that is not UTF-8
-            raise UserError(f"{origin}: line {number} is no JSON in UTF-8 ({error})") from error
+            raise UserError(f"{origin}: line {number} is not UTF-8 JSON ({error})") from error
         if not isinstance(record, dict):
-            raise UserError(f"{origin}: line {number} is no record in braces")
+            raise UserError(f"{origin}: line {number} is not a JSON object")
         yield f"{origin}: line {number}", record
 
 
@@ -114,7 +114,7 @@ def field(record: dict[str, Any], name: str, where: str) -> Any:
 
 def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name!r} is no string, which a text is")
+        raise UserError(f"{where}: {name!r} is not a string")
     return text_of(value, f"{where}: {name!r}")
 
 
@@ -151,4 +151,6 @@ def _of_table(
             source, target = (text_of(row[column], where) for column in columns)
             yield source, (target,)
     except csv.Error as error:
-        raise UserError(f"{origin} is no whole table (line {rows.line_num}: {error})") from error
+        raise UserError(
+            f"{origin} is not a complete table (line {rows.line_num}: {error})"
+        ) from error

@@ -99,7 +99,7 @@ class PairData:
         """
         if self.source == "synthetic":
             raise UserError(
-                "PairData.source = 'synthetic' has no tokenizer: random tokens stand for no text; "
+                "PairData.source = 'synthetic' has no tokenizer: random tokens are not text; "
                 "bind PairData.source to text, and PairData.tokenizer to what the model reads"
             )
         path = None
@@ -111,8 +111,8 @@ class PairData:
         )  # fmt: skip
         if tokenizer.end_of_text is None:
             raise UserError(
-                f"PairData.tokenizer = {self.tokenizer!r} has no token that is known to end a "
-                "text, and nothing else ends a target; name it in PairData.end_of_text"
+                f"PairData.tokenizer = {self.tokenizer!r} has no known end-of-text token, and a "
+                "target needs one; name it in PairData.end_of_text"
             )
         return tokenizer
 

@@ -137,7 +137,7 @@ class SpanData:
     def __post_init__(self) -> None:
         if not 0 < self.corrupted < 1:
             raise UserError(
-                f"SpanData.corrupted={self.corrupted}: the share that is lost is over 0 and under "
+                f"SpanData.corrupted={self.corrupted}: the masked fraction is between 0 and "
                 "1, such as 0.15"
             )
         if not self.mean_length >= 1:
@@ -146,7 +146,7 @@ class SpanData:
             raise UserError(f"SpanData.begin={self.begin}; use 0 or more, a token's id")
         if self.sentinels is not None and self.sentinels.count("{}") != 1:
             raise UserError(
-                f"SpanData.sentinels={self.sentinels!r}: write {{}} where the number stands, such "
+                f"SpanData.sentinels={self.sentinels!r}: write {{}} for the number, such "
                 "as '<extra_id_{}>'"
             )
         if self.text.sequence_length < 2:
@@ -161,8 +161,8 @@ class SpanData:
             )
         if self.text.fill_in_middle is not None:
             raise UserError(
-                "TextData.fill_in_middle is for models that tell the next token, and SpanData has "
-                "spans filled in; use None"
+                "TextData.fill_in_middle is for models that predict the next token, and SpanData "
+                "masks spans; use None"
             )
 
     @property
@@ -205,8 +205,8 @@ class SpanData:
         tokenizer = self.text.open_tokenizer()
         if tokenizer.end_of_text is None:
             raise UserError(
-                f"TextData.tokenizer = {self.text.tokenizer!r} has no token that is known to end a "
-                "text, and nothing else ends a target; name it in TextData.end_of_text"
+                f"TextData.tokenizer = {self.text.tokenizer!r} has no known end-of-text token, "
+                "and a target needs one; name it in TextData.end_of_text"
             )
         if self.sentinels is not None:
             return tokenizer
@@ -234,7 +234,7 @@ class SpanData:
         elif tokenizer is None:
             raise UserError(
                 f"SpanData.sentinels={self.sentinels!r}: TextData.source = 'synthetic' has no "
-                "tokenizer that names tokens; use None"
+                "tokenizer with named tokens; use None"
             )
         else:
             names = [self.sentinels.replace("{}", str(number)) for number in range(spans)]

@@ -93,7 +93,7 @@ class Records:
 def reject_empty(path: object) -> NoReturn:
     """Raise UserError for an empty file of records, such as a failed copy leaves."""
     raise UserError(
-        f"TextData.source: {path} is empty, without any record; make it again, or remove it from "
+        f"TextData.source: {path} is empty, without any record; write it again, or remove it from "
         "the source"
     )
 

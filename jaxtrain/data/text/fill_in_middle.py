@@ -39,11 +39,11 @@ class FillInMiddle:
     def __post_init__(self) -> None:
         for name, share in (("rate", self.rate), ("spm", self.spm)):
             if not 0 <= share <= 1:
-                raise UserError(f"FillInMiddle.{name} = {share}: a share is from 0 to 1")
+                raise UserError(f"FillInMiddle.{name} = {share}: use a fraction from 0 to 1")
         if len({self.prefix, self.suffix, self.middle}) < 3:
             raise UserError(
-                f"FillInMiddle: {self.prefix!r}, {self.suffix!r} and {self.middle!r} have to be "
-                "three different tokens"
+                f"FillInMiddle: {self.prefix!r}, {self.suffix!r} and {self.middle!r} must be three "
+                "different tokens"
             )
 
 

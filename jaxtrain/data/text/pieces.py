@@ -119,8 +119,8 @@ def reading(path: Place) -> Iterator[BinaryIO]:
             yield _gzip(stream) if kind == "gzip" else _zstandard(stream, path)
         except (OSError, EOFError, zlib.error) as error:
             raise UserError(
-                f"TextData.source: {path} is no whole {kind} file ({error}); make it again, or "
-                "remove it from the source"
+                f"TextData.source: {path} is not a complete {kind} file ({error}); write it "
+                "again, or remove it from the source"
             ) from error
 
 

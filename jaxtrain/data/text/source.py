@@ -132,12 +132,12 @@ class TextData:
         if self.packing != "stream" and not self.separate_documents:
             raise UserError(
                 f"TextData.packing = {self.packing!r} keeps documents whole, which TextData."
-                "separate_documents = False does not tell apart; use 'stream', or True"
+                "separate_documents = False does not separate; use 'stream', or True"
             )
         if self.fill_in_middle is not None and not self.separate_documents:
             raise UserError(
                 "TextData.fill_in_middle moves parts of documents, which TextData."
-                "separate_documents = False does not tell apart; use None, or True"
+                "separate_documents = False does not separate; use None, or True"
             )
         # Whether a path has named splits is checked when it is opened.
         named = self.source not in ("embedded", "synthetic")
@@ -160,7 +160,7 @@ class TextData:
         """
         if self.source == "synthetic":
             raise UserError(
-                "TextData.source = 'synthetic' has no tokenizer: random tokens stand for no text; "
+                "TextData.source = 'synthetic' has no tokenizer: random tokens are not text; "
                 "bind TextData.source to text, and TextData.tokenizer to what the model reads"
             )
         path = None
@@ -362,8 +362,8 @@ class TextData:
         """Raise UserError if one of these numbers of rows is 0."""
         if not all(rows):
             raise UserError(
-                f"TextData.source = {self.source!r}: a split has no document of 2 tokens, so "
-                "nothing follows anything; use TextData.packing = 'stream'"
+                f"TextData.source = {self.source!r}: a split has no document of 2 tokens, so there "
+                "is no next token to predict; use TextData.packing = 'stream'"
             )
 
     def path(self) -> Place | None:
@@ -429,8 +429,8 @@ class TextData:
         )
         if not texts:
             raise UserError(
-                f"TextData.source = {self.source!r}: empty text, nothing to learn from"
-                + ("" if files is None else _without(files["train"]))
+                f"TextData.source = {self.source!r}: the text is empty, so there is nothing to "
+                "train on" + ("" if files is None else _without(files["train"]))
             )
         if self.heldout_split is not None:
             if files is not None:

@@ -53,7 +53,7 @@ def library_errors(named: str) -> Iterator[None]:
         reason = reason if len(reason) <= _SHOWN else f"{reason[:_SHOWN]}..."
         raise UserError(
             f"{named}: the installed tokenizers library cannot use it ({reason}); get the file "
-            "anew, or update: pip install -U tokenizers"
+            "again, or update: pip install -U tokenizers"
         ) from error
 
 

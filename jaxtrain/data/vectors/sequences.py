@@ -54,7 +54,7 @@ def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
     else:
         raise UserError(f"{origin}: it takes a .npz or a .ts file of sequences")
     if not found.x:
-        raise UserError(f"{origin}: there is no sequence in it")
+        raise UserError(f"{origin}: it has no sequences")
     features = found.x[0].shape[1]
     for number, x_TF in enumerate(found.x):
         if not x_TF.size or x_TF.shape[1] != features:
@@ -63,7 +63,7 @@ def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
                 f"place, and {features} features as in the first"
             )
         if not np.isfinite(x_TF).all():
-            raise UserError(f"{origin}: sequence {number} has what is no finite number")
+            raise UserError(f"{origin}: sequence {number} has a value that is not finite")
     return found
 
 
@@ -108,7 +108,7 @@ def _ts(path: Place, origin: str, *, labelled: bool) -> Series:
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{origin} is no text in UTF-8: {error}") from error
+        raise UserError(f"{origin} is not UTF-8 text: {error}") from error
     header, x, labels, in_data = dict[str, list[str]](), list[np.ndarray](), list[Labels](), False
     names, has_labels = tuple[str, ...](), False
     for number, line in enumerate(lines, start=1):
@@ -123,12 +123,12 @@ def _ts(path: Place, origin: str, *, labelled: bool) -> Series:
             if not in_data:
                 continue
             if _is_true(header.get("@timestamps")):
-                raise UserError(f"{origin} has times beside its numbers; use one without")
+                raise UserError(f"{origin} has timestamps; use one without")
             has_labels = _is_true(header.get("@classlabel"))
             names = tuple(header.get("@classlabel", [])[1:])
             if labelled and not names:
                 raise UserError(
-                    f"{origin} names no classes: its header has no '@classLabel true ...'"
+                    f"{origin} has no classes: its header has no '@classLabel true ...'"
                 )
             continue
         parts = line.split(":")
@@ -155,12 +155,12 @@ def _of_parts(parts: list[str], where: str) -> np.ndarray:
     try:
         rows = [[float(value) for value in part.split(",")] for part in parts]
     except ValueError as error:
-        raise UserError(f"{where}: {error}; use numbers, none of them missing") from error
+        raise UserError(f"{where}: {error}; use numbers, with none missing") from error
     lengths = sorted({len(row) for row in rows})
     if len(lengths) != 1:
         raise UserError(
-            f"{where} has features of {lengths[0]} and of {lengths[-1]} numbers; use as many of "
-            "each"
+            f"{where} has features of {lengths[0]} and of {lengths[-1]} numbers; give all "
+            "features the same length"
         )
     return np.array(rows, np.float64).T
 

@@ -93,7 +93,7 @@ def read(path: Place, columns: int) -> Table:
     for name, numbers in (("x", x), ("y", y)):
         rows = np.flatnonzero(~np.isfinite(numbers).all(1))
         if len(rows):
-            raise UserError(f"{origin}: {name}[{rows[0]}] has what is no finite number")
+            raise UserError(f"{origin}: {name}[{rows[0]}] has a value that is not finite")
     return Table(x, y)
 
 
@@ -129,7 +129,7 @@ def _csv(content: bytes, origin: str) -> np.ndarray:
     try:
         rows = [row for row in csv.reader(io.StringIO(content.decode("utf-8"))) if row]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{origin} is no table in UTF-8: {error}") from error
+        raise UserError(f"{origin} is not a UTF-8 table: {error}") from error
     if rows and not all(map(_is_number, rows[0])):
         del rows[0]  # names of the columns
     for number, row in enumerate(rows, 1):
@@ -138,7 +138,7 @@ def _csv(content: bytes, origin: str) -> np.ndarray:
                 f"{origin}: row {number} of numbers is {','.join(row)!r}; use {len(rows[0])} values"
             )
     if not rows:
-        raise UserError(f"{origin}: there is no row of numbers in it")
+        raise UserError(f"{origin}: it has no rows of numbers")
     return np.array(rows, np.float64).reshape(len(rows), -1)
 
 

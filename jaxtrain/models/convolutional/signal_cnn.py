@@ -50,8 +50,8 @@ class SignalCNN(Unstacked):
         require_at_least(0, self, "padding")
         if not self.filters or len(self.filters) != len(self.sizes):
             raise UserError(
-                f"SignalCNN.filters={self.filters} with SignalCNN.sizes={self.sizes}: use as many "
-                "of the one as of the other, at least one"
+                f"SignalCNN.filters={self.filters} with SignalCNN.sizes={self.sizes}: give both "
+                "the same length, at least 1"
             )
         if min(*self.filters, *self.sizes) < 1:
             raise UserError(
@@ -61,8 +61,8 @@ class SignalCNN(Unstacked):
         least = least_side(self.plan, self.features)
         if least != self.features:
             raise UserError(
-                f"SignalCNN.features={self.features}: nothing of so short a signal is left after "
-                f"the convolutions; use at least {least}"
+                f"SignalCNN.features={self.features}: the signal is too short for the "
+                f"convolutions; use at least {least}"
             )
 
     @property

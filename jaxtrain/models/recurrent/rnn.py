@@ -38,8 +38,8 @@ def _validate(sizes: Any) -> None:
     name = type(sizes).__name__
     if sizes.bidirectional and sizes.objective == "next_token":
         raise UserError(
-            f"{name}.bidirectional=True with {name}.objective='next_token' would read what it "
-            f"is to tell; use {name}.objective='token_classification', or False"
+            f"{name}.bidirectional=True with {name}.objective='next_token' would read the tokens "
+            f"it must predict; use {name}.objective='token_classification', or False"
         )
     validate_directions(sizes)
     validate_features(sizes)

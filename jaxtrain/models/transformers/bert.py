@@ -96,13 +96,13 @@ class BERT(LanguageModel):
             )
         if self.pooling is not None and self.objective != "masked_token":
             raise UserError(
-                f"BERT.pooling={self.pooling!r} with BERT.objective={self.objective!r}: what makes "
-                "embeddings of texts has no head of classes; use BERT.pooling=None, or "
+                f"BERT.pooling={self.pooling!r} with BERT.objective={self.objective!r}: a model "
+                "that embeds texts has no classification head; use BERT.pooling=None, or "
                 "'masked_token'"
             )
         if self.normalized and self.pooling is None:
             raise UserError(
-                "BERT.normalized=True does nothing with BERT.pooling=None, which makes no "
+                "BERT.normalized=True does nothing with BERT.pooling=None, which produces no "
                 "embeddings; use BERT.pooling='mean', or False"
             )
 

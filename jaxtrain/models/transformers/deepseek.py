@@ -135,8 +135,8 @@ class DeepSeek(LanguageModel):
             )
         if self.rotary_dim < 2 or self.rotary_dim % 2:
             yield (
-                f"DeepSeek.rotary_dim={self.rotary_dim} is no even number above 0; the nearest is "
-                f"{nearest_multiple(self.rotary_dim, 2)}"
+                f"DeepSeek.rotary_dim={self.rotary_dim} is not an even number above 0; the "
+                f"nearest is {nearest_multiple(self.rotary_dim, 2)}"
             )
 
     def _validate_routes(self) -> Iterator[str]:

@@ -85,7 +85,7 @@ class ConfigFile:
         shown = repr(value)
         shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
         found = f"{key} is missing" if value is None else f"{key} = {shown}"
-        self.reject(f"{found}; here it is {allowed}")
+        self.reject(f"{found}; it must be {allowed}")
         return instead
 
 

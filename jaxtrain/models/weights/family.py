@@ -99,7 +99,7 @@ def family_of(content: Mapping[str, Any], *, where: str) -> Family:
     if content.get("model_type") in by_type and not content.get("architectures"):
         return by_type[content["model_type"]]
     hint = did_you_mean(str(named[0]), known)
-    raise UserError(f"{where}: the architecture {named[0]} is not known here{hint}")
+    raise UserError(f"{where}: the architecture {named[0]} is not supported{hint}")
 
 
 def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
@@ -131,7 +131,7 @@ def model_of(content: Mapping[str, Any], *, where: str) -> tuple[Family, Model]:
         config.reject(f"values of other kinds than {family.architecture} has ({error!r})")
     if config.reasons or model is None:
         lines = "\n".join(f"  {reason}" for reason in config.reasons)
-        raise UserError(f"{where}: it asks for what is not done here:\n{lines}")
+        raise UserError(f"{where}: these settings are not supported:\n{lines}")
     return family, model
 
 
@@ -155,7 +155,7 @@ def family_for(model: Model, preferred: str | None) -> tuple[Family, dict[str, A
             fitting.append((family, content))
     if not fitting:
         raise UserError(
-            f"Train.model=@{type(model).__name__}() with these settings is no architecture that "
-            f"is known elsewhere; there are {', '.join(f.architecture for f in families())}"
+            f"Train.model=@{type(model).__name__}() with these settings is not a known Hugging "
+            f"Face architecture; there are {', '.join(f.architecture for f in families())}"
         )
     return next((one for one in fitting if one[0].model_type == preferred), fitting[0])

@@ -118,18 +118,18 @@ class Folder:
         """Return every tensor by name, dequantized to floats; only headers are read.
 
         Raises:
-          UserError: there is no safetensors file, or one of them is invalid.
+          UserError: there is not a safetensors file, or one of them is invalid.
         """
         found: dict[str, Tensor] = {}
         for file in self._files():
             for name, tensor in read_header(self._resolve_inside(file)).items():
                 if name in found:
-                    raise UserError(f"{self.path}: {name} stands in two of its files")
+                    raise UserError(f"{self.path}: {name}is in two of its files")
                 found[name] = tensor
         settings = self.content.get("quantization_config") or {}
         if not isinstance(settings, dict):
             raise UserError(
-                f"{self.path / CONFIG}: quantization_config is no object; fetch it again"
+                f"{self.path / CONFIG}: quantization_config is not an object; fetch it again"
             )
         merge_of = {
             mxfp4.METHOD: mxfp4.merge,
@@ -149,7 +149,7 @@ class Folder:
         if pickles:
             raise UserError(
                 f"{self.path}: its weights are in a pickle ({pickles[0]}), which runs code when it "
-                "is opened and is not read here; where you trust it, convert it with "
+                "is opened and is not read here; if you trust it, convert it with "
                 "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
             )
         raise UserError(f"{self.path}: no weights there ({WEIGHTS} or {INDEX})")
@@ -161,7 +161,7 @@ class Folder:
         for name in values:
             if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.+-]*\.safetensors", name):
                 raise UserError(
-                    f"{self.path / INDEX} names {name!r}, which is no safetensors file in its "
+                    f"{self.path / INDEX} names {name!r}, which is not a safetensors file in its "
                     "folder; fetch it again from a source that you trust"
                 )
         names = list(dict.fromkeys(values))
@@ -187,8 +187,8 @@ class Folder:
         blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
         if not (real.is_relative_to(root) or real.is_relative_to(blobs)):
             raise UserError(
-                f"{file} is a link that leads out of its folder, to {real}; put the file itself "
-                "there where you trust it"
+                f"{file} is a link out of its folder, to {real}; if you trust the file, copy it "
+                "there"
             )
         return real
 
@@ -239,7 +239,7 @@ def match(
     known = {line.ours for line in lines}
     found: dict[str, StoredTensor] = {}
     problems = [
-        f"{ours} {list(shape)} is no tensor there; Finetune.reinitialize draws such"
+        f"{ours} {list(shape)} is not in the file; Finetune.reinitialize initializes such tensors"
         for ours, shape in shapes.items()
         if ours not in known and ours not in unread
     ]
@@ -251,9 +251,9 @@ def match(
             continue
         found[name] = tensor
         if tensor.shape != shape:
-            problems.append(f"{there} is {list(tensor.shape)}; here it is {list(shape)}")
+            problems.append(f"{there} is {list(tensor.shape)}; it must be {list(shape)}")
         elif tensor.dtype not in DTYPES:
-            problems.append(f"{there} is {tensor.dtype}; here it is {', '.join(DTYPES)}")
+            problems.append(f"{there} is {tensor.dtype}; it must be {', '.join(DTYPES)}")
     taken = set(found.values())
     for name, tensor in stored.items():
         whole = name if not bare else family.prefix + name

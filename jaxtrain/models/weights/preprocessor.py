@@ -59,7 +59,7 @@ def image_settings(content: Mapping[str, Any], model: ImageModel, *, where: str)
     settings = reader.settings()
     if reader.reasons:
         lines = "\n".join(f"  {reason}" for reason in reader.reasons)
-        raise UserError(f"{where}: it asks for what is not done here:\n{lines}")
+        raise UserError(f"{where}: these settings are not supported:\n{lines}")
     return settings
 
 
@@ -77,7 +77,7 @@ class _Reader:
         known = {f"{kind}{ending}": kind for kind in _DEFAULTS for ending in _ENDINGS}
         if not isinstance(named, str) or named not in known:
             kinds = " or ".join(f"{kind}ImageProcessor" for kind in _DEFAULTS)
-            self.reasons.append(f"{key} = {named!r}; here it is {kinds}")
+            self.reasons.append(f"{key} = {named!r}; it must be {kinds}")
         self.kind = known.get(str(named), default)
         stated = {key: value for key, value in content.items() if value is not None}
         self.content = {**_DEFAULTS[self.kind], **stated}
@@ -194,7 +194,7 @@ class _Reader:
     def _validate(self, key: str, allowed: str) -> None:
         value = self.content.get(key)
         found = f"{key} is missing" if value is None else f"{key} = {value!r}"
-        self.reasons.append(f"{found}; here it is {allowed}")
+        self.reasons.append(f"{found}; it must be {allowed}")
 
 
 def _is_number(value: Any) -> bool:

@@ -104,7 +104,7 @@ def read_pooling(config: ConfigFile) -> dict[str, Any]:
     allowed = ["Transformer", "Pooling", "Normalize"]
     if modules not in (allowed[:2], allowed):
         config.reject(
-            f"{MODULES} has {', '.join(modules)}; here it is Transformer and Pooling, with or "
+            f"{MODULES} has {', '.join(modules)}; it must be Transformer and Pooling, with or "
             "without Normalize"
         )
     for name, table in TABLES.items():
@@ -127,7 +127,7 @@ def _read_mode(config: ConfigFile, settings: Mapping[str, Any]) -> str:
     if isinstance(word, list) and len(word) == 1:
         word = word[0]
     if not isinstance(word, str) or word not in _WORDS:
-        config.reject(f"pooling_mode = {word!r}; here it is {', '.join(_WORDS)}, one of them")
+        config.reject(f"pooling_mode = {word!r}; it must be {', '.join(_WORDS)}, one of them")
         return "mean"
     return _WORDS[word]
 

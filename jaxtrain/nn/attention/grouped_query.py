@@ -359,7 +359,7 @@ def _validate_heads(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
     # Rotary embedding pairs the halves of a head, so its width must be even.
     if head_dim is not None and (head_dim < 2 or head_dim % 2):
         yield (
-            f"{name}.head_dim={head_dim} is no even number above 0; the nearest is "
+            f"{name}.head_dim={head_dim} is not an even number above 0; the nearest is "
             f"{nearest_multiple(head_dim, 2)}"
         )
     if head_dim is None and embed_dim % (2 * num_heads):

@@ -39,7 +39,7 @@ def explain_folder_errors(workdir: Place) -> Iterator[None]:
             raise
         raise LostFolderError(
             f"--workdir {workdir}: {error.strerror} ({file}); the run ends, since its folder can "
-            "no longer be used: see to it that it can, and the same command goes on"
+            "no longer be used: make it usable, then run the same command to resume"
         ) from error
 
 

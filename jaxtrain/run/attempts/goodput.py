@@ -192,8 +192,8 @@ def read_account(file: Path) -> Account | None:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{file}: not an account of time ({type(error).__name__}: {error}); remove it: "
-            "the run goes on, and its goodput counts from then"
+            f"{file}: not a goodput file ({type(error).__name__}: {error}); remove it: the run "
+            "resumes, and its goodput is counted from then"
         ) from error
 
 

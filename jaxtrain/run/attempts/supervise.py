@@ -198,7 +198,7 @@ class Supervision:
         if self.max_restarts_without_progress < 0:
             raise UserError(
                 f"--max-restarts-without-progress {self.max_restarts_without_progress}: use 0 "
-                "(never start again without progress) or more"
+                "(never restart without progress) or more"
             )
         if not self.grace_seconds >= 0:
             raise UserError(f"--grace-seconds {self.grace_seconds:g}: use 0 (none) or more")

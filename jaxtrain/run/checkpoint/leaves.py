@@ -76,8 +76,8 @@ def require_same_leaves(
     lines = [f"  {line}" for line in found[:_MAX_SHOWN]]
     lines += [f"  and {rest} more"] if rest > 0 else []
     raise OtherLeavesError(
-        f"the checkpoint of step {folder.name} in {folder.parent} was written by another model or "
-        f"optimizer than this configuration's ({len(found)} of its leaves differ); use "
+        f"the checkpoint of step {folder.name} in {folder.parent} was written by a different "
+        f"model or optimizer than this configuration's ({len(found)} of its leaves differ); use "
         f"{folder.parent.parent / 'config.gin'}, which wrote it, or another workdir:",
         lines,
     )

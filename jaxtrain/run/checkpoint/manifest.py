@@ -287,7 +287,7 @@ def _from_bytes(content: bytes) -> Manifest:
         kind(written)  # ValueError where it is unknown
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name or "\0" in name:
-            raise ValueError(f"it names {name!r}, which is no file inside the checkpoint")
+            raise ValueError(f"it names {name!r}, which is not a file inside the checkpoint")
     leaves = {
         name: Leaf(int(leaf["fingerprint"]), tuple(leaf["shape"]), leaf["dtype"])
         for name, leaf in found["leaves"].items()

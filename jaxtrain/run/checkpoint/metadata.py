@@ -111,25 +111,25 @@ def require_same_run(
         if setting is not None:
             raise UserError(
                 f"{workdir}: the checkpoint of step {step} was written with {setting[0]} = "
-                f"{setting[1]}, this configuration has {setting[2]}: the data would not go on "
+                f"{setting[1]}, this configuration has {setting[2]}: the data would not resume "
                 "where it stopped; use the config.gin beside it, or another --workdir"
             )
         if pythons is not None:
             raise UserError(
                 f"{workdir}: the checkpoint of step {step} was written under Python {pythons[0]}, "
-                f"whose library is its text, this is {pythons[1]}: the data would not go on where "
-                "it stopped; use that Python, or another --workdir"
+                f"whose library is the training text; this is {pythons[1]}: the data would not "
+                "resume where it stopped; use that Python, or another --workdir"
             )
         raise UserError(
             f"{workdir}: the checkpoint of step {step} was written with {name} = {saved!r}, which "
-            f"is {now!r} now: the data would not go on where it stopped; bring them back as they "
-            "were, or use another --workdir"
+            f"is {now!r} now: the data would not resume where it stopped; restore them, "
+            "or use another --workdir"
         )
     rule = next(x for x in extra["config"].splitlines() if x.startswith("Optimizer.name = "))
     if rule.partition(" = ")[2] != repr(config.optimizer.name):
         raise UserError(
             f"{workdir}: the checkpoint of step {step} was written with {rule}, this configuration "
-            f"has {config.optimizer.name!r}, to which its moments mean nothing; use "
+            f"has {config.optimizer.name!r}, whose moments are different; use "
             f'-b "{rule}", or another --workdir'
         )
 

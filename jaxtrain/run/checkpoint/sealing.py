@@ -121,8 +121,9 @@ def reject_others(workdir: Place) -> None:
     found = leftovers(root)
     if found and not sealed_steps(root) and not (workdir / "config.gin").exists():
         raise UserError(
-            f"--workdir {workdir}: {found[0]} is no checkpoint of jaxtrain's, and no config.gin "
-            "says that this folder is a run's; use another folder, or remove what is in the way"
+            f"--workdir {workdir}: {found[0]} is not a jaxtrain checkpoint, and there is no "
+            "config.gin to mark this folder as a run; use another folder, or remove what is in "
+            "the way"
         )
 
 

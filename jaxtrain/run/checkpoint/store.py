@@ -220,8 +220,8 @@ class Checkpoints:
         steps = "that of step" if len(before) == 1 else "those of steps"
         nor = f", nor can {steps} {', '.join(map(str, before))}" if before else ""
         raise CheckpointError(
-            f"{self._bad[newest]}{nor}: no good one is left, and nothing was changed; bring one "
-            f"back from a copy, or delete {self.folder} to begin at step 0"
+            f"{self._bad[newest]}{nor}: no good one is left, and nothing was changed; restore one "
+            f"from a backup, or delete {self.folder} to begin at step 0"
         )
 
     def pass_over(self, step: int, error: CheckpointError) -> None:

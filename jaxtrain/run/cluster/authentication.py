@@ -126,7 +126,7 @@ class RunToken:
             if private:
                 return None
             raise UserError(
-                f"{self._file} belongs to another user than the one of this process; {_WAY_OUT}"
+                f"{self._file} belongs to another user than this process; {_WAY_OUT}"
             ) from error
         except OSError:
             return None
@@ -243,7 +243,7 @@ class _Keys:
 
 def _same_protocol(message: bytes) -> None:
     if message != PROTOCOL:
-        raise UnauthenticatedError("sent what is no handshake of this program")
+        raise UnauthenticatedError("sent an invalid handshake")
 
 
 def _mac(key: bytes, label: bytes, message: bytes) -> bytes:

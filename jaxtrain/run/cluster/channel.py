@@ -295,7 +295,9 @@ class ManyProcesses(Peers):
         with self._changed:
             while self._asked and self._target is None and self.cause is None:
                 if not self._changed.wait(max(until - time.monotonic(), 0)):
-                    raise ClusterError("the processes did not agree in time where to stop")
+                    raise ClusterError(
+                        "the processes did not agree in time on the step at which to stop"
+                    )
             if self.cause is not None:
                 raise ClusterError(str(self.cause))
             if self._target is not None and number > self._target:

@@ -33,7 +33,7 @@ def integer(environment: Environment, name: str) -> int:
     """
     text = environment.get(name)
     if text is None or not text.strip().isdigit():
-        raise UserError(f"environment variable {name}={text!r}: a whole number is needed here")
+        raise UserError(f"environment variable {name}={text!r}: it must be an integer")
     return int(text)
 
 
@@ -316,7 +316,7 @@ def expand_nodes(text: str) -> list[str]:
             found = [start + piece for start in found for piece in pieces]
         nodes += found
     if not nodes:
-        raise UserError(f"SLURM_STEP_NODELIST={shlex.quote(text)} is no list of nodes")
+        raise UserError(f"SLURM_STEP_NODELIST={shlex.quote(text)} is not a list of nodes")
     return nodes
 
 
@@ -325,7 +325,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for piece in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
         if match is None:
-            raise UserError(f"SLURM_STEP_NODELIST={shlex.quote(text)} is no list of nodes")
+            raise UserError(f"SLURM_STEP_NODELIST={shlex.quote(text)} is not a list of nodes")
         first, last = match[1], match[2] or match[1]
         pieces += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return pieces

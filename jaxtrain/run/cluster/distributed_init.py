@@ -171,7 +171,7 @@ def start(
     # A port that is taken ends some versions of jaxlib with a segmentation fault.
     if cluster.process_id == 0 and not is_free(host, port):
         raise UserError(
-            f"port {port} on this machine was taken just now by another program; start again"
+            f"port {port} on this machine was just taken by another program; start again"
         )
     address = peers.jax_coordinator
     if cluster.process_id:

@@ -199,7 +199,7 @@ class _HostSide:
         )
         host, _ = split_address(self._cluster.coordinator or "")
         if not is_local(host):
-            sentence += f"; {host} is no address of this machine: does process 0 belong there?"
+            sentence += f"; {host} is not an address of this machine: does process 0 belong there?"
         rejected = self._listener.rejected
         if rejected.count:
             sentence += (

@@ -141,7 +141,7 @@ class Link:
             if not hmac.compare_digest(head[_LENGTH:], receiving.mark(body)):
                 self.closed = "sent a message that was changed, repeated or out of order"
             elif (message := _parse(body)) is None:
-                self.closed = "sent what is no message of this program"
+                self.closed = "sent an invalid message"
         return message
 
     def finish(self) -> None:

@@ -75,8 +75,8 @@ def prepare_store(arguments: argparse.Namespace) -> int:
     most = os.cpu_count() or 1
     if not 1 <= workers <= most:
         raise UserError(
-            f"--workers {workers}: use 1 to {most}, the processors of this machine; with 1 the "
-            "tokenizer uses them all by threads"
+            f"--workers {workers}: use 1 to {most}, the CPUs of this machine; with 1 the tokenizer "
+            "uses them all in threads"
         )
     with Progress(
         TextColumn("prepare"),
@@ -202,7 +202,9 @@ def train_bpe(data: TextData, folder: Path, *, vocab_size: int) -> tuple[int, in
 
     made.train_from_iterator(texts(), trainer)
     if not characters:
-        raise UserError(f"TextData.source = {data.source!r}: empty text, nothing to learn from")
+        raise UserError(
+            f"TextData.source = {data.source!r}: the text is empty, so there is nothing to train on"
+        )
     write_atomically(folder / "tokenizer.json", made.to_str(pretty=True).encode())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END}
     write_atomically(folder / SETTINGS, json.dumps(settings, indent=2).encode())

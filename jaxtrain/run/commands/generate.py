@@ -40,7 +40,8 @@ def validate_draft_options(arguments: argparse.Namespace) -> None:
     if arguments.draft is None:
         if arguments.guesses is not None:
             raise UserError(
-                f"--guesses {arguments.guesses}: nothing guesses; add --draft, or leave it out"
+                f"--guesses {arguments.guesses}: there is no draft model; add --draft, or leave "
+                "it out"
             )
         return
     if arguments.guesses is not None and arguments.guesses < 1:
@@ -48,8 +49,8 @@ def validate_draft_options(arguments: argparse.Namespace) -> None:
     if arguments.beams is not None or arguments.stop:
         other = "--stop" if arguments.stop else f"--beams {arguments.beams}"
         raise UserError(
-            f"--draft {arguments.draft} with {other}: guesses are of one text up to its end; leave "
-            "one of them out"
+            f"--draft {arguments.draft} with {other}: speculative decoding generates one text to "
+            "its end; leave one of them out"
         )
 
 
@@ -130,7 +131,7 @@ def generate(arguments: argparse.Namespace) -> int:
     if arguments.chat:
         return converse(arguments)
     if arguments.system is not None:
-        raise UserError("--system is of a conversation; add --chat, or leave it out")
+        raise UserError("--system applies to a conversation; add --chat, or leave it out")
     records = []
     if arguments.prompts is not None:
         records = read_records("--prompts", arguments.prompts)
@@ -186,14 +187,14 @@ def _sampling(arguments: argparse.Namespace, defaults: Defaults) -> Sampling | B
         return _beam_search(arguments, defaults.beams, penalty, defaults.options)
     for name in ("length_penalty", "early_stopping"):
         if beams is None and vars(arguments)[name] is not None:
-            raise UserError(f"{_option(name)} is of a beam search; add --beams, or leave it out")
+            raise UserError(f"{_option(name)} applies to beam search; add --beams, or leave it out")
     if beams is None:
         own = {name: value for name, value in defaults.options.items() if name in _DRAWING}
         chosen: dict[str, Any] = {"temperature": 0.8, **own, **given}
         return Sampling(**chosen, repetition_penalty=penalty)
     for name, value in given.items():
         raise UserError(
-            f"{_option(name)} {value} with --beams {beams}: a beam search draws nothing; leave one "
+            f"{_option(name)} {value} with --beams {beams}: beam search does not sample; leave one "
             "of them out"
         )
     return _beam_search(arguments, beams, penalty, {})
@@ -237,7 +238,7 @@ def converse(arguments: argparse.Namespace) -> int:
         if vars(arguments)[name] is not None:
             raise UserError(
                 f"--{name} {vars(arguments)[name]} with --chat: an answer is shown while it is "
-                "drawn; leave one of them out"
+                "generated; leave one of them out"
             )
     if arguments.log_probabilities:
         raise UserError("--log-probabilities with --chat: answers are text; leave one of them out")

@@ -87,7 +87,7 @@ def parse(arguments: Sequence[str]) -> Job:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest or not command:
         raise UserError(
-            f"supervise {' '.join(rest)}".rstrip() + ": the command stands after --; write for "
+            f"supervise {' '.join(rest)}".rstrip() + ": the command goes after --; write for "
             "example 'jaxtrain supervise -- train gpt_quickstart'"
         )
     if command[0] != "train":

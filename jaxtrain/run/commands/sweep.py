@@ -77,7 +77,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     """
     workdir = place(arguments.workdir)
     if isinstance(workdir, BucketPath):
-        raise UserError(f"--workdir {workdir}: a sweep's folder is on this machine")
+        raise UserError(f"--workdir {workdir}: the folder of a sweep must be on this machine")
     bindings = list(arguments.gin_bindings)
     if arguments.simulate_devices is not None:
         bindings.append(f"Mesh.simulated_devices = {arguments.simulate_devices}")

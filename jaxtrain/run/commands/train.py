@@ -302,7 +302,7 @@ def _existing_run(workdir: str, step: int | None) -> Place:
                 inside = runs_in(folder, "config.gin") if folder.is_dir() else []
                 if inside:
                     raise UserError(
-                        f"--workdir {workdir} is no run (no config.gin); it holds these: "
+                        f"--workdir {workdir} is not a run (no config.gin); it contains: "
                         f"{list_names(inside)}"
                     )
                 runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]

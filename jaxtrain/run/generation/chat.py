@@ -115,7 +115,7 @@ def template_of(train: Train) -> ChatTemplate:
         found = template_beside(path, today)
     if found is None:
         raise UserError(
-            "--chat: the run's tokenizer has no chat template beside it (chat_template.jinja, or "
+            "--chat: the run's tokenizer has no chat template next to it (chat_template.jinja, or "
             "chat_template in tokenizer_config.json); put the model's there, or train on "
             "conversations (@ChatData())"
         )

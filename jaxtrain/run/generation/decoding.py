@@ -403,7 +403,7 @@ def require_text_model(model: Model, *, command: str = "generate") -> TokenModel
         )
     if not model.cached:
         raise UserError(
-            f"{command}: Train.model=@{type(model).__name__}() keeps nothing of the tokens so far: "
-            "it reads whole texts, and only models that look back generate"
+            f"{command}: Train.model=@{type(model).__name__}() keeps no state of earlier tokens: "
+            "it reads whole texts, and only causal models generate"
         )
     return model

@@ -165,7 +165,7 @@ def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None
     """Raise UserError if a beam search has a watch."""
     if isinstance(sampling, BeamSearch) and watch is not None:
         raise UserError(
-            f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its greatest "
+            f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its maximum "
             "length, and is not shown before; leave stop strings out, or beams"
         )
 

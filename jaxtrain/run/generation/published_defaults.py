@@ -144,7 +144,9 @@ def published_defaults(config: Config, workdir: Place | None) -> Defaults:
                  "length_penalty"):  # fmt: skip
         value = content.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise UserError(f"{where}: {name} = {value!r} is no number; correct it, or remove it")
+            raise UserError(
+                f"{where}: {name} = {value!r} is not a number; correct it, or remove it"
+            )
     options: dict[str, Any] = {}
     if content.get("repetition_penalty") not in (None, 1):
         options["repetition_penalty"] = float(content["repetition_penalty"])
@@ -153,7 +155,7 @@ def published_defaults(config: Config, workdir: Place | None) -> Defaults:
         if content.get("do_sample"):
             raise UserError(
                 f"{where}: num_beams = {beams} with do_sample = True, beams that are drawn, are "
-                "not done here; give --beams, or remove one of them from the file"
+                "not supported; give --beams, or remove one of them from the file"
             )
         stopping = {True: "true", False: "false"}.get(
             content.get("early_stopping") or False, "never"

@@ -249,8 +249,8 @@ def rolls_back(model: Model) -> TokenModel:
     sizes = require_text_model(model)
     if not all(one.every_token for one in sizes.cached):
         raise UserError(
-            f"--draft: Train.model=@{type(model).__name__}() keeps one state of all tokens so far, "
-            "from which guesses cannot be taken back; use a model with attention, or no draft"
+            f"--draft: Train.model=@{type(model).__name__}() keeps one state of all tokens "
+            "so far, which cannot be rolled back; use a model with attention, or no draft"
         )
     if counts_slots(sizes):
         raise UserError(

@@ -98,8 +98,8 @@ def write_targets(
     section = "PairData" if isinstance(train.data, PairData) else "TextData"
     if tokenizer is None and (texts or not ends):
         raise UserError(
-            f"generate: {section}.source = 'synthetic' are random tokens, which tell nothing; bind "
-            f"{section}.source and {section}.tokenizer"
+            f"generate: {section}.source = 'synthetic' are random tokens, so there is nothing to "
+            f"generate; bind {section}.source and {section}.tokenizer"
         )
     request: dict[str, Any] = {
         "begin": train.data.begin, "ends": ends, "max_new_tokens": max_new_tokens,

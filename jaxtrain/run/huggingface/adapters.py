@@ -150,7 +150,7 @@ def _tensor_differences(
     found = [f"{name} is missing" for name in wanted if name not in stored]
     found += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
     return found + [
-        f"{name} is {stored[name].dtype} {list(stored[name].shape)}, here it is {list(shape)} of "
+        f"{name} is {stored[name].dtype} {list(stored[name].shape)}, it must be {list(shape)} of "
         f"{', '.join(safetensors.DTYPES)}"
         for name, shape in wanted.items()
         if name in stored
@@ -281,7 +281,7 @@ def _setting_differences(content: Mapping[str, Any], config: Config, tuning: LoR
     for key in ("r", "lora_alpha"):
         value = content.get(key, 8)  # as in peft
         if type(value) not in (int, float) or not value > 0:
-            return [f"{key} is {value!r}, which is no positive number"]
+            return [f"{key} is {value!r}, which is not a positive number"]
     settings, rank, alpha = config.finetune, content.get("r", 8), content.get("lora_alpha", 8)
     found = list(check_keys(content, KEYS))
     scale = alpha / (math.sqrt(rank) if content.get("use_rslora") else rank)

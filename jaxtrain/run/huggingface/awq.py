@@ -221,8 +221,8 @@ def _validate_others(line: Name, inside: tuple[int, ...], architecture: str) -> 
     last = there[there.rindex("(") + 1 : -1] if there.endswith(")") else there[-1]
     if set(last) != {letters[i] for i in inside} or not line.theirs.endswith(".weight"):
         raise UserError(
-            f"--awq: {line.theirs} of {architecture} is no linear layer [out, in], which alone has "
-            "a place in AutoAWQ's layout; export floats instead, without --awq"
+            f"--awq: {line.theirs} of {architecture} is not a linear layer [out, in], the only "
+            "kind in AutoAWQ's layout; export floats instead, without --awq"
         )
 
 

@@ -69,8 +69,8 @@ def require_one_process(out: str) -> None:
     """Raise UserError in a run of several processes, which have only parts of the arrays."""
     if jax.process_count() > 1:
         raise UserError(
-            f"--out {out}: a run of {jax.process_count()} processes is exported by one alone; call "
-            "'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
+            f"--out {out}: a run of {jax.process_count()} processes is exported by one process; "
+            "call 'jaxtrain export-hf' on its folder, with bindings of Mesh for one machine"
         )
 
 

@@ -74,10 +74,10 @@ def read_records(argument: str, path: str) -> list[Record]:
         except ValueError as error:
             raise UserError(f"{where}: no JSON ({error}); use one record a line") from error
         if not isinstance(fields, dict):
-            raise UserError(f"{where}: no record in braces; use one such as {{...}} a line")
+            raise UserError(f"{where}: not a JSON object; use one such as {{...}} a line")
         found.append(Record(where, fields))
     if not found:
-        raise UserError(f"{argument} {path}: there is no line in it; give at least one record")
+        raise UserError(f"{argument} {path}: it is empty; give at least one record")
     return found
 
 
@@ -162,7 +162,7 @@ def vectors_of(given: Sequence[Any], model: VectorModel) -> tuple[list[str], np.
             name, first = str(path), 0
             table = read_vectors(path, f"predict INPUT = {str(path)!r}")
         else:
-            raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
+            raise UserError(f"predict: {type(model).__name__} reads vectors, not images")
         if table.shape[1] != model.features:
             raise UserError(
                 f"predict: {name} has vectors of {table.shape[1]} numbers; "

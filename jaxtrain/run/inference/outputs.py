@@ -51,8 +51,8 @@ def logits(setup: Setup, model: Model, state: TrainState, inputs: Any) -> np.nda
     objective = setup.objective
     if not isinstance(objective, LogitsObjective):
         raise UserError(
-            f"Trainer.logits: a model of objective {objective.name!r} gives none; Trainer.predict "
-            "returns its outputs"
+            f"Trainer.logits: a model of objective {objective.name!r} has no logits; "
+            "Trainer.predict returns its outputs"
         )
     is_batch = isinstance(inputs, Batch)
     batch = on_host(inputs) if is_batch else objective.reading(np.asarray(inputs))
@@ -228,7 +228,7 @@ def embed_texts(
     text = text_of(data)
     if text is None:
         raise UserError(
-            f"predict: {type(model).__name__} makes embeddings of texts, for which Train.data=@"
+            f"predict: {type(model).__name__} embeds texts, for which Train.data=@"
             f"{type(data).__name__}() names no tokenizer; use @TextData()"
         )
     path = None
@@ -328,6 +328,6 @@ def _mask(model: TokenModel, tokenizer: Tokenizer) -> int:
         except UserError:
             continue
     raise UserError(
-        f"predict: {type(model).__name__}.vocab_size={model.vocab_size} has no token beside the "
+        f"predict: {type(model).__name__}.vocab_size={model.vocab_size} has no token after the "
         f"tokenizer's, and the tokenizer has no {MASK} and no <mask>: there are no masks to predict"
     )

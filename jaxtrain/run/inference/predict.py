@@ -231,7 +231,7 @@ def _classes(
     else:
         raise UserError(
             f"predict: Train.data=@{type(data).__name__}() does not say how what "
-            f"{type(model).__name__} reads is prepared; Trainer.logits takes it prepared"
+            f"{type(model).__name__} reads is prepared; Trainer.logits takes prepared inputs"
         )
     if top < 1:
         raise UserError(f"--top {top}: name at least 1 class")
@@ -414,7 +414,7 @@ def _sequences(
 ) -> tuple[list[str], Sequence[np.ndarray]]:
     """Return names of the sequences of an input, counted from `before`, and each [T, F]."""
     if isinstance(source, Image.Image):
-        raise UserError(f"predict: {type(model).__name__} reads vectors, and an image is none")
+        raise UserError(f"predict: {type(model).__name__} reads vectors, not images")
     if isinstance(source, np.ndarray):
         name, sequences = "sequence", [source.reshape(len(source), -1)]
     else:
@@ -446,7 +446,7 @@ def _logits_of_labels(
 def _images(source: Given) -> Iterator[Place | Image.Image]:
     """Yield the images of an input, none of them read yet."""
     if isinstance(source, np.ndarray):
-        raise UserError("predict: an array is no image; give files, or images of Pillow's")
+        raise UserError("predict: an array is not an image; give files, or images of Pillow's")
     if isinstance(source, Image.Image):
         yield source
         return

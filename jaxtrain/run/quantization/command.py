@@ -72,13 +72,14 @@ def quantize(arguments: argparse.Namespace) -> int:
     for name, value in (("--group-size", group), ("--calibrate", text)):
         if bits == 8 and value is not None:
             raise UserError(
-                f"{name} {value} with --bits 8: eight bits have a scale for each output, and are "
-                "rounded as they are; leave it out, or use --bits 4"
+                f"{name} {value} with --bits 8: 8-bit weights have one scale per output and are "
+                "rounded to nearest; leave it out, or use --bits 4"
             )
     if group is not None and (group < 2 or group % 2):
         near = max(2, group + 1 if group % 2 else group)
         raise UserError(
-            f"--group-size {group}: two codes share a byte; the nearest even number is {near}"
+            f"--group-size {group}: two codes share a byte, so it must be even; the nearest even "
+            f"number is {near}"
         )
     console, out = terminal(), place(arguments.out)
     require_free("--out", out)
@@ -116,14 +117,14 @@ def write_quantized(
     """
     if jax.process_count() > 1:
         raise UserError(
-            f"quantize: a run of {jax.process_count()} processes is quantized by one alone; bind "
-            "its Mesh for one machine"
+            f"quantize: a run of {jax.process_count()} processes is quantized by one process; "
+            "bind its Mesh for one machine"
         )
     shapes = parameter_shapes(trainer.config.train.model.build)
     if not any(map(can_adapt, by_name(shapes).values())):
         raise UserError(
-            f"--workdir {trainer.workdir}: the model has no layers of a transformer, "
-            "whose weights quantize writes quantized; name a run of one that has"
+            f"--workdir {trainer.workdir}: the model has no transformer layers to quantize; "
+            "name a run of a model that has"
         )
     config = _config(trainer, weight_format, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]
@@ -173,7 +174,7 @@ def _scale(
     if not of:
         raise UserError(
             f"--calibrate {text}: the weights of a @Llama() are scaled, and this model is a "
-            f"@{type(sizes).__name__}(); leave it out, and they are rounded as they are"
+            f"@{type(sizes).__name__}(); leave it out to round them to nearest"
         )
     with path_errors(f"--calibrate {text}", needs="name a text file that can be read"):
         content = on_disk(text).read_text(encoding="utf-8", errors="replace")

@@ -109,7 +109,7 @@ def _parse_settings(settings: Mapping[str, Any], *, length: int) -> tuple[int, l
     limit, until = settings.get("max_gen_toks", _WRITTEN), settings.get("until") or []
     if not 1 <= limit < length:
         raise UserError(
-            f"max_gen_toks={limit} leaves no place for a prompt in the model's context of {length} "
+            f"max_gen_toks={limit} leaves no room for a prompt in the model's context of {length} "
             f"tokens; use 1 to {length - 1}, by gen_kwargs"
         )
     draws = settings.get("do_sample", settings.get("temperature", 0) > 0)

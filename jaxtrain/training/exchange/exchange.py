@@ -130,7 +130,7 @@ def _validate_torus(replicas: int) -> Iterator[str]:
     """Yield an error if the number of replicas does not form a grid."""
     if replicas > 1 and 1 in sides(replicas):
         yield (
-            f"Exchange.graph='torus' with Mesh.data={replicas}, which is no grid of two sides "
+            f"Exchange.graph='torus' with Mesh.data={replicas}, which is not a grid of two sides "
             "above 1; use Exchange.graph='ring', or a number such as 4, 6, 8 or 9"
         )
 

@@ -74,14 +74,14 @@ class Finetune:
         require_positive(self, "lora_alpha")
         if self.lora_rank is not None and self.freeze:
             raise UserError(
-                f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: where "
-                "adapters are trained, all parameters are frozen; use Finetune.freeze=()"
+                f"Finetune.freeze={self.freeze!r} with Finetune.lora_rank={self.lora_rank}: with "
+                "adapters, all other parameters are frozen; use Finetune.freeze=()"
             )
         require_at_least(2, self, "quantize_group")
         if self.quantize_group % 2:
             raise UserError(
-                f"Finetune.quantize_group={self.quantize_group}: two codes share a byte; the "
-                f"nearest even number is {self.quantize_group + 1}"
+                f"Finetune.quantize_group={self.quantize_group}: two codes share a byte, so it "
+                f"must be even; the nearest even number is {self.quantize_group + 1}"
             )
         if self.lora_magnitudes and (self.lora_rank is None or self.quantize_bits != "none"):
             other = (
@@ -90,16 +90,16 @@ class Finetune:
                 else f"quantize_bits={self.quantize_bits!r}"
             )
             raise UserError(
-                f"Finetune.lora_magnitudes=True with Finetune.{other}: magnitudes are of adapters "
-                "beside weights in Precision.params; set Finetune.lora_rank, such as 16, and "
+                f"Finetune.lora_magnitudes=True with Finetune.{other}: magnitudes need adapters of "
+                "weights in Precision.params; set Finetune.lora_rank, such as 16, and "
                 "Finetune.quantize_bits='none'"
             )
         validate_rate(self, "lora_dropout", self.lora_dropout)
         if self.lora_dropout and (self.lora_rank is None or self.lora_magnitudes):
             other = "lora_rank=None" if self.lora_rank is None else "lora_magnitudes=True"
             raise UserError(
-                f"Finetune.lora_dropout={self.lora_dropout} with Finetune.{other}: what adapters "
-                "read beside whole weights is dropped; use Finetune.lora_dropout=0.0"
+                f"Finetune.lora_dropout={self.lora_dropout} with Finetune.{other}: dropout "
+                "needs adapters without magnitudes; use Finetune.lora_dropout=0.0"
             )
         if self.lora_rank is None and self.adapter is not None:
             raise UserError(

@@ -66,8 +66,8 @@ class MaskedToken(TokenObjective):
         vocab_size = token_model(model).vocab_size
         if int(taken) >= vocab_size:
             raise UserError(
-                f"{name}.vocab_size={vocab_size} has no room for the mask's token beside the "
-                f"data's {taken}; use at least {int(taken) + 1}"
+                f"{name}.vocab_size={vocab_size} has no slot for the mask token after the data's "
+                f"{taken}; use at least {int(taken) + 1}"
             )
         return dataclasses.replace(
             dataset,

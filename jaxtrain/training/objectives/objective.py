@@ -237,8 +237,8 @@ class Objective(abc.ABC, Generic[M]):
             )
         if not self.refers and batch.reference is not None:
             yield (
-                f"{named} has pairs of answers, which the objective {self.name!r} does not tell "
-                "apart; use Train.objective=@DPO()"
+                f"{named} has pairs of answers, which the objective {self.name!r} does not "
+                "compare; use Train.objective=@DPO()"
             )
 
     def validate_targets(self, targets: Any, model: Model) -> Iterator[str]:

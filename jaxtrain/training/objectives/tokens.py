@@ -277,7 +277,7 @@ def _validate_tokens(
     if features_of(model) is None:
         yield from validate_values(batch, "inputs", 0, last, why=of_vocabulary)
     elif isinstance(batch.inputs, np.ndarray) and not np.isfinite(batch.inputs).all():
-        yield "Batch.inputs has what is no finite number; use finite ones, in padding too"
+        yield "Batch.inputs has a value that is not finite; use finite ones, in padding too"
     yield from validate_values(batch, "targets", 0, count - 1, why=of_targets, counted=True)
     yield from validate_values(batch, "positions", 0, model.context_length - 1, why=of_context)
     yield from validate_values(batch, "segment_ids", 0, None)

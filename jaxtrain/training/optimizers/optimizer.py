@@ -91,8 +91,8 @@ class Optimizer:
                 raise UserError(f"Optimizer.weight_decays: {pattern!r} has {decay}; use 0 or more")
             if not groups.part_of(pattern).is_whole:
                 raise UserError(
-                    f"Optimizer.weight_decays: {pattern!r} names layers; decays are of all layers: "
-                    f"use {groups.part_of(pattern).pattern!r}"
+                    f"Optimizer.weight_decays: {pattern!r} names layers; weight decay applies to "
+                    f"all layers: use {groups.part_of(pattern).pattern!r}"
                 )
         if self.average_decay is not None and not 0 < self.average_decay < 1:
             raise UserError(
@@ -102,13 +102,13 @@ class Optimizer:
         if self.average_decay is not None and self.rule.averages:
             raise UserError(
                 f"Optimizer.average_decay={self.average_decay} with Optimizer.name="
-                f"{self.name!r}, which averages the parameters by itself; use None"
+                f"{self.name!r}, which already averages the parameters; use None"
             )
 
         if self.moments != "float32" and self.rule.dtype is not None:
             raise UserError(
                 f"Optimizer.moments={self.moments!r} with Optimizer.name={self.name!r}, which "
-                f"keeps its own in {self.rule.dtype}; use 'float32', the default"
+                f"keeps its moments in {self.rule.dtype}; use 'float32', the default"
             )
 
     @property

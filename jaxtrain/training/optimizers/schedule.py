@@ -85,8 +85,8 @@ class Schedule:
             raise UserError(f"Schedule.final_fraction={self.final_fraction}; use 0 to 1")
         if self.name == "exponential" and not self.final_fraction:
             raise UserError(
-                "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never gets "
-                "there; use above 0, such as 0.01"
+                "Schedule.final_fraction=0.0 with Schedule.name='exponential', which never reaches "
+                "0; use above 0, such as 0.01"
             )
         if not self.power > 0:
             raise UserError(f"Schedule.power={self.power}; use a number above 0")
@@ -109,8 +109,8 @@ class Schedule:
         needs = self.name in (*_TO_THE_END, *_IN_CYCLES)
         if needs and not self.decay_steps:
             raise UserError(
-                f"Schedule.name={self.name!r} with Schedule.decay_steps=0; say how many steps "
-                "decay, such as a tenth of Train.steps"
+                f"Schedule.name={self.name!r} with Schedule.decay_steps=0; set the number of decay "
+                "steps, such as a tenth of Train.steps"
             )
         if self.decay_steps and not needs and self.name not in _OF_ANY_LENGTH:
             raise UserError(

@@ -132,8 +132,8 @@ def validate_schedule(schedule: str, microbatches: int, virtual_stages: int) -> 
         )
     if schedule == "dualpipe_v" and virtual_stages != 2:
         raise UserError(
-            f"{written}: each rank has one stage on the way down and one on the way back; set "
-            "Pipeline.virtual_stages=2"
+            f"{written}: each rank has one stage of the forward order and one of the reverse "
+            "order; set Pipeline.virtual_stages=2"
         )
     if schedule in ("gpipe", "1f1b", "zero_bubble") and virtual_stages > 1:
         raise UserError(

@@ -137,7 +137,7 @@ def check(schedule: Timetable) -> None:
                 raise _wrong(rank, tick, action, f"there are {there_are}")
             own = schedule.rank_of(action.stage)
             if own != rank:
-                raise _wrong(rank, tick, action, f"that stage stands on rank {own}")
+                raise _wrong(rank, tick, action, f"that stage is on rank {own}")
             for part in _parts(action):
                 if part in covered:
                     raise _wrong(rank, tick, action, "done before")
@@ -154,7 +154,7 @@ def check(schedule: Timetable) -> None:
             if to is None:
                 continue
             if (action.kind == Work.FORWARD, to) in received:
-                raise _wrong(rank, tick, action, f"rank {to} gets another one in this tick")
+                raise _wrong(rank, tick, action, f"rank {to} receives another one in this tick")
             received.add((action.kind == Work.FORWARD, to))
         finished |= done.keys()
     kinds = (Work.FORWARD, Work.BACKWARD) if schedule.has_backward else (Work.FORWARD,)

@@ -47,13 +47,13 @@ def make_schedule(
         )
     if passes > 1 and name in SPLIT:
         raise UserError(
-            f"Pipeline.schedule={name!r}: microbatches go around its ranks once, and those of "
+            f"Pipeline.schedule={name!r}: microbatches pass through its ranks once, and those of "
             "an encoder-decoder twice; use Pipeline.schedule='1f1b'"
         )
     if passes > 1 and microbatches % ranks:
         raise UserError(
-            f"Pipeline.microbatches={microbatches} with Mesh.pipe={ranks}: those of an "
-            "encoder-decoder go around the ranks twice, as many at a time as there are ranks; "
+            f"Pipeline.microbatches={microbatches} with Mesh.pipe={ranks}: an encoder-decoder "
+            "sends them through the ranks twice, in groups of the number of ranks; "
             f"use a multiple of {ranks}, such as {nearest}"
         )
     chunks, folded = virtual_stages * passes, name == "dualpipe_v"

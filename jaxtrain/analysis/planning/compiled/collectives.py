@@ -93,7 +93,7 @@ def collectives(
         time, or as often as its scope says (`nn.execution.taken`).
 
     Raises:
-      ValueError: a loop around a collective does not say how often it runs.
+      ValueError: a loop around a collective does not give its trip count.
     """
     sizes = dict(mesh.shape) if isinstance(mesh, jax.sharding.Mesh) else dict(mesh)
     return list(_Walk(parse(text), sizes, branch_counts).run())
@@ -199,7 +199,7 @@ class _Walk:
         if not axis:
             return  # groups of one device: nothing moves
         if count is None:
-            raise ValueError(f"a loop around {one.name} ({op_name}) does not say how often it runs")
+            raise ValueError(f"a loop around {one.name} ({op_name}) does not give its trip count")
         for operand in one.operands:
             parts = tuple(self.module.concatenated_operands(inside, operand))
             for tensor in inside.instructions[operand].tensors:

@@ -158,8 +158,8 @@ def compile_step(
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     why = str(error).splitlines()[0][:300]
                     raise UserError(
-                        f"target {target.name!r}: its compiler breaks over this step: {why}; "
-                        "plan --no-compile goes by the closed forms"
+                        f"target {target.name!r}: its compiler crashes on this step: {why}; "
+                        "use plan --no-compile for the closed-form estimate"
                     ) from error
                 found = _out_of_memory(
                     str(error), argument_bytes(config, layout).total, time.perf_counter() - started

@@ -227,7 +227,7 @@ class _Walk:
         if one.opcode == "while":
             turns = self.module.trip_count(one)
             if turns is None:
-                raise ValueError(f"the program does not say how often {one.name} turns")
+                raise ValueError(f"the program does not give the trip count of {one.name}")
             within = scoped
             if branch_count_of(self.branch_counts, label) is not None:
                 within *= turns

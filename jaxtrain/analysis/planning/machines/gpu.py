@@ -86,8 +86,8 @@ def gpu_devices(
     except NotImplementedError as error:
         if _plugin_installed():
             raise UserError(
-                f"target {name!r}: JAX has already turned down its CUDA plugin in this process, "
-                "for want of a driver; set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"
+                f"target {name!r}: JAX has already rejected its CUDA plugin in this process, "
+                "because there is no driver; set JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 before it starts"
             ) from error
         raise NoCompilerError(
             f"target {name!r} is compiled by JAX's CUDA plugin, which is not installed; "

@@ -64,7 +64,7 @@ def parse_target(target: str, *, network: float | None = None, disk: float | Non
 
     Raises:
       UserError: it is not written so, the chip is unknown, there is no such grid of it, or
-        `network` or `disk` is no finite number above 0.
+        `network` or `disk` is not a finite number above 0.
     """
     name, _, grid = target.partition(":")
     chip = CHIPS.get(name)
@@ -91,7 +91,7 @@ def parse_target(target: str, *, network: float | None = None, disk: float | Non
     if re.fullmatch(r"\d+(x\d+)*", grid) is None:
         example = chip.slices.grids[1] if chip.slices else _EXAMPLES[chip.kind](chip)
         raise UserError(
-            f"target {target!r} is not written as {name}:{_FORMS[chip.kind]}, "
+            f"target {target!r} does not have the form {name}:{_FORMS[chip.kind]}, "
             f"for example '{name}:{example}'"
         )
     shape = tuple(int(size) for size in grid.split("x"))

@@ -158,7 +158,7 @@ def search(
     if not large and not fitting:
         most = max(refused, key=lambda reason: refused[reason])
         raise UserError(
-            f"target {target.name!r}: no layout of this configuration may run there: {most}"
+            f"target {target.name!r}: no layout of this configuration can run there: {most}"
         )
     if not fitting:
         raise UserError(_nothing(config, target, priced, _smallest(config, target, large)))
@@ -210,7 +210,7 @@ def _validate_hopeless(config: Config, target: Target, devices: int) -> None:
     if least > room * devices:
         raise UserError(
             f"target {target.name!r}: no layout fits: the weights alone are {human_bytes(least)} "
-            f"in bfloat16, and {devices} x {human_bytes(room)} is what there is; they would want "
+            f"in bfloat16, and {devices} x {human_bytes(room)} are available; the weights need "
             f"{math.ceil(least / room):,} devices, before gradients and the optimizer"
         )
 

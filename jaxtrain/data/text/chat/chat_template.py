@@ -104,7 +104,7 @@ class ChatTemplate:
     ) -> tuple[str, list[Span]]:
         """Render like `text`, and return the character ranges that the template marks."""
         if any(mark in json.dumps(messages, ensure_ascii=False) for mark in (_BEGIN, _END)):
-            raise TemplateError("a message holds U+FDD0 or U+FDD1, which are no characters")
+            raise TemplateError("a message holds U+FDD0 or U+FDD1, which are not characters")
         jinja2 = _jinja()
         compiled = self._compiled
         try:
@@ -163,14 +163,16 @@ class ChatTemplate:
     def _compiled(self) -> Any:
         jinja2 = _jinja()
         if len(self.source) > MAX_SOURCE:
-            raise UserError(f"{self.named} has {len(self.source):,} characters, which none has")
+            raise UserError(
+                f"{self.named} has {len(self.source):,} characters, more than a template may have"
+            )
         try:
             with budget():
                 return _compile(self._environment, self.source)
         # Errors of Python's compiler for a template's code, mostly nesting that is too deep.
         except (jinja2.TemplateError, SyntaxError, RecursionError, ValueError, TypeError,
                 OverflowError, MemoryError, AssertionError) as error:  # fmt: skip
-            raise UserError(f"{self.named} is no template of Jinja ({error})") from error
+            raise UserError(f"{self.named} is not a Jinja template ({error})") from error
 
     @functools.cached_property
     def _tags(self) -> set[str]:
@@ -271,8 +273,8 @@ def _jinja() -> Any:
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < _LEAST_JINJA:
         raise UserError(
-            f"chat templates are other people's programs, and the sandbox of jinja2 "
-            f"{jinja2.__version__} has known holes; run: pip install -U 'jaxtrain[chat]'"
+            f"chat templates are untrusted programs, and the sandbox of jinja2 "
+            f"{jinja2.__version__} has known vulnerabilities; run: pip install -U 'jaxtrain[chat]'"
         )
     return jinja2
 

@@ -120,13 +120,13 @@ def format_answer(record: dict[str, Any], answer: str, template: Template) -> Wr
 def _messages(name: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not value:
         raise BadLineError(
-            f"{name!r} is {kind(value) if value != [] else 'empty'}, where a list of messages is "
-            "wanted"
+            f"{name!r} is {kind(value) if value != [] else 'empty'}, but it must be a list of "
+            "messages"
         )
     for number, message in enumerate(value):
         at = f"{name}[{number}]"
         if not isinstance(message, dict):
-            raise BadLineError(f"{at} is {kind(message)}, where a message in braces is wanted")
+            raise BadLineError(f"{at} is {kind(message)}, but it must be a JSON object")
         for field in ("role", "content"):
             if field not in message and not (field == "content" and "tool_calls" in message):
                 raise BadLineError(f"{at} has no {field!r}{did_you_mean(field, message)}")
@@ -142,9 +142,9 @@ def _apply_template(
     """Format messages, of which those from `first` on may be the model's."""
     tools = record.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise BadLineError(f"'tools' is {kind(tools)}, where a list is wanted")
+        raise BadLineError(f"'tools' is {kind(tools)}, but it must be a list")
     if all(message["role"] != ANSWERS for message in messages[first:]):
-        raise BadLineError(f"no message has the role {ANSWERS!r}, so there is nothing to learn")
+        raise BadLineError(f"no message has the role {ANSWERS!r}, so there is nothing to train on")
     template = opened()
     try:
         text, spans = template.render_with_spans(messages, tools=tools)
@@ -285,7 +285,7 @@ class Templated:
             records.reject()
             for name, part in ((setting, found), (own, heldout)):
                 if not part:
-                    raise UserError(f"{name}: there is no record in it; give at least one")
+                    raise UserError(f"{name}: it is empty; give at least one")
             facts = file_facts(len(files) + len(more), left_out)
             return found, heldout, facts | records.facts()
         records.reject()

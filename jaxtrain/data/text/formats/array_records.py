@@ -24,7 +24,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     """
     if not isinstance(path, Path):
         raise UserError(
-            f"TextData.source: {path}: ArrayRecord files are read from a disk; copy it to one"
+            f"TextData.source: {path}: ArrayRecord files are read from a local disk; copy it to one"
         )
     # Imported here: few sources need it.
     from array_record.python.array_record_module import ArrayRecordReader
@@ -41,8 +41,8 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
                 yield _text(record, f"{path}: record {number:,}", text_field)
     except (RuntimeError, ValueError, IndexError) as error:
         raise UserError(
-            f"TextData.source: {path} is no whole ArrayRecord file ({str(error).splitlines()[0]}); "
-            "make it again, or remove it from the source"
+            f"TextData.source: {path} is not a complete ArrayRecord file "
+            f"({str(error).splitlines()[0]}); write it again, or remove it from the source"
         ) from error
 
 
@@ -59,7 +59,7 @@ def _text(record: bytes, where: str, text_field: str) -> str | BadRecord:
         return BadRecord(f"{where}: no feature {text_field!r}{did_you_mean(text_field, features)}")
     values = features[text_field].bytes_list.value
     if len(values) != 1:
-        return BadRecord(f"{where}: {text_field!r} is no single text, but {len(values)} of them")
+        return BadRecord(f"{where}: {text_field!r} is not a single text, but {len(values)} of them")
     try:
         return values[0].decode("utf-8")
     except UnicodeDecodeError as error:

@@ -128,8 +128,8 @@ def _load(path: Place, kind: str) -> Iterator[None]:
         # A damaged length requests more memory than there is.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"TextData.source: {path} is no whole {kind} file ({reason}); make it again, or remove "
-            "it from the source"
+            f"TextData.source: {path} is not a complete {kind} file ({reason}); write it again, "
+            "or remove it from the source"
         ) from error
 
 
@@ -138,6 +138,6 @@ def _check_strings(path: Place, text_field: str, kind: Any) -> None:
     value = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(value) or types.is_large_string(value)):
         raise UserError(
-            f"TextData.text_field = {text_field!r}: in {path} it holds {kind}, where strings are "
-            "wanted; name another field"
+            f"TextData.text_field = {text_field!r}: in {path} it holds {kind}, but it must hold "
+            "strings; name another field"
         )

@@ -41,8 +41,8 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
                 begin = rows.line_num + 1
         except csv.Error as error:
             raise UserError(
-                f"TextData.source: {path} is no whole CSV file (line {rows.line_num}: {error}); "
-                "fix it, or remove it from the source"
+                f"TextData.source: {path} is not a complete CSV file (line {rows.line_num}: "
+                f"{error}); fix it, or remove it from the source"
             ) from error
 
 

@@ -59,9 +59,9 @@ def _record(line: bytes) -> dict[str, Any]:
         if isinstance(error.__cause__, json.JSONDecodeError):
             cause = error.__cause__
             raise BadLineError(f"no JSON ({cause.msg}, column {cause.colno})") from error
-        raise BadLineError(f"no JSON that can be read ({error})") from error
+        raise BadLineError(f"JSON that cannot be read ({error})") from error
     if not isinstance(record, dict):
-        raise BadLineError(f"{kind(record)}, where a record in braces is wanted")
+        raise BadLineError(f"{kind(record)}, but it must be a JSON object")
     return record
 
 
@@ -74,11 +74,11 @@ def _text(record: dict[str, Any], text_field: str) -> str:
 def string(name: str, value: Any) -> str:
     """Return the value if it is text, else raise BadLineError with this name."""
     if not isinstance(value, str):
-        raise BadLineError(f"{name!r} is {kind(value)}, where a string is wanted")
+        raise BadLineError(f"{name!r} is {kind(value)}, but it must be a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BadLineError(f"{name!r} holds half of a surrogate pair") from error
+        raise BadLineError(f"{name!r} holds an unpaired surrogate") from error
     return value
 
 

@@ -91,7 +91,7 @@ def read_file(path: Path, vocab_size: int) -> TokenFile:
     tokens = _map(path, 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"))
     if tokens.dtype.itemsize == 2 and len(tokens) > 2 and not tokens[1:_SLICE:2].any():
         raise UserError(
-            f"TextData.source: in {path} every second uint16 is 0, as where tokens are uint32; for "
+            f"TextData.source: in {path} every second uint16 is 0, as if tokens were uint32; for "
             f"a tokenizer of {vocab_size:,} ids write it as uint16, or with a header as llm.c's"
         )
     return TokenFile(path, tokens, None, end_of_text_first=False)
@@ -117,14 +117,14 @@ def _megatron(path: Path, index: Path) -> TokenFile:
     content, again = index.read_bytes(), "make both again"
     try:
         if not content.startswith(_MEGATRON):
-            raise ValueError("it does not begin as Megatron's do")
+            raise ValueError("it does not begin like a Megatron index")
         at = len(_MEGATRON)
         version = int(np.frombuffer(content, "<u8", 1, at)[0])
         if version != 1:
             raise ValueError(f"version {version}, and 1 is read")
         dtype = np.dtype(_MEGATRON_TYPES[content[at + 8]])
         if dtype.kind not in "iu":
-            raise ValueError(f"it holds {dtype}, which is no type of tokens")
+            raise ValueError(f"it holds {dtype}, which is not a token type")
         sequences, documents = map(int, np.frombuffer(content, "<u8", 2, at + 9))
         at += 25
         if len(content) < at + 12 * sequences + 8 * documents:
@@ -140,7 +140,7 @@ def _megatron(path: Path, index: Path) -> TokenFile:
             raise ValueError("its documents are not those of its sequences")
     except (ValueError, IndexError, KeyError) as error:
         raise UserError(
-            f"TextData.source: {index} is no whole index of Megatron's ({error}); {again}"
+            f"TextData.source: {index} is not a complete Megatron index ({error}); {again}"
         ) from error
     tokens = _map(path, 0, dtype)
     if len(tokens) != begins[-1] or not np.array_equal(pointers, begins[:-1] * dtype.itemsize):
@@ -155,7 +155,7 @@ def _map(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
     size = path.stat().st_size - begin
     if size <= 0 or size % dtype.itemsize:
         raise UserError(
-            f"TextData.source: {path} has {size:,} bytes, which are no whole number of {dtype} "
+            f"TextData.source: {path} has {size:,} bytes, which is not a multiple of {dtype} "
             "tokens; a .bin file is nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
         )
     return np.memmap(path, dtype, "r", begin)
@@ -207,7 +207,8 @@ def open_token_files(
     on_disk = [path for path in paths if isinstance(path, Path)]
     if len(on_disk) < len(paths):
         raise UserError(
-            f"TextData.source: {paths[0]}: files of tokens are mapped from a disk; copy them to one"
+            f"TextData.source: {paths[0]}: files of tokens are memory-mapped; copy them to a "
+            "local disk"
         )
     held = [_is_held_out(path, heldout_split) for path in on_disk]
     if heldout_split is not None and (not any(held) or all(held)):

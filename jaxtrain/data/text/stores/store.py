@@ -131,20 +131,20 @@ class Store:
             use = str(copy) if copy.is_file() else "byte"
             raise UserError(
                 f"TextData.tokenizer = {origin!r} did not make the tokens of the store "
-                f"{self.folder}; use TextData.tokenizer = {use!r}, or prepare the text anew"
+                f"{self.folder}; use TextData.tokenizer = {use!r}, or prepare the text again"
             )
         if ends and tokenizer.end_of_text != self.end_of_text:
             raise UserError(
-                f"TextData.end_of_text means the token {tokenizer.end_of_text}, but documents of "
+                f"TextData.end_of_text is the token {tokenizer.end_of_text}, but documents of "
                 f"the store {self.folder} end with {self.end_of_text}; set it as the store was "
-                "prepared, or prepare the text anew"
+                "prepared, or prepare the text again"
             )
         own, stored = (tokenizer.before, tokenizer.after), (tuple(self.before), tuple(self.after))
         if surrounds and own != stored:
             raise UserError(
                 f"TextData.add_special_tokens puts the tokens {list(own[0])} before a document and "
                 f"{list(own[1])} after it, but those of the store {self.folder} have "
-                f"{list(stored[0])} and {list(stored[1])}; leave it None, or prepare the text anew"
+                f"{list(stored[0])} and {list(stored[1])}; leave it None, or prepare the text again"
             )
         tokenizer.digest, tokenizer.end_of_text = self.tokenizer, self.end_of_text
         tokenizer.before, tokenizer.after = stored
@@ -155,8 +155,8 @@ class Store:
         if held is not None and held != fraction:
             raise UserError(
                 f"TextData.heldout_fraction = {fraction}, but the store {self.folder} holds out "
-                f"{held} of its documents, chosen when it was prepared; use {held}, or prepare the "
-                "text anew"
+                f"{held} of its documents, chosen when it was prepared; use {held}, or prepare "
+                "the text again"
             )
 
 
@@ -182,12 +182,12 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
             files[0] = tokens_in / files[0].name
         for path, size, sample in zip(files, sizes, part.samples, strict=True):
             if not path.is_file():
-                raise UserError(f"the store {folder} lacks {path.name}; prepare the text anew")
+                raise UserError(f"the store {folder} lacks {path.name}; prepare the text again")
             found = _size(path)
             if found != size or sample_digest(path) != sample:
                 raise UserError(
                     f"{path} was changed after it was prepared ({found:,} bytes, {size:,} were "
-                    "written); prepare the text anew"
+                    "written); prepare the text again"
                 )
         if part.checksums:
             _verify_whole(checksums_of(folder, split), part.checksums[0])
@@ -201,11 +201,11 @@ def _parse_description(folder: Path, tokens_in: BucketPath | None, file: Path) -
     Raises:
       UserError: it is damaged, or of another version.
     """
-    content = read_json_object(file, advice="prepare the text anew")
+    content = read_json_object(file, advice="prepare the text again")
     written = content.pop("format", None)
     if written not in _READ:
         raise UserError(
-            f"{file} has format {written}; this version reads {_FORMAT}: prepare the text anew"
+            f"{file} has format {written}; this version reads {_FORMAT}: prepare the text again"
         )
     try:
         rows = content.pop("parts")
@@ -216,7 +216,7 @@ def _parse_description(folder: Path, tokens_in: BucketPath | None, file: Path) -
         if wrong := _misfits(store, _OF_STORE):
             raise ValueError(", ".join(wrong))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is damaged ({error}); prepare the text anew") from error
+        raise UserError(f"{file} is damaged ({error}); prepare the text again") from error
     return store
 
 
@@ -260,7 +260,7 @@ _OF_STORE: Mapping[str, Callable[[Any], bool]] = {
 
 def _verify_whole(file: Path, checksum: int) -> None:
     if file_checksum(file) != checksum:
-        raise UserError(f"{file} was changed after it was prepared; prepare the text anew")
+        raise UserError(f"{file} was changed after it was prepared; prepare the text again")
 
 
 def file_checksum(file: Path) -> int:

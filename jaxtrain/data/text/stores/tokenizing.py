@@ -389,7 +389,8 @@ def _seal(folder: Path, texts: Texts, tokenizer: Tokenizer, journal: _Journal) -
     if not count:
         left_out = "".join(f"; {sentence}" for sentence in sentences(facts))
         raise UserError(
-            f"TextData.source = {source!r}: empty text, nothing to learn from{left_out}"
+            f"TextData.source = {source!r}: the text is empty, so there is nothing to train "
+            f"on{left_out}"
         )
     if not journal.parts["heldout"].texts:
         raise UserError(

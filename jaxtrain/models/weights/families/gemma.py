@@ -115,7 +115,7 @@ def _read_rope(config: ConfigFile) -> dict[str, Any]:
             config.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
     scaling = config.table("rope_scaling").content
     if "type" in scaling and "rope_type" not in scaling:
-        config.reject("rope_scaling.type, which transformers does not read; here it is rope_type")
+        config.reject("rope_scaling.type, which transformers does not read; it must be rope_type")
     near = {"rope_theta": config.number("rope_local_base_freq", 10000.0)}
     far = {"rope_theta": config.number("rope_theta", 1000000.0)}
     near |= both.table(LOCAL).content

@@ -95,7 +95,7 @@ def head_dim(default: int | None = None) -> Row:
 
 def _reject_own_head_dim(config: ConfigFile) -> dict[str, Any]:
     if config.content.get("head_dim") is not None and read_head_dim(config) is not None:
-        config.reject(f"head_dim = {config.content['head_dim']}; here it is hidden_size / heads")
+        config.reject(f"head_dim = {config.content['head_dim']}; it must be hidden_size / heads")
     return {}
 
 
@@ -249,7 +249,7 @@ def _read_global_every(config: ConfigFile, default: int) -> int:
     if found is None:
         return default
     if not _one_a_layer(config, found):
-        config.reject(f"layer_types is no list of one kind for each of {num_layers} layers")
+        config.reject(f"layer_types is not a list with one kind for each of {num_layers} layers")
         return default
     # Without a global layer any period longer than the model works.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1

@@ -161,7 +161,7 @@ def validate_type(config: ConfigFile, rope: Mapping[str, Any], types: tuple[str,
     """Return the rope_type of an object, and collect settings that it does not have."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in types:
-        config.reject(f"rope_type = {kind!r}; here it is {' or '.join(map(repr, types))}")
+        config.reject(f"rope_type = {kind!r}; it must be {' or '.join(map(repr, types))}")
         return "default"
     for reason in check_keys(rope, _table(kind)):
         config.reject(reason)

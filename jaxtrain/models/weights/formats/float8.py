@@ -72,8 +72,8 @@ def merge(
     is_pair = isinstance(block, list) and len(block) == 2
     if not is_pair or not all(type(size) is int and size > 0 for size in block):
         raise UserError(
-            f"{where}: quantization_config has weight_block_size={block!r}; here it is the rows "
-            "and columns that have one scale, such as [128, 128]"
+            f"{where}: quantization_config has weight_block_size={block!r}; use the rows and "
+            "columns of a block, such as [128, 128]"
         )
     found: dict[str, Tensor | Float8Tensor] = dict(stored)
     for name in [name for name, tensor in stored.items() if tensor.dtype == _DTYPE]:
@@ -84,7 +84,7 @@ def merge(
         if len(codes.shape) != 2 or scales.shape != blocks or scales.dtype != "F32":
             raise UserError(
                 f"{where}: {name} {list(codes.shape)} with scales {list(scales.shape)} of "
-                f"{scales.dtype} has not one F32 for each {block[0]} x {block[1]} of it; fetch it "
+                f"{scales.dtype} needs one F32 for each {block[0]} x {block[1]} block; fetch it "
                 "again"
             )
         found[name] = Float8Tensor(codes, scales, (block[0], block[1]))

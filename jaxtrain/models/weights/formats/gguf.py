@@ -90,7 +90,7 @@ def _kind(number: int) -> _Kind:
         size, bytes_per_block = quants.GGML_QUANT_SIZES[kind]
         quants.dequantize(np.zeros((1, bytes_per_block), np.uint8), kind)
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"quantized in a way that is not known here (type {number})") from error
+        raise ValueError(f"quantized in an unsupported format (type {number})") from error
 
     block = np.dtype([("q", "u1", bytes_per_block)])
     return block, size, lambda blocks: quants.dequantize(blocks["q"], kind)
@@ -173,7 +173,7 @@ class GgufFile:
             ) from error
         except (struct.error, ValueError, OverflowError) as error:
             raise UserError(
-                f"{self.path} is no GGUF file that is read here ({error}); fetch it again, or take "
+                f"{self.path} is not a supported GGUF file ({error}); fetch it again, or take "
                 "the model's safetensors"
             ) from error
 
@@ -225,7 +225,7 @@ class _Reader:
     def everything(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return the key-value pairs, and the tensors."""
         if self._stream.read(4) != MAGIC or self._number("I") not in (2, 3):
-            raise ValueError("it does not begin as one of version 2 or 3")
+            raise ValueError("it does not begin like version 2 or 3")
         count, pairs = self._count(), self._count()
         metadata: dict[str, Any] = {}
         for _ in range(pairs):

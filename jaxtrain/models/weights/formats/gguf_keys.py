@@ -179,8 +179,8 @@ def read_config(metadata: Mapping[str, Any], *, tied: bool, where: str) -> dict[
     kind = metadata.get("general.architecture")
     if kind != ARCHITECTURE:
         raise UserError(
-            f"{where}: GGUF files of 'llama' are read here, not of {kind!r}; take the model's "
-            "safetensors"
+            f"{where}: GGUF files of 'llama' are supported, not those of {kind!r}; take the "
+            "model's safetensors"
         )
     known = {key_in_table(key): value for key, value in metadata.items()
              if key.partition(".")[0] in _NAMESPACES}  # fmt: skip
@@ -244,7 +244,7 @@ def _of_all_layers(config: ConfigFile, key: str, default: int | None = None) -> 
     if not isinstance(value, list):
         return config.integer(key, default)
     if len(set(value)) != 1 or type(value[0]) is not int:
-        config.reject(f"{key} = {value}; here it is the same whole number for all layers")
+        config.reject(f"{key} = {value}; it must be the same whole number for all layers")
         return 1
     return value[0]
 

@@ -142,8 +142,8 @@ def _merges(
     for pair in found:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys():
             raise UserError(
-                f"{where}: {_PREFIX}merges has {' '.join(pair)!r}, which is no pair of tokens that "
-                "make a third; fetch the file again"
+                f"{where}: {_PREFIX}merges has {' '.join(pair)!r}, which is not a pair of tokens "
+                "that merge into a third; fetch the file again"
             )
     return found
 
@@ -151,7 +151,7 @@ def _merges(
 def _list(metadata: Mapping[str, Any], key: str, kind: type, *, where: str) -> list[Any]:
     found = metadata.get(_PREFIX + key, [])
     if not isinstance(found, list) or not all(type(one) is kind for one in found):
-        raise UserError(f"{where}: {_PREFIX}{key} is no list of {kind.__name__}; fetch it again")
+        raise UserError(f"{where}: {_PREFIX}{key} is not a list of {kind.__name__}; fetch it again")
     return found
 
 
@@ -160,12 +160,12 @@ def _id(metadata: Mapping[str, Any], name: str, *, where: str) -> int | None:
     found, tokens = metadata.get(key), metadata.get(f"{_PREFIX}tokens")
     count = len(tokens) if isinstance(tokens, list) else 1 << 31
     if found is not None and (type(found) is not int or not 0 <= found < count):
-        raise UserError(f"{where}: {key} = {found!r}; here it is a whole number under {count:,}")
+        raise UserError(f"{where}: {key} = {found!r}; it must be a whole number under {count:,}")
     return found
 
 
 def _flag(metadata: Mapping[str, Any], key: str, *, where: str) -> bool:
     found = metadata.get(_PREFIX + key, False)
     if not isinstance(found, bool):
-        raise UserError(f"{where}: {_PREFIX}{key} = {found!r}; here it is true or false")
+        raise UserError(f"{where}: {_PREFIX}{key} = {found!r}; it must be true or false")
     return found

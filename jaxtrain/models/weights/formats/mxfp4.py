@@ -76,7 +76,7 @@ def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Mxf
         if not is_four_bits or blocks.shape != (*scales.shape, _IN_A_BLOCK // 2):
             raise UserError(
                 f"{where}: {name} {list(blocks.shape)} of {blocks.dtype} with scales "
-                f"{list(scales.shape)} of {scales.dtype} is no MXFP4; here it is U8 [E, columns, "
+                f"{list(scales.shape)} of {scales.dtype} is not MXFP4; it must be U8 [E, columns, "
                 f"blocks, {_IN_A_BLOCK // 2}] with U8 [E, columns, blocks]"
             )
         found[whole] = Mxfp4Tensor(blocks, scales)

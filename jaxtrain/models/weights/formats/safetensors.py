@@ -116,7 +116,7 @@ def _tensor(file: Path, start: int, row: Mapping[str, Any]) -> Tensor:
 
 
 def _format_error(file: Path, detail: str) -> UserError:
-    return UserError(f"{file} is no safetensors file ({detail}); fetch it again")
+    return UserError(f"{file} is not a safetensors file ({detail}); fetch it again")
 
 
 def write(
