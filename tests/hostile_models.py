@@ -86,7 +86,7 @@ def read_tokenizer(folder: Path) -> None:
 
     tokenizer = FileTokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode("Hello line 7, \U0001f600")
-    tokenizer.encode_with_places("line of many")
+    tokenizer.encode_with_offsets("line of many")
     tokenizer.encode_whole("line of many", 3)
     tokenizer.decode([*ids, 0, tokenizer.vocab_size - 1])
     open_data("TextData", "text.txt", folder, tokenizer=str(folder / "tokenizer.json"),
@@ -125,9 +125,9 @@ def read_template(folder: Path) -> None:
     import datetime
 
     from jaxtrain.config.errors import UserError
-    from jaxtrain.data.text.chat.chat_template import TemplateError, template_beside
+    from jaxtrain.data.text.chat.chat_template import TemplateError, template_next_to
 
-    template = template_beside(folder / "tokenizer.json", datetime.date(2026, 7, 26))
+    template = template_next_to(folder / "tokenizer.json", datetime.date(2026, 7, 26))
     if template is None:
         return
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -188,7 +188,12 @@ def test_every_key_of_quantization_that_transformers_knows_is_in_its_table():
     [
         ("LlamaForCausalLM", "awq", {"bits": 8}, "quantization_config.bits = 8; it must be 4"),
         ("LlamaForCausalLM", "awq", {"zero_point": False}, "quantization_config.zero_point = Fal"),
-        ("LlamaForCausalLM", "awq", {"order": 1}, "quantization_config.order = 1 is a key that"),
+        (
+            "LlamaForCausalLM",
+            "awq",
+            {"order": 1},
+            "quantization_config.order = 1 is an unknown key",
+        ),
         ("LlamaForCausalLM", "fp8", {}, "quantization_config = "),
         ("DeepseekV3ForCausalLM", "fp8", {"fmt": "e5m2"}, "quantization_config.fmt = 'e5m2'"),
         ("DeepseekV3ForCausalLM", "fp8", {"activation_scheme": "static"}, "activation_scheme"),

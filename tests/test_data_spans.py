@@ -170,7 +170,7 @@ def test_sentinels_are_tokens_with_names():
     ids = tokenizer.encode("aü<extra_id_1>b<extra_id_3>")
     assert ids == [*"aü".encode(), 257, *b"b<extra_id_3>"]
     assert tokenizer.decode(ids) == "aü<extra_id_1>b<extra_id_3>"
-    assert tokenizer.encode_with_places("aü<extra_id_0>b")[1] == [0, 1, 1, 2, 14]
+    assert tokenizer.encode_with_offsets("aü<extra_id_0>b")[1] == [0, 1, 1, 2, 14]
     assert tokenizer.token("X", "<extra_id_2>") == 256
     assert tokenizer.vocab_size == 259
     assert tokenizer.end_of_text == 0

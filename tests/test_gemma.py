@@ -178,7 +178,7 @@ def test_every_mesh_computes_the_same(mesh, one_device):
 @pytest.mark.parametrize(
     ("model", "setting", "value", "said"),
     [
-        (Gemma, "head_dim", 7, r"Gemma.head_dim=7 is no even number"),
+        (Gemma, "head_dim", 7, r"Gemma.head_dim=7 is not an even number"),
         (Gemma2, "attention_softcap", 0, r"Gemma2.attention_softcap=0"),
         (Gemma2, "logit_softcap", 0, r"Gemma2.logit_softcap=0"),
         (Gemma2, "query_width", 0, r"Gemma2.query_width=0"),

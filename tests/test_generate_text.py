@@ -152,7 +152,7 @@ def test_a_terminal_sees_the_text_while_it_is_written_and_a_pipe_the_same_text(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "there is no line in it"),
+        ("", "it is empty"),
         ("nonsense\n", "prompts.jsonl:1: no JSON"),
         ('{"prompt": "a"}\n[1]\n', "prompts.jsonl:2: not a JSON object"),
         ('{"promt": "a"}\n', "prompts.jsonl:1: no field 'prompt'; did you mean 'promt'?"),

@@ -135,7 +135,7 @@ CASES = [
     ("model llama", CONFIG, put("quantization_config", 3), "quantization_config"),
     ("model llama", CONFIG, whole(b'{"a": ' + DEEP + b"}"), "nested more than 64 levels deep"),
     ("model llama", CONFIG, put("model_type", "\ud800"), "an unpaired surrogate"),
-    ("model gemma3_text", CONFIG, put("layer_types", 7), "layer_types is no list"),
+    ("model gemma3_text", CONFIG, put("layer_types", 7), "layer_types is not a list"),
     ("model llama", "model.safetensors.index.json", put("weight_map", "x", "../x.safetensors"),
      "is not a safetensors file in its folder"),
     ("model llama", "model-1.safetensors", header(None, shape=[10**30] * 60), "no offsets"),

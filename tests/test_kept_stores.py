@@ -22,7 +22,7 @@ def large(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cached_stores, "LARGE_BYTES", 5000)
     monkeypatch.setattr(tokenizing, "JOB_CHARACTERS", 1000)
-    monkeypatch.setattr(cached_stores, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(cached_stores, "_REPORT_SECONDS", 0.0)
     (tmp_path / "large.txt").write_text("".join(f"line {n}\n" for n in range(1000)))
     (tmp_path / "small.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     return tmp_path

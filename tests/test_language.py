@@ -48,6 +48,15 @@ FORBIDDEN = {
     "begin_anew": "restart",
     "few_bits_of": "quantize",
 }
+# Words that no name of the package may contain, and what to write instead.
+FORBIDDEN_WORDS = {
+    "told": "message, verdict or status", "said": "message or reported", "asked": "requested",
+    "say": "report or print", "tell": "report or predict", "tells": "head or objective",
+    "apart": "separate", "beside": "next to, or extra", "stands": "is", "anew": "again",
+    "mended": "repaired", "stranger": "unauthenticated client",
+}  # fmt: skip
+# Names that call a position, an index, a slot or a path `place`; lower it when you rename some.
+MOST_PLACES = 37
 
 
 def test_the_prose_of_the_docs_uses_fewer_words_of_the_dialect():
@@ -98,6 +107,39 @@ def test_no_function_is_named_by_a_participle():
 def test_no_function_has_a_forbidden_name():
     names = [(file, name) for file, name in _functions() if name.strip("_") in FORBIDDEN]
     assert names == []
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    """Files and names of locals, parameters, attributes, fields, functions and classes."""
+    for module in modules():
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Name | ast.Attribute):
+                if isinstance(node.ctx, ast.Store):
+                    yield module.name, node.id if isinstance(node, ast.Name) else node.attr
+            elif isinstance(node, ast.arg):
+                yield module.name, node.arg
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield module.name, node.name
+
+
+def _words_of(name: str) -> set[str]:
+    return set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
+
+
+def test_no_name_contains_a_forbidden_word():
+    assert [one for one in _names() if _words_of(one[1]) & FORBIDDEN_WORDS.keys()] == []
+
+
+def test_fewer_names_contain_place():
+    found = {one for one in _names() if _words_of(one[1]) & {"place", "places"}}
+    found = {one for one in found if "in_place" not in one[1]}
+    assert len(found) <= MOST_PLACES, sorted(found)
+
+
+def test_a_forbidden_word_is_found_in_names_of_every_kind():
+    assert _words_of("TellsTokens") == {"tells", "tokens"}
+    assert _words_of("_told_KT") & FORBIDDEN_WORDS.keys() == {"told"}
+    assert not _words_of("untold") & FORBIDDEN_WORDS.keys()
 
 
 def test_there_are_40_questions_with_an_answer():

@@ -134,7 +134,7 @@ def test_an_exception_leaves_the_phase(clock):
 
 
 def test_an_unknown_phase_is_refused(clock):
-    with pytest.raises(AssertionError, match="'stepp' is no phase"):
+    with pytest.raises(AssertionError, match="'stepp' is not a phase"):
         Phases(clock).phase("stepp")
 
 

@@ -183,7 +183,7 @@ def test_a_search_interrupted_before_any_layout_fits_shows_none(interrupt_after,
 
 def test_progress_is_told_on_a_terminal_alone(monkeypatch, capsys):
     file = io.StringIO()
-    monkeypatch.setattr(searching, "_TELL_EVERY", 5)
+    monkeypatch.setattr(searching, "_REPORT_EVERY", 5)
     shown = Console(file=file, force_terminal=True, width=200)
     monkeypatch.setattr(commands, "terminal", lambda: shown)
     assert main(WORDS) == 0

@@ -139,7 +139,7 @@ def test_stores_of_earlier_versions_stay_readable(tmp_path):
     assert all(one[-1] == SPECIAL.index("</s>") for one in documents_of(store.open(seed=0)))
     with pytest.raises(UserError, match=r"puts the tokens \[1\] before .* have \[\] and \[\]"):
         dataclasses.replace(store, add_special_tokens=True).open(seed=0)
-    with pytest.raises(UserError, match="end_of_text means the token 3, but .* end with 2"):
+    with pytest.raises(UserError, match="end_of_text is the token 3, but .* end with 2"):
         dataclasses.replace(store, end_of_text="<|im_end|>").open(seed=0)
 
 

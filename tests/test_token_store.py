@@ -364,7 +364,7 @@ def test_a_store_of_another_tokenizer_or_split_is_refused(stored, tokenizer_file
         pairs.open(seed=0)
     whole = dataclasses.replace(pairs, tokenizer=str(tmp_path / "pairs" / "tokenizer.json"))
     assert len(whole.open(seed=0).train) > 0
-    with pytest.raises(UserError, match=r"TextData.end_of_text means the token 1, but .* with 0"):
+    with pytest.raises(UserError, match=r"TextData.end_of_text is the token 1, but .* with 0"):
         dataclasses.replace(whole, end_of_text="<other>").open(seed=0)
 
 

@@ -12,7 +12,7 @@ from jaxtrain.data.source import is_store, part_digest
 from jaxtrain.data.text.source import TextData
 
 LARGE_BYTES = 1 << 28  # of files; less is tokenized into memory in seconds
-_TELL_SECONDS = 30.0
+_REPORT_SECONDS = 30.0
 
 
 def with_stores(data: Any, report: Callable[[str], None]) -> Any:
@@ -92,7 +92,7 @@ def _make(data: TextData, size: int, report: Callable[[str], None]) -> Path:
 
     def progress(characters: int, tokens: int) -> None:
         nonlocal reported_at
-        if time.monotonic() - reported_at > _TELL_SECONDS:
+        if time.monotonic() - reported_at > _REPORT_SECONDS:
             reported_at = time.monotonic()
             share = f"{characters:,} characters" if known is None else f"{characters / known:.0%}"
             report(f"{named}: {share} tokenized, {tokens:,} tokens")

@@ -34,7 +34,7 @@ _FEW_COLUMNS = {"vocab": _COLUMNS + 1, "mlp": _COLUMNS // 2, "head_dim": _COLUMN
 # Padding of rows to whole tiles adds at most this part of a shard, where embed is not split.
 _PADDING = 1 / 32
 # Axes that may come with embed and the rows of a matrix that fsdp shards: they multiply the rows.
-_BESIDE = {"heads", "kv_heads", "qkv"}
+_ROW_AXES = {"heads", "kv_heads", "qkv"}
 
 
 class Sized(Protocol):
@@ -138,7 +138,7 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     able: dict[tuple[str, ...], bool] = {}
     for variable in jax.tree.leaves(shapes, is_leaf=is_variable):
         axes = own_axes(logical_axes(variable))
-        named = set(axes) - _BESIDE
+        named = set(axes) - _ROW_AXES
         if len(named) == 2 and named & set(ROWS) and named & {"embed", "vocab_embed"}:
             one = _better_by_rows(layout, axes, variable.get_value().shape[-len(axes) :])
             able[axes] = able.get(axes, True) and one
@@ -150,7 +150,7 @@ def _better_by_rows(layout: Layout, axes: tuple[str, ...], shape: tuple[int, ...
     (row,) = set(axes) & set(ROWS)
     columns = sizes.get("embed", sizes.get("vocab_embed", 0)) // fsdp
     each, rest = divmod(sizes[row], fsdp)
-    rows = each * math.prod(size for axis, size in sizes.items() if axis in _BESIDE)
+    rows = each * math.prod(size for axis, size in sizes.items() if axis in _ROW_AXES)
     # Embed is rows too where the other dimension is the columns.
     of_embed = max(_padding(columns, _TILE_ROWS), _padding(sizes[row], _COLUMNS))
     fits = rest == 0 and _padding(rows, _TILE_ROWS) <= max(_PADDING, of_embed)

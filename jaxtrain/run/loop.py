@@ -221,7 +221,7 @@ class Loop:
 
         def before_each() -> None:
             if log is not None:
-                self._stop_if_asked(log)
+                self._stop_if_requested(log)
 
         with ExitStack() as stack:
 
@@ -264,7 +264,7 @@ class Loop:
                 return stretch.values
             due = self._due(stretch, recorder)
             for step in range(first + 1, last + 1):
-                self._stop_if_asked(log)
+                self._stop_if_requested(log)
                 self._take_step(stream, step, log)
                 for one in due:
                     if one.every(step):
@@ -360,7 +360,7 @@ class Loop:
             return False
         return lacks_evaluation(self.folder.local, step)
 
-    def _stop_if_asked(self, log: MetricsLog) -> None:
+    def _stop_if_requested(self, log: MetricsLog) -> None:
         """Save and raise Preempted if all processes stop here."""
         reason = self.attempt.stop_reason()
         if reason is None:

@@ -361,7 +361,7 @@ class TaggedText(ClassedText[Sentence]):
         tokens, positions = list[int](), list[int | None]()
         for word in words:
             space = " " if tokens else ""
-            ids, of = tokenizer.encode_with_places(space + word)
+            ids, of = tokenizer.encode_with_offsets(space + word)
             position = len(ids) - 1 if self.place == "last" else _covering(of, len(space))
             positions.append(len(tokens) + position if ids else None)
             tokens += ids

@@ -50,18 +50,18 @@ class WithSentinels:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids; the names of sentinels in the text become their ids."""
-        return self.encode_with_places(text)[0]
+        return self.encode_with_offsets(text)[0]
 
     def encode_inside(self, text: str) -> list[int]:
         """Return the token ids of a text that follows other text, as in `Tokenizer`."""
         return self.encode(text)
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids and the character offset of each, as in `Tokenizer`."""
         ids, positions, begin = list[int](), list[int](), 0
         for found in [*self._name(text), None]:
             end = len(text) if found is None else found.start()
-            more, of_more = self.text.encode_with_places(text[begin:end])
+            more, of_more = self.text.encode_with_offsets(text[begin:end])
             ids += more
             positions += [begin + position for position in of_more]
             if found is not None:

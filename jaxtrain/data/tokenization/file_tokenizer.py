@@ -234,7 +234,7 @@ class FileTokenizer:
         ids, room = self.encode(text), max(at_most - len(self.before) - len(self.after), 0)
         return with_special_tokens(self, ids[:room]), len(ids) > room
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         return encoded.ids, [begin for begin, _ in encoded.offsets]
 

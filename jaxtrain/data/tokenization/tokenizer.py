@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
         """
         ...
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids, and the character offset of each in the text."""
         ...
 
@@ -130,7 +130,7 @@ class ByteTokenizer:
         ids = self.encode(text)
         return ids[:at_most], len(ids) > at_most
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         sizes = [len(character.encode("utf-8")) for character in text]
         return self.encode(text), np.repeat(np.arange(len(text)), sizes).tolist()
 

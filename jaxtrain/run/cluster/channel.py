@@ -264,7 +264,7 @@ class ManyProcesses(Peers):
         self._outbox = asyncio.Queue[Message]()
         self._changed = threading.Condition()
         self._tick = _BEFORE_FIRST_TICK
-        self._asked, self._target, self._reason = False, None, ""
+        self._stop_requested, self._target, self._reason = False, None, ""
         self._ended = False
         self._closing = asyncio.Event()
         now = time.monotonic()
@@ -293,7 +293,7 @@ class ManyProcesses(Peers):
     def tick(self, number: int) -> str | None:
         until = time.monotonic() + self.silence_seconds + 10
         with self._changed:
-            while self._asked and self._target is None and self.cause is None:
+            while self._stop_requested and self._target is None and self.cause is None:
                 if not self._changed.wait(max(until - time.monotonic(), 0)):
                     raise ClusterError(
                         "the processes did not agree in time on the step at which to stop"
@@ -370,10 +370,10 @@ class ManyProcesses(Peers):
         while True:
             message = await self._outbox.get()
             self._detect_stall()
-            self._say(message)
+            self._send_to_root(message)
 
-    def _say(self, message: Message) -> None:
-        """Something this process has to tell: to process 0, which may be itself."""
+    def _send_to_root(self, message: Message) -> None:
+        """Send a message to process 0, which may be this one."""
         if message["kind"] == "listen":
             if self.cause is not None:
                 self._notify_listeners()
@@ -409,7 +409,7 @@ class ManyProcesses(Peers):
         rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
         for count in itertools.count(1):
             self._detect_stall()
-            self._say({"kind": "beat", "activity": self._listeners.activity()})
+            self._send_to_root({"kind": "beat", "activity": self._listeners.activity()})
             if self._coordinator is not None and count % rare == 0:
                 self._coordinator.share_table(time.monotonic())
             elif self._coordinator is not None:
@@ -448,9 +448,9 @@ class ManyProcesses(Peers):
                 self._table = read_table(message)
             case "ask":
                 with self._changed:
-                    self._asked = True
+                    self._stop_requested = True
                     tick = self._tick
-                self._say({"kind": "at", "tick": tick})
+                self._send_to_root({"kind": "at", "tick": tick})
             case "until":
                 with self._changed:
                     self._target, self._reason = message["tick"], message["reason"]

@@ -280,7 +280,7 @@ class RejectedClients:
     def __init__(self, report: Callable[[str], None]) -> None:
         self.count, self.last = 0, ""
         self._report = report
-        self._said = 0
+        self._reported = 0
         self._next = -float("inf")
 
     def note(self, address: str, why: str) -> None:
@@ -290,8 +290,8 @@ class RejectedClients:
         if now < self._next:
             return
         self._next = now + _LINE_SECONDS
-        many = self.count - self._said
-        self._said = self.count
+        many = self.count - self._reported
+        self._reported = self.count
         who = "an unauthenticated client" if many == 1 else f"{many} unauthenticated clients"
         self._report(
             f"{who} at this run's port turned away ({address} {why}); the run goes on, and others "

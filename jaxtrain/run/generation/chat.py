@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import existing_path
-from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, template_beside
+from jaxtrain.data.text.chat.chat_template import ChatTemplate, TemplateError, template_next_to
 from jaxtrain.data.text.chat.conversations import Templated
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import token_model
@@ -112,7 +112,7 @@ def template_of(train: Train) -> ChatTemplate:
     found = None
     if text is not None and text.tokenizer != "byte":
         path = existing_path("TextData.tokenizer", text.tokenizer, words=("byte",))
-        found = template_beside(path, today)
+        found = template_next_to(path, today)
     if found is None:
         raise UserError(
             "--chat: the run's tokenizer has no chat template next to it (chat_template.jinja, or "

@@ -176,16 +176,16 @@ def figure(runs: Sequence[Run]) -> "Picture":
                     continue
                 mark = _MARKS[number % len(_MARKS)] if is_evaluation else ""
                 dashes = _DASHES[number % len(_DASHES)]
-                is_beside = is_evaluation and len(names) > 1
+                is_marker = is_evaluation and len(names) > 1
                 axes.plot(
                     steps,
                     values,
                     color=color,
                     marker=mark,
                     markersize=4,
-                    linestyle="none" if is_beside else dashes,
+                    linestyle="none" if is_marker else dashes,
                     linewidth=1.3,
-                    label=f"{run.name}, held out" if is_beside else run.name,
+                    label=f"{run.name}, held out" if is_marker else run.name,
                 )
         axes.set_ylabel(label)
         axes.grid(color="0.9")

@@ -147,11 +147,11 @@ def on_first_process(console: Console) -> Callable[[str], None]:
     # Imported here: the command line's help is printed without JAX.
     import jax
 
-    def say_first(line: str) -> None:
+    def print_first(line: str) -> None:
         if jax.process_index() == 0:
             print_lines(console, line)
 
-    return say_first
+    return print_first
 
 
 def quiet() -> Console:

@@ -26,7 +26,7 @@ from jaxtrain.training.objectives.objective import LogitsObjective, Yardstick, u
 from jaxtrain.training.objectives.own_batch import validate_form, validate_values
 
 MOST_COUNTED = 1024  # classes: a matrix of 4 MB; not counted for more
-MOST_TOLD = 100  # classes whose matrix stands among the metrics: some 30 kB per line
+MOST_REPORTED = 100  # classes: more are left out of the metrics; some 30 kB per line
 TOP = 5
 
 
@@ -93,7 +93,7 @@ def metrics_of(counts: np.ndarray) -> dict[str, Any]:
       counts: [C, C], as in `confusion`, of all held-out examples.
     """
     found: dict[str, Any] = {"macro_f1": macro_f1(counts)}
-    if len(counts) <= MOST_TOLD:
+    if len(counts) <= MOST_REPORTED:
         found[CONFUSION] = counts.tolist()
     return found
 

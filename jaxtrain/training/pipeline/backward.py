@@ -220,14 +220,16 @@ def _with_devices_cut(
         for eqn in jaxpr.eqns:
             inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
             split = both.get(id(eqn))
-            results = _run(eqn, inputs) if split is None else _on_devices_apart(eqn, inputs, split)
+            results = (
+                _run(eqn, inputs) if split is None else _on_separate_devices(eqn, inputs, split)
+            )
             values.update(zip(eqn.outvars, results, strict=True))
         return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
     return jax.make_jaxpr(evaluate)(*arguments)
 
 
-def _on_devices_apart(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) -> list[Any]:
+def _on_separate_devices(eqn: Any, inputs: Sequence[Any], early: Sequence[bool]) -> list[Any]:
     """Return the results of a `shard_map` run as two: the early results, and from theirs the rest.
 
     Values that cross are per device: [devices, ...].

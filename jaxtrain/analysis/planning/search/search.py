@@ -115,7 +115,7 @@ def search(
     unpriced: list[_Layout] = []
     for layout in _list_layouts(config, target, slices, refused):
         unpriced.append(layout)
-        if not len(unpriced) % _TELL_EVERY:
+        if not len(unpriced) % _REPORT_EVERY:
             report(f"listing layouts: {len(unpriced):,}")
     kinds = {kind for layout in unpriced for kind in layout.kinds}
     heapq.heapify(unpriced)
@@ -124,7 +124,7 @@ def search(
         while unpriced:
             layout = heapq.heappop(unpriced)
             done += 1
-            if not done % _TELL_EVERY:
+            if not done % _REPORT_EVERY:
                 report(_progress(done, len(unpriced), fitting))
             if not _may_be_shown(layout, fitting, best):
                 slower += 1
@@ -175,7 +175,7 @@ def search(
 
 
 # Layouts between two reports of progress.
-_TELL_EVERY = 50
+_REPORT_EVERY = 50
 
 
 def _progress(done: int, remaining: int, fitting: Sequence[Candidate]) -> str:

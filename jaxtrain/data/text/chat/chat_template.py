@@ -209,7 +209,7 @@ def open_template(
     """
     named = f"{section}.chat_template = {word_or_path!r}"
     if word_or_path is None:
-        found = None if tokenizer is None else template_beside(tokenizer, today)
+        found = None if tokenizer is None else template_next_to(tokenizer, today)
         if found is None:
             where = "the byte tokenizer has" if tokenizer is None else f"{tokenizer.parent} holds"
             raise UserError(
@@ -226,7 +226,7 @@ def open_template(
     return ChatTemplate(source, named, special, today).validate()
 
 
-def template_beside(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
+def template_next_to(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
     """Return the template in the folder of a tokenizer.json; None if there is none.
 
     Raises:

@@ -64,7 +64,7 @@ class Written:
 
         A token belongs to its first character.
         """
-        ids, starts = tokenizer.encode_with_places(self.text)
+        ids, starts = tokenizer.encode_with_offsets(self.text)
         offsets = np.asarray(starts, np.int64)
         answer_mask = np.zeros(len(ids), bool)
         for begin, end in self.answers:

@@ -44,7 +44,7 @@ JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # per process: pending results stay in memory
 _JOURNAL = "progress.json"
 PIECES = 2  # version of how long documents are cut: a resumed launch must cut them the same way
-_ANEW = "name another folder, or remove this one"
+_START_AGAIN = "name another folder, or remove this one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _validate_others(folder: Path) -> None:
     others = sorted({path.name for path in folder.iterdir()} - {LOCK} - _leftovers(folder))
     if others and not (folder / _JOURNAL).exists():
         raise UserError(
-            f"--out {folder}: there are other files in it, such as {others[0]}; {_ANEW}"
+            f"--out {folder}: there are other files in it, such as {others[0]}; {_START_AGAIN}"
         )
 
 
@@ -218,11 +218,13 @@ def _begin(folder: Path, identity: dict[str, object]) -> _Journal:
         write_atomically(folder / _JOURNAL, journal.text(identity))
         return journal
     except ValueError as error:
-        raise UserError(f"--out {folder}: {_JOURNAL} is damaged ({error}); {_ANEW}") from error
+        raise UserError(
+            f"--out {folder}: {_JOURNAL} is damaged ({error}); {_START_AGAIN}"
+        ) from error
     if content["identity"] != identity:
         changed = [name for name in identity if content["identity"].get(name) != identity[name]]
         what = "other texts or settings" if "texts" in changed else "another tokenizer"
-        raise UserError(f"--out {folder}: it was started with {what}; {_ANEW}")
+        raise UserError(f"--out {folder}: it was started with {what}; {_START_AGAIN}")
     parts: dict[Split, Written] = {split: Written(**content["parts"][split]) for split in SPLITS}
     return _Journal(parts, content["jobs"], content["characters"])
 
