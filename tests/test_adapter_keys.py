@@ -117,7 +117,7 @@ def test_a_plain_adapter_answers_as_in_peft(base, tmp_path):
         ({"target_parameters": ["experts"]}, "target_parameters = ['experts']"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
         ({"lora_bias": True}, "lora_bias = True; it must be False"),
-        ({"bias": "all"}, "bias = 'all'; here it is 'none'"),
+        ({"bias": "all"}, "bias = 'all'; it must be 'none'"),
         ({"use_qalora": True}, "use_qalora = True; it must be False"),
         ({"use_dora": True}, "use_dora is True; use Finetune.lora_magnitudes=True"),
         ({"use_rslora": True}, "use Finetune.lora_alpha=6 and Finetune.lora_scale='sqrt_rank'"),

@@ -217,10 +217,10 @@ INDICES = {"_indices_data_files": [{"filename": "indices.arrow"}]}
     ("name", "changes", "words"),
     [
         ("state.json", {"_indices_data_files": None}, None),
-        ("state.json", INDICES, "_indices_data_files = [{'filename': 'indices.arrow'}]; here it"),
+        ("state.json", INDICES, "_indices_data_files = [{'filename': 'indices.arrow'}]; it must"),
         ("state.json", {"_indexes": {"a": 1}}, "_indexes = {'a': 1}; it must be None"),
         ("state.json", {"_shuffled": True}, "_shuffled = True is an unknown key"),
-        ("dataset_info.json", {"post_processed": {"a": 1}}, "post_processed = {'a': 1}; here"),
+        ("dataset_info.json", {"post_processed": {"a": 1}}, "post_processed = {'a': 1}; it must"),
         ("dataset_info.json", {"order": [1, 0]}, "order = [1, 0] is an unknown key"),
         ("state.json", {"_data_files": [{"filename": "data-00000-of-00002.arrow", "take": 3}]},
          "_data_files.take = 3; it must be None"),

@@ -136,7 +136,7 @@ def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, mo
     ("said", "words"),
     [
         ({"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "longrope"},
-         "rope.scaling.type = 'longrope'; here it is 'none' or 'linear' or 'yarn'"),
+         "rope.scaling.type = 'longrope'; it must be 'none' or 'linear' or 'yarn'"),
         ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor = 1.5; it must be 1.0"),
         ({"llama.attention.head_count_kv": [2, 4]},
          "attention.head_count_kv = [2, 4]; it must be the same whole number for all layers"),
@@ -146,7 +146,7 @@ def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, mo
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count = 4; it must be 8"),
         ({"llama.attention.value_length": 4}, "attention.value_length = 4; it must be 8"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8; it must be 0 (mixtures of experts"),
-        ({"llama.attention.sliding_window": 16}, "llama.attention.sliding_window = 16; here"),
+        ({"llama.attention.sliding_window": 16}, "llama.attention.sliding_window = 16; it must"),
         ({"llama.attention.scale": 0.5},
          "llama.attention.scale = 0.5; it must be None (it belongs to another architecture)"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale = 0.5; it must be 1.0"),
@@ -154,9 +154,9 @@ def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, mo
          "llama.rope.freq_bass = 500000.0 is an unknown key (the nearest is "
          "'llama.rope.freq_base')"),
         ({"general.tipe": "adapter"}, "general.tipe = 'adapter' is an unknown key"),
-        ({"general.type": "adapter"}, "general.type = 'adapter'; here it is 'model'"),
+        ({"general.type": "adapter"}, "general.type = 'adapter'; it must be 'model'"),
         ({"split.count": 2}, "split.count = 2; it must be 0 or 1 (it is one of several files"),
-        ({"tokenizer.ggml.add_bos_tokn": True}, "tokenizer.ggml.add_bos_tokn = True is a key that"),
+        ({"tokenizer.ggml.add_bos_tokn": True}, "tokenizer.ggml.add_bos_tokn = True is an unknown key"),
         ({"xielu.eps": 1.0}, "xielu.eps = 1.0 is an unknown key"),
     ],
 )  # fmt: skip

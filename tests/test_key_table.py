@@ -40,9 +40,9 @@ def test_known_keys_and_allowed_values_pass(content):
         ({}, "groups = 8 by default; it must be 1 (groups share nothing)"),
         ({"groups": 1, "scaling": {"type": 1}}, "scaling.type = 1 is an unknown key"),
         ({"groups": 1, "scaling": {"kind": "cubic"}},
-         "scaling.kind = 'cubic'; here it is 'linear' or 'none'"),
+         "scaling.kind = 'cubic'; it must be 'linear' or 'none'"),
         ({"groups": 1, "scaling": "linear"}, "scaling = 'linear'; it must be an object"),
-        ({"groups": 1, "x" * 9: "y" * 200}, "'" + "y" * 76 + "... is a key"),
+        ({"groups": 1, "x" * 9: "y" * 200}, "'" + "y" * 76 + "... is an unknown key"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_named(content, said):

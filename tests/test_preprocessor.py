@@ -87,7 +87,7 @@ def test_every_key_that_transformers_knows_is_in_the_table():
     ("model", "content", "said"),
     [
         (VIT, {"size": 224}, "size = 224; it must be 24, as the image_size of config.json"),
-        (VIT, {"size": {"height": 24, "width": 32}}, "size = {'height': 24, 'width': 32}; here"),
+        (VIT, {"size": {"height": 24, "width": 32}}, "size = {'height': 24, 'width': 32}; it must"),
         (VIT, {"size": {"shortest_edge": 24}}, "size = {'shortest_edge': 24}; it must be one num"),
         (VIT, {"size": SQUARE, "do_resize": False}, "do_resize = False; it must be True"),
         (VIT, {"size": SQUARE, "do_pad": True}, "do_pad = True; it must be False"),
@@ -96,7 +96,7 @@ def test_every_key_that_transformers_knows_is_in_the_table():
         (VIT, {"size": SQUARE, "image_std": [0.0]}, "image_std = [0.0]; it must be over 0"),
         (VIT, {"size": SQUARE, "rescale_factor": 0}, "rescale_factor = 0; it must be a number abo"),
         (VIT, {"size": SQUARE, "do_flip": True}, "do_flip = True is an unknown key"),
-        (VIT, {"size": SQUARE, "do_center_crop": True, "crop_size": 30}, "crop_size = 30; here"),
+        (VIT, {"size": SQUARE, "do_center_crop": True, "crop_size": 30}, "crop_size = 30; it must"),
         (
             VIT,
             {"size": 20, "do_center_crop": True, "crop_size": 24},
@@ -104,8 +104,8 @@ def test_every_key_that_transformers_knows_is_in_the_table():
         ),
         (RESNET, {"size": 64, "crop_pct": 1e-300}, "crop_pct = 1e-300; it must be at most 1, and"),
         (RESNET, {"size": 64, "crop_pct": 1.5}, "crop_pct = 1.5; it must be at most 1, and its"),
-        (VIT, {"image_processor_type": "CLIPImageProcessor"}, "= 'CLIPImageProcessor'; here it is"),
-        (VIT, {"image_processor_type": ["ViT"]}, "image_processor_type = ['ViT']; here it is"),
+        (VIT, {"image_processor_type": "CLIPImageProcessor"}, "= 'CLIPImageProcessor'; it must be"),
+        (VIT, {"image_processor_type": ["ViT"]}, "image_processor_type = ['ViT']; it must be"),
         (VIT, {"size": {"height": [24], "width": [24]}}, "size = {'height': [24], 'width': [24]}"),
         (VIT, {"size": SQUARE, "rescale_factor": 10**400}, "rescale_factor = 1000"),
         (VIT, {"size": SQUARE, "image_mean": [{}]}, "image_mean = [{}]; it must be 1 number"),

@@ -249,11 +249,11 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         quantization_config={"bits": 4},
     ) == [
         "attention_bias = True; it must be False",
-        "hidden_act = 'gelu'; here it is 'silu' or 'swish'",
+        "hidden_act = 'gelu'; it must be 'silu' or 'swish'",
         "quantization_config = {'bits': 4}; it must be None",
         "vocab_size is missing; it must be a whole number",
         "hidden_size = '12'; it must be a whole number",
-        "rope_type = 'dynamic'; here it is 'default' or 'linear' or 'llama3' or 'yarn'",
+        "rope_type = 'dynamic'; it must be 'default' or 'linear' or 'llama3' or 'yarn'",
         "Llama.head_dim=7 is not an even number above 0; the nearest is 8",
     ]
     assert refused(
@@ -264,11 +264,11 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         downsample_in_first_stage=True,
         downsample_in_bottleneck=True,
     ) == [
-        "hidden_act = 'gelu'; here it is 'relu'",
+        "hidden_act = 'gelu'; it must be 'relu'",
         "downsample_in_first_stage = True; it must be False",
         "downsample_in_bottleneck = True; it must be False",
-        "depths = [3, 4, 6]; here it is [3, 4, 6, 3] or [3, 4, 23, 3] or [3, 8, 36, 3]",
-        "hidden_sizes = [12, 24, 48, 96]; here it is [16, 32, 64, 128]",
+        "depths = [3, 4, 6]; it must be [3, 4, 6, 3] or [3, 4, 23, 3] or [3, 8, 36, 3]",
+        "hidden_sizes = [12, 24, 48, 96]; it must be [16, 32, 64, 128]",
     ]
 
 
@@ -305,7 +305,7 @@ def test_everything_that_is_not_done_here_is_said_in_one_message():
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True; it must be False"),
         ("qwen3", {"attention_bias": True}, "attention_bias = True; it must be False"),
         ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2; it must be 1"),
-        ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = [0]; here it is []"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = [0]; it must be []"),
         ("mixtral", {"num_experts_per_tok": 9}, "Mixtral.experts_per_token=9 with"),
     ],
 )
@@ -386,7 +386,7 @@ def test_missing_extra_and_misshapen_tensors_are_listed(folder):
     assert f"{folder}: its tensors are not those of MistralForCausalLM with " in headline
     assert [line.strip() for line in lines] == [
         "model.norm.weight [12] is missing",
-        "model.layers.1.mlp.up_proj.weight is [12, 7]; here it is [7, 12]",
+        "model.layers.1.mlp.up_proj.weight is [12, 7]; it must be [7, 12]",
         "model.layers.3.mlp.up_proj.weight [7, 12] has no place in this architecture",
     ]
 

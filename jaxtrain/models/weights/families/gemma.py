@@ -112,7 +112,7 @@ def _read_rope(config: ConfigFile) -> dict[str, Any]:
     both = config.table("rope_parameters")
     for key in both.content:
         if key not in (LOCAL, GLOBAL):
-            config.reject(f"rope_parameters.{key}; here it has {LOCAL} and {GLOBAL}")
+            config.reject(f"rope_parameters.{key}; it must have {LOCAL} and {GLOBAL}")
     scaling = config.table("rope_scaling").content
     if "type" in scaling and "rope_type" not in scaling:
         config.reject("rope_scaling.type, which transformers does not read; it must be rope_type")
