@@ -156,7 +156,8 @@ def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, mo
         ({"general.tipe": "adapter"}, "general.tipe = 'adapter' is an unknown key"),
         ({"general.type": "adapter"}, "general.type = 'adapter'; it must be 'model'"),
         ({"split.count": 2}, "split.count = 2; it must be 0 or 1 (it is one of several files"),
-        ({"tokenizer.ggml.add_bos_tokn": True}, "tokenizer.ggml.add_bos_tokn = True is an unknown key"),
+        ({"tokenizer.ggml.add_bos_tokn": True},
+         "tokenizer.ggml.add_bos_tokn = True is an unknown key"),
         ({"xielu.eps": 1.0}, "xielu.eps = 1.0 is an unknown key"),
     ],
 )  # fmt: skip
