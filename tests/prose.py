@@ -1,15 +1,19 @@
 """Lists words of the project's former dialect in docs, docstrings, comments and messages.
 
-`python tests/prose.py` prints each place with the word to use instead; `make lint` runs it. The
+`python tests/prose.py` prints each position with the word to use instead, then subjects of recent
+commits that break the rule of the `commit-subject` hook; `make lint` runs it. The
 word table is in docs/style.md: the rules below are those of its words that have no other meaning.
 """
 
 import ast
 import re
+import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import yaml
 
 ROOT = Path(__file__).parent.parent
 
@@ -106,8 +110,30 @@ def _prose_of_python(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0], token.string
 
 
+def subject_rule() -> re.Pattern[str]:
+    """The rule of the `commit-subject` hook, which accepted subjects match."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    (hook,) = [one for one in hooks if one["id"] == "commit-subject"]
+    assert "--negate" in hook["args"]  # the hook fails where the pattern is absent
+    return re.compile(hook["entry"], re.MULTILINE | re.DOTALL)
+
+
+def _recent_subjects() -> list[str]:
+    """Subjects of the last 50 commits; empty outside a Git checkout."""
+    command = ["git", "log", "--max-count=50", "--format=%h %s"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines()
+
+
 if __name__ == "__main__":
     places = [one for path in (*pages(), *modules()) for one in findings(path)]
     for one in places:
         print(f"{one.path}:{one.line}: {one.words!r}: write {one.instead}")  # noqa: T201
     print(f"{len(places)} places to reword (docs/style.md, Words)")  # noqa: T201
+    for line in _recent_subjects():
+        commit, _, subject = line.partition(" ")
+        if not subject_rule().search(subject):
+            print(f"commit {commit}: {subject!r}: write 'area: imperative', at most 72 characters")  # noqa: T201

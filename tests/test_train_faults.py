@@ -54,7 +54,7 @@ def touch(trainer, batch_numbers, what):
     order = record_order(trainer)
     indices = [order[number * 8] for number in batch_numbers]
     train = Touched(dataset.train, indices, what)
-    trainer._loop.data._dataset = dataclasses.replace(dataset, train=train)
+    trainer._loop.dataset = dataclasses.replace(dataset, train=train)
     return indices
 
 
