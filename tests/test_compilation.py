@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from cluster import start_processes
 
 from jaxtrain.parallel.chips import CHIPS
 from jaxtrain.parallel.compilation import options_of_run, with_known_options, xla_options
@@ -66,6 +67,36 @@ def test_a_second_start_compiles_nothing_and_computes_the_same(first, tiny_confi
     assert "cache_misses" not in again
     assert losses(tmp_path / "run") == losses(folder / "run")
     assert len(losses(tmp_path / "run")) >= 3
+
+
+@pytest.mark.slow
+def test_in_a_second_start_and_a_resume_of_two_processes_the_first_compiles_nothing(
+    tiny_config, tmp_path
+):
+    bindings = ["Mesh.data = 2", "Mesh.fsdp = 1", "Mesh.tensor = 1", "Train.save_every = 1"]
+
+    def start(name, workdir, steps):
+        words = ["train", str(tiny_config), "--workdir", str(tmp_path / workdir)]
+        for one in (*bindings, f"Train.steps = {steps}"):
+            words += ["-b", one]
+        words += ["--num-processes", "2", "--process-id", "{PROCESS}"]
+        words += ["--coordinator", "{COORDINATOR}"]
+        program = "import os, sys\n"
+        program += f"sys.argv[1:] = [word.format(**os.environ) for word in {words!r}]\n" + START
+        cache = {"JAXTRAIN_CACHE": str(tmp_path / "cache")}
+        with start_processes(2, program, folder=tmp_path / name, environment=cache) as processes:
+            assert [process.end() for process in processes] == [0, 0], processes[0].log()
+            return [json.loads(process.log().splitlines()[-1]) for process in processes]
+
+    assert start("logs first", "run", 2)[0]["cache_misses"] >= 3
+    start("logs resumed", "run", 4)
+    for name, workdir, steps in (("logs second", "again", 2), ("logs resumed again", "again", 4)):
+        # On CPUs JAX's key contains the process's topology, and only process 0 writes: the others
+        # compile again.
+        counted = start(name, workdir, steps)[0]
+        assert counted["status"] == 0
+        assert counted["compile_requests_use_cache"] == counted["cache_hits"] > 3, name
+        assert "cache_misses" not in counted, name
 
 
 def test_eval_loads_what_training_compiled(first):
