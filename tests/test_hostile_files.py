@@ -380,6 +380,7 @@ EXCEPTIONS = {
     "run/checkpoint/store.py": "what was just written, for a copy",
     "run/checkpoint/manifest.py": "the file that `read` has checked byte for byte",
     "run/cluster/wire.py": "authenticated messages; test_strangers.py",
+    "run/attempts/standby.py": "a message of the supervisor, over a socket pair",
     "run/huggingface/awq.py": "config.json that `Folder.extra_files` has bounded",
     "run/huggingface/exporting.py": "files that `Folder.extra_files` has bounded",
     "analysis/planning/compiled/compiled.py": "the cache of this user's plans",
