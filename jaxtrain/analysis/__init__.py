@@ -1,1 +1,1 @@
-"""Analysis of a run without trusting it: plans for target machines, verification, profiles."""
+"""Analysis of training runs: plans for target machines, verification, profiles."""

@@ -33,7 +33,7 @@ What has no default has to be bound. Syntax and rules: [configs](configs.md).
 
 
 def sections() -> list[type]:
-    """Return the sections of every configuration, in their order."""
+    """Return the settings classes that every configuration has, in order."""
     return list(reader.sections(Config).values())
 
 
@@ -48,7 +48,7 @@ def sources() -> list[type]:
 
 
 def parts_of_sources() -> list[type]:
-    """Return the settings classes that are part of the data sources' settings."""
+    """Return the settings classes nested in the settings of data sources."""
     found = {
         part
         for source in sources()
@@ -90,11 +90,10 @@ def page() -> str:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Return the description of each field, from the `Attributes:` of a settings class and its
-    bases.
+    """Return the description of each field, from the `Attributes:` of a class and its bases.
 
     Raises:
-      ValueError: a field is not described, or what is described is no field.
+      ValueError: a field has no description, or a described name is not a field.
     """
     found: dict[str, str] = {}
     for base in reversed([one for one in cls.__mro__ if "__dataclass_fields__" in vars(one)]):
@@ -140,7 +139,7 @@ def _docstring(cls: type) -> str:
 
 
 def _takes(annotation: Any) -> str:
-    """Describe an annotation in words, with choices spelled out."""
+    """Return a readable description of a type annotation that lists all choices."""
     mark = by_name(annotation)
     if mark is not None:
         return ", ".join(f"`{name!r}`" for name in mark.choices())

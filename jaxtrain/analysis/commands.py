@@ -60,7 +60,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """Plan a run for machines that need not be there, or for a budget of FLOPs."""
+    """Plan a run for a target machine, which need not be available, or for a budget of FLOPs."""
     console = terminal()
     picture, file = writable("--png", arguments.png), writable("--json", arguments.json)
     page = writable("--html", arguments.html)
@@ -94,11 +94,11 @@ def plan(arguments: argparse.Namespace) -> int:
             f"plan: {missing} is missing; write for example 'jaxtrain plan llama_8b --target "
             "v5p:4x4x4', or 'jaxtrain plan --budget 1e21'"
         )
-    # Accelerators of this machine are not asked: the target's compiler needs none.
+    # The target's compiler needs no accelerator of this machine.
     jax.config.update("jax_platforms", "cpu")
     if simulated := [target.devices for target in targets if target.chip.kind == "cpu"]:
         offer_cpu_devices(max(simulated))
-        jax.devices()  # as many for the smaller ones, of which they are a part
+        jax.devices()  # smaller targets use a subset of these devices
     layouts = combinations(arguments.gin_bindings)
     if arguments.measured is not None and len(targets) * len(layouts) > 1:
         raise UserError(
@@ -147,7 +147,7 @@ def _write_page(console: Console, file: Path, content: bytes) -> None:
 def _on_target(
     console: Console, budget: Budget, targets: Sequence[Target], price: float | None
 ) -> None:
-    """Print how long a budget takes on a machine, where its speed is known."""
+    """Print how long a budget takes on each target whose speed is known."""
     if not targets or targets[0].chip.bf16_flops is None:
         text = "No time without a device whose peak FLOP/s is known: name a target."
         console.print(text, highlight=False)
@@ -197,7 +197,7 @@ def _side_by_side(
     targets: Sequence[Target],
     layouts: Sequence[Combination],
 ) -> list[side_by_side.Entry]:
-    """Plan each layout on each target; combinations that cannot run do not stop the others."""
+    """Plan each layout on each target; a combination that cannot run does not stop the others."""
     entries = []
     for target, chosen in itertools.product(targets, layouts):
         made, refused = None, None
@@ -212,7 +212,7 @@ def _side_by_side(
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """Simulate the pipeline's schedule and draw it."""
+    """Simulate the pipeline schedule and draw it."""
     picture = writable("--png", arguments.png)
     config = load_config(
         arguments.config, arguments.gin_bindings, allow_imports=arguments.allow_imports
@@ -227,7 +227,7 @@ def timeline(arguments: argparse.Namespace) -> int:
         )
     cut = deal(parameter_shapes(model.build), ranks, pipeline.virtual_stages).cut
     schedule = pipeline.table(ranks, passes=passes_of(model))
-    # In forwards of a layer; recomputing a stage is one more forward before its backward.
+    # Unit: the forward pass of a layer. Recomputing a stage adds one forward pass to its backward.
     again = 1.0 if pipeline.backward == "recompute" else 0.0
     costs = stack_costs(config)
     each = [layers * cost / min(costs) for cost in costs for layers in cut]

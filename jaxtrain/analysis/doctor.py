@@ -1,4 +1,4 @@
-"""Report of versions, devices, and what is missing for each extra (`jaxtrain doctor`)."""
+"""Report of versions, devices and missing packages of each extra (`jaxtrain doctor`)."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from jaxtrain.run.cluster.detection import detect
 
-# Extra -> the distributions it brings.
+# Extra -> the distributions that it installs.
 EXTRAS = {
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),

@@ -1,4 +1,4 @@
-"""Generator of docs/feature_matrix.md: which features go together, from the compatibility table."""
+"""Generator of docs/feature_matrix.md: which features can be combined, from the conflict table."""
 
 import sys
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ whether sizes divide, and what a model or a device cannot do, is checked besides
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the whole page as Markdown."""
     return "\n".join((_HEAD, *_matrix(), "", *_reasons(), ""))
 
 
 def features_with_conflicts() -> list[Feature]:
-    """Return the features that conflict with any other, in the order of the table."""
+    """Return the features that conflict with at least one other, in the order of the table."""
     names = {one.name for pair in conflicts(list(FEATURES)) for one in pair[:2]}
     return [feature for feature in FEATURES if feature.name in names]
 

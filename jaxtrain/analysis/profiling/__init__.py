@@ -1,1 +1,1 @@
-"""Profile of a step: a trace of a few steps, by layers and operations."""
+"""Profile of the train step by layer and operation, from a trace of a few steps."""

@@ -1,4 +1,4 @@
-"""Peak rates of one device: published figures of its chip, or a CPU's measured ones."""
+"""Peak FLOP/s and memory bandwidth of one device: published, or measured on a CPU."""
 
 import dataclasses
 import math
@@ -11,23 +11,23 @@ import numpy as np
 
 from jaxtrain.parallel.chips import chip_of
 
-_PRODUCT = 1024  # rows and columns of the matrices that are multiplied
-# Elements that are read and written: of what the caches of one core hold, of what a machine's
-# caches hold, and of more than any do.
+_PRODUCT = 1024  # rows and columns of the square matrices in the measured matmul
+# Elements that a copy reads and writes: sizes that fit into the caches of one core, sizes that fit
+# into the caches of the machine, and one that fits into none.
 _COPIED = (2**13, 2**16, 2**20, 2**24)
 _TRIES = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """The two sides of a roofline (Williams et al. 2009, doi 10.1145/1498765.1498785).
+    """Roofline limits of a device (Williams et al. 2009, doi 10.1145/1498765.1498785).
 
     Attributes:
-      flops: FLOP/s of matrix products in the compute dtype; None where it is not known.
-      bandwidth: bytes/s of memory; None where it is not known.
-      source: where both come from, for messages.
-      cached: (size, bytes/s) of operations whose bytes fit into caches, by rising size and falling
-        rate; empty where only memory's is known.
+      flops: peak FLOP/s of matmuls in the compute dtype; None if unknown.
+      bandwidth: memory bandwidth in bytes/s; None if unknown.
+      source: the source of both figures, for messages.
+      cached: (size, bytes/s) of operations whose bytes fit into caches, by increasing size and
+        decreasing rate; empty if only the memory bandwidth is known.
     """
 
     flops: float | None
@@ -36,20 +36,19 @@ class Ceilings:
     cached: tuple[tuple[int, float], ...] = ()
 
     def rate(self, moved_bytes: float) -> float | None:
-        """Return the most bytes/s of an operation that moves `moved_bytes` in one run."""
+        """Return the peak bytes/s of an operation that moves `moved_bytes` in one run."""
         held = [rate for size, rate in self.cached if size <= moved_bytes] or [
             rate for _, rate in self.cached[:1]
         ]
         return held[-1] if held else self.bandwidth
 
     def least_seconds(self, flops: int | None, moved_bytes: int, runs: float = 1) -> float | None:
-        """Return the minimum time of `runs` runs (roofline) in seconds; None where a figure is not
-        known.
+        """Return the roofline time of `runs` runs in seconds; None if a figure is unknown.
 
         Args:
-          flops: of all runs.
-          moved_bytes: likewise.
-          runs: how often the operation ran: caches hold what one run moves.
+          flops: FLOPs of all runs together.
+          moved_bytes: bytes moved by all runs together.
+          runs: the number of runs. The bytes of one run decide which cache they fit into.
         """
         rate = self.rate(moved_bytes / runs) if runs else self.bandwidth
         if flops is None or self.flops is None or rate is None:
@@ -68,8 +67,7 @@ def ceilings(device: jax.Device, dtype: str) -> Ceilings:
     """Return the peak rates of one device of a run.
 
     Args:
-      device: a local one; where it is simulated, the machine that it has to itself while the others
-        wait.
+      device: a local device; a simulated device is measured alone, on the whole machine.
       dtype: the compute dtype.
     """
     chip = chip_of(device.device_kind)
@@ -82,12 +80,12 @@ def ceilings(device: jax.Device, dtype: str) -> Ceilings:
 
 
 def _measure(device: jax.Device, dtype: str) -> Ceilings:
-    """Measure the best of a few matmuls and copies on this machine under its current load."""
+    """Measure the best rates of matmuls and copies on this machine under its current load."""
     ones = jnp.ones((_PRODUCT, _PRODUCT), dtype, device=device)
     product = jax.jit(lambda x: x @ x).lower(ones).compile()
     flops = 2 * _PRODUCT**3 / _least(lambda _: product(ones), ones)
     rates = [(8 * count, _copy_rate(device, count)) for count in _COPIED]
-    # What more bytes can do fewer can: a small array's rate is never below a large one's.
+    # A small array is never slower than a large one.
     cached = [(size, max(rate for _, rate in rates[i:])) for i, (size, _) in enumerate(rates)]
     source = f"measured here, {dtype} products and x + 1; more where caches hold what is moved"
     return Ceilings(flops, rates[-1][1], source, tuple(cached))
@@ -101,7 +99,7 @@ def _copy_rate(device: jax.Device, count: int) -> float:
     def add(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, times, lambda _, x: x + 1, x)
 
-    # In place: a new array's pages would be made while they are written.
+    # In place: writing to a new array would include the time to allocate its pages.
     run = jax.jit(add, donate_argnums=0).lower(many).compile()
     return times * 2 * many.nbytes / _least(run, many)
 

@@ -9,19 +9,20 @@ from pathlib import Path
 
 import jax
 
-# Before the name of an operation, when it is done: on a CPU it may go on after its event, on other
-# threads. The thread that finishes it may go on with what follows first, and say so much later.
+# Prefix of the event that marks the completion of an operation. On a CPU an operation may continue
+# on other threads after its event. The thread that completes it may run the next operations first,
+# so this event may be recorded much later.
 _END = "end: "
 
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """Runs of one operation in a trace, over all local devices.
+    """Count and total time of the runs of one operation in a trace, over all local devices.
 
     Attributes:
-      count: runs.
-      seconds: of all of them. Where several ran at the same time on a device, each moment is
-        shared out among them, so that all operations together take no longer than the clock.
+      count: the number of runs.
+      seconds: the total time. Time in which several operations overlap on a device is divided
+        among them, so that the sum over operations does not exceed the elapsed time.
     """
 
     count: int
@@ -30,13 +31,13 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Profiler event: one run of an operation or of one of its kernels, in nanoseconds of the
-    trace.
+    """Profiler event: one run of an operation or of one of its kernels.
 
     Attributes:
-      name: of the operation.
-      start, end: of the event.
-      kernel: of the event: a GPU's library call starts several, each an event of its own.
+      name: the name of the operation.
+      start, end: the start and end of the event, in nanoseconds of the trace.
+      kernel: the name of the kernel. A library call on a GPU launches several kernels, each with
+        its own event.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Run:
 
 
 def newest_trace(folder: Path) -> Path:
-    """Return the newest file that the profiler wrote under a folder."""
+    """Return the newest trace file of the profiler under a folder."""
     files = list(folder.glob("plugins/profile/*/*.xplane.pb"))
     assert files, f"the profiler wrote nothing into {folder}"
     return max(files, key=lambda file: file.stat().st_mtime)
@@ -59,8 +60,8 @@ def operation_times(
 
     Args:
       trace: an .xplane.pb file.
-      module: the program's name, such as "jit_train_step".
-      readers: its operations, each with those that begin only when it is done.
+      module: the name of the program, such as "jit_train_step".
+      readers: maps each operation of the program to those that start after it is done.
     """
     by_device: dict[Hashable, list[Run]] = collections.defaultdict(list)
     ends: dict[str, list[float]] = collections.defaultdict(list)
@@ -82,16 +83,16 @@ def operation_times(
         for run, seconds in zip(runs, divide_time(until_done(runs, ends, readers)), strict=True):
             found[run.name].append(seconds)
             kernels[run.name][run.kernel] += 1
-    # A kernel may run several times in one call of a library; the rarest is taken to run once.
+    # A library call may run a kernel several times; assume that the rarest kernel runs once.
     return {name: Timed(min(kernels[name].values()), sum(times)) for name, times in found.items()}
 
 
 def _operation(event: str, stats: dict, module: str) -> str:
-    """Return the instruction that an event is a run of; "" for events of other programs."""
+    """Return the name of an event's instruction; "" for events of other programs."""
     if "hlo_op" in stats:  # CPUs and GPUs
         owner = str(stats.get("hlo_module", module)).split("(")[0]
         return str(stats["hlo_op"]) if owner == module else ""
-    # TPUs name an event by the whole line of the program: '%fusion.3 = bf16[8,128] fusion(...)'.
+    # TPUs name an event after the instruction's full text: '%fusion.3 = bf16[8,128] fusion(...)'.
     return event.partition(" = ")[0].removeprefix("%") if " = " in event else ""
 
 
@@ -100,12 +101,12 @@ def until_done(
     ends: Mapping[str, Collection[float]],
     readers: Mapping[str, Collection[str]],
 ) -> list[Run]:
-    """Extend runs to when each operation was done.
+    """Extend each run to the time when its operation was done.
 
     Args:
-      runs: of one device.
-      ends: for each name the moments when the trace says that a run of it was done.
-      readers: for each name the names of those that begin only when it is done.
+      runs: the runs of one device.
+      ends: for each operation, the times of its completion events.
+      readers: for each operation, the names of those that start after it is done.
     """
     starts: dict[str, list[float]] = collections.defaultdict(list)
     for run in runs:
@@ -121,7 +122,7 @@ def until_done(
     def completion(run: Run) -> float:
         end, again = first(finished.get(run.name, []), run.end), math.nextafter(run.start, math.inf)
         if end == math.inf or end > first(starts[run.name], again):
-            return run.end  # the trace does not say, or says it of a later run
+            return run.end  # no completion event, or one of a later run
         read = min((first(starts[name], run.end) for name in readers[run.name]), default=end)
         return max(run.end, min(end, read))
 
@@ -129,10 +130,10 @@ def until_done(
 
 
 def divide_time(runs: Sequence[Run]) -> list[float]:
-    """Divide the time of overlapping runs evenly; return the seconds of each run."""
+    """Return the seconds of each run; time in which runs overlap is divided evenly among them."""
     changes = [(run.start, True, i) for i, run in enumerate(runs)]
     changes += [(run.end, False, i) for i, run in enumerate(runs)]
-    # At equal times starts come first, so that a run of no length begins before it ends.
+    # At equal times, starts come first, so that a run of zero length starts before it ends.
     changes.sort(key=lambda change: (change[0], not change[1]))
     seconds, active, before = [0.0] * len(runs), set[int](), 0.0
     for now, begins, i in changes:

@@ -1,4 +1,4 @@
-"""Profile by layer and operation: trace and program text together, with rooflines."""
+"""Profile by layer and operation with rooflines, from the trace and the compiled program."""
 
 import collections
 import dataclasses
@@ -17,13 +17,13 @@ class Figures:
     """Time, FLOPs, bytes and roofline of a group of operations, for one step on one device.
 
     Attributes:
-      runs: how often it ran.
-      seconds: time it ran.
-      share: of the step's time; all shares add up to 1 at most.
-      flops: of matrix products and convolutions; None where a library's code is among them.
-      moved_bytes: read and written at least.
-      roofline: the least time that the device's ceilings allow, over `seconds`; above 1 where an
-        accelerator's caches hold what is moved; None where a figure is not known.
+      runs: the number of runs.
+      seconds: the run time.
+      share: the fraction of the step time; the sum over all groups is at most 1.
+      flops: FLOPs of matmuls and convolutions; None if the group includes library calls.
+      moved_bytes: a lower bound of the bytes read and written.
+      roofline: the minimum time by the device's peak rates, divided by `seconds`; above 1 if the
+        bytes fit into an accelerator's caches; None if a figure is unknown.
       bound: "arithmetic" or "memory".
     """
 
@@ -38,7 +38,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """Instruction of the compiled program, as it is scheduled: mostly a fusion."""
+    """Scheduled instruction of the compiled program, usually a fusion."""
 
     name: str
     opcode: str
@@ -48,7 +48,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class ScopePass:
-    """Operations of one scope in one pass; the layers of a loop are counted together."""
+    """Operations of one scope in one pass; all layers of a scan are counted together."""
 
     scope: str
     stage: str
@@ -60,11 +60,11 @@ class Profile:
     """Profile of a step: its time by layer and by operation.
 
     Attributes:
-      first, last: the steps that were looked at.
-      step_seconds: mean time of one of them, as the host saw it, the profiler's own cost included.
-      devices: of this process; figures are of one of them.
-      device_kind: what they are.
-      ceilings: what one can do at most.
+      first, last: the first and last profiled step.
+      step_seconds: mean step time on the host, including the overhead of the profiler.
+      devices: number of devices of this process; figures are per device.
+      device_kind: the kind of the devices.
+      ceilings: the peak rates of one device.
       layers: slowest first.
       operations: slowest first.
     """
@@ -121,17 +121,17 @@ def profile(
     device_kind: str,
     ceilings: Ceilings,
 ) -> Profile:
-    """Combine times and costs into a profile.
+    """Combine measured times and computed costs into a profile.
 
     Args:
       module: the compiled step.
-      times: of its operations, over all steps and local devices.
-      first, last, step_seconds, devices, device_kind, ceilings: as in `Profile`.
+      times: the times of its operations, over all steps and local devices.
+      first, last, step_seconds, devices, device_kind, ceilings: see `Profile`.
     """
     of_one, names = costs(module), operation_names(module)
     runs = (last - first + 1) * devices
     busy = sum(time.seconds for time in times.values()) / runs
-    # Two clocks: the profiler's may say a little more than the host's.
+    # The clocks differ: the profiler's time may be slightly longer than the host's.
     whole = max(step_seconds, busy)
     found = []
     for name, time in times.items():
@@ -164,9 +164,10 @@ def profile(
 
 
 def operation_names(module: Module) -> dict[str, tuple[str, str]]:
-    """Return opcode and scope path of each operation that runs by itself.
+    """Return the opcode and scope path of each operation outside of fusions.
 
-    What lost its path, as copies that the compiler adds do, has that of the loop or call around it.
+    An operation without a path, such as a copy added by the compiler, inherits the path of the
+    surrounding loop or call.
     """
     found: dict[str, tuple[str, str]] = {}
 
@@ -192,7 +193,7 @@ def _layers(
     for (scope, stage), parts in groups.items():
         seconds = sum(part.seconds for part in parts)
         flops = _sum([part.flops for part in parts])
-        # Each operation meets its own bound: the sums' bound would be lower.
+        # Sum of the operations' own bounds; the bound of their sums would be lower.
         least = _sum([part.roofline and part.roofline * part.seconds for part in parts])
         moved_bytes = sum(part.moved_bytes for part in parts)
         figures = Figures(

@@ -1,4 +1,4 @@
-"""`jaxtrain train --profile`: record a few steps and report where their time went."""
+"""Recorder of `jaxtrain train --profile`: traces a few steps and reports their time."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from jaxtrain.run.show.progress import print_lines
 
 FOLDER = "profile"
 OPERATIONS_FILE = "operations.json"
-# Of a start: the first step of one may compile, the second still warms up.
+# Steps of an attempt, from 1: the first step may compile, the second still warms up.
 FIRST, LAST = 3, 6
 
 
 class Recorder:
-    """Recorder of steps 3 to 6 of an attempt; the loop calls `turn` where `turns_at` is true.
+    """Recorder of steps 3 to 6 of an attempt; the loop calls `turn` if `turns_at` is true.
 
-    Process 0 records; every process compiles the same program.
+    Only process 0 records, but every process compiles the same program.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class Recorder:
         """Choose the steps to record, and measure a CPU's peak rates.
 
         Args:
-          workdir: the run's folder; the trace goes into `profile` inside it.
-          console: where the tables go.
-          dtype: of the computation.
-          done: steps taken before this start.
-          last: the step it ends at.
+          workdir: the run's folder; the trace is written to its subfolder `profile`.
+          console: the console that prints the tables.
+          dtype: the compute dtype.
+          done: steps completed before this attempt.
+          last: the last step of the attempt.
 
         Raises:
-          UserError: fewer than 3 steps are left, or there is no folder.
+          UserError: fewer than 3 steps are left, or there is no workdir.
         """
         if workdir is None:
             raise UserError("profile=Recorder writes into the run's folder; give Trainer a workdir")
@@ -64,11 +64,11 @@ class Recorder:
 
     @staticmethod
     def validate(done: int, last: int) -> None:
-        """Validate an attempt to be profiled, before anything is written.
+        """Validate the number of steps of a profiled attempt, before anything is written.
 
         Args:
-          done: steps taken before it.
-          last: the step it ends at.
+          done: steps completed before the attempt.
+          last: the last step of the attempt.
 
         Raises:
           UserError: fewer than 3 steps are left.
@@ -85,8 +85,8 @@ class Recorder:
         return jax.process_index() == 0
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Return the step that the loop calls from now on, with its operations named in traces."""
-        # Kernels that run as one CUDA graph are not distinguished.
+        """Compile the train step so that traces name its operations."""
+        # The profiler does not distinguish the kernels of a CUDA graph.
         options: dict[str, str | bool] = {}
         if self._device.platform == "gpu":
             options["xla_gpu_enable_command_buffer"] = ""
@@ -96,19 +96,19 @@ class Recorder:
         return compiled
 
     def turns_at(self, step: int) -> bool:
-        """Whether recording begins or ends after this step."""
+        """Return whether recording starts or stops after this step."""
         at = self._first - 1 if self._started is None else self._last
         return self._records and not self._over and step == at
 
     def turn(self, seconds: float) -> None:
-        """Start or stop recording; the devices have finished all steps so far.
+        """Start or stop recording; call after the devices have finished all steps so far.
 
         Args:
-          seconds: on a clock that is paused outside training steps.
+          seconds: the time of a clock that is paused outside training steps.
         """
         if self._started is None:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # the host's functions would bury the operations
+            options.python_tracer_level = 0  # Python calls would hide the operations
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._started = seconds
             return
@@ -136,7 +136,7 @@ class Recorder:
         self._print(f"Profile: {file}; the trace for TensorBoard and Perfetto: {trace.parent}")
 
     def close(self) -> None:
-        """Discard an unfinished profile: the run stops, or goes back."""
+        """Discard an unfinished profile, when the run stops or rolls back."""
         if self._started is not None and not self._over:
             jax.profiler.stop_trace()
             self._print("Profile: left out, since the run stopped among the steps it looks at")
@@ -149,9 +149,9 @@ class Recorder:
 
 @contextlib.contextmanager
 def _names_in_cache_key() -> Iterator[None]:
-    """Include scope names in the keys of cached programs, within the context.
+    """Include scope names in the keys of the compilation cache, within the context.
 
-    By default they are not: a program kept by an earlier version would bring its old names.
+    JAX excludes them by default: a program cached by an earlier version would have old names.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     before = jax.config.values[name]
@@ -166,7 +166,7 @@ ROWS = 15
 
 
 def show(console: Console, found: Profile) -> None:
-    """Print the layers, and the operations that take longest."""
+    """Print the layers and the slowest operations."""
     top = found.ceilings
     if top.flops is None or top.bandwidth is None:
         limits = f"{top.source}: no share of the roofline"

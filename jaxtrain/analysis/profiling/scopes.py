@@ -1,7 +1,7 @@
 """Layer of an operation, from the named scopes of the model's code.
 
-A compiled operation remembers the path of named scopes, transformations and primitives that it
-came from, such as 'jit(train_step)/transpose(jvp(mlp))/norm/mul'.
+The metadata of a compiled operation includes its path of named scopes, transformations and
+primitives, such as 'jit(train_step)/transpose(jvp(mlp))/norm/mul'.
 """
 
 import dataclasses
@@ -11,15 +11,15 @@ from typing import Literal
 
 Pass = Literal["forward", "backward", "recomputed", "update"]
 
-OTHER = "other"  # in no scope: casts, what fills arrays
-LOOP = "loop"  # in none but a loop: what it keeps of each layer, and the residual stream
+OTHER = "other"  # outside all scopes: casts, filled arrays
+LOOP = "loop"  # only in a loop: what it saves for each layer, and the residual stream
 UPDATE = "optimizer"
 
 _WRAPPED = re.compile(r"([\w\-]+)\((.*)\)")
-# Wrappers that hold a scope's name; other ones, like jit, hold a function's.
+# Wrappers around the name of a scope; other ones, like jit, are around the name of a function.
 _TRANSFORMS = frozenset({"jvp", "transpose", "vmap", "remat", "checkpoint"})
 _RECOMPUTED = "rematted_computation"
-# Parts of a path that the machinery of JAX adds.
+# Parts of a path that JAX adds itself.
 _MACHINERY = re.compile(
     r"while|body|cond|scan|closed_call|eval_jaxpr|core_call|checkpoint|remat2?|shard_map|pjit"
     r"|jit|main"
@@ -32,11 +32,11 @@ class Origin:
     """Origin of an operation in the model's code.
 
     Attributes:
-      scope: the names of scopes, outermost first, joined by "/": "mlp", "mlp/norm"; `OTHER` where
-        there is none, or `LOOP`.
-      stage: the forward or the backward pass, what the backward pass recomputes of the forward
-        pass, or the optimizer's update.
-      operation: the primitive, an einsum's equation before it.
+      scope: the names of scopes, outermost first, joined by "/": "mlp", "mlp/norm"; `OTHER` or
+        `LOOP` if there is none.
+      stage: the forward pass, the backward pass, recomputation in the backward pass, or the
+        optimizer update.
+      operation: the primitive, after the equation of an einsum.
     """
 
     scope: str
@@ -50,14 +50,14 @@ class Origin:
 
 
 def origin_of(op_name: str) -> Origin:
-    """Return the origin that the path of a compiled operation names."""
-    # Operations that the compiler made one have several paths, joined by ";".
+    """Return the origin of a compiled operation, from the path in its metadata."""
+    # Operations that the compiler merged have several paths, joined by ";".
     path = op_name.partition(";")[0]
     parts = list(_unwrap(path))
     names = [name for name in parts[:-1] if not _MACHINERY.fullmatch(name)]
     equation = names.pop() if names and "->" in names[-1] else ""
     operation = parts[-1] if parts else ""
-    if operation.startswith("("):  # collectives that were joined: '(mlp/dot_general:loss/exp)'
+    if operation.startswith("("):  # combined collectives: '(mlp/dot_general:loss/exp)'
         operation = "several"
     scope = "/".join(dict.fromkeys(name for name in names if "->" not in name))
     if scope.split("/")[0] == UPDATE:
@@ -71,7 +71,7 @@ def origin_of(op_name: str) -> Origin:
 
 
 def _unwrap(path: str) -> Iterator[str]:
-    """Yield the names of a path, without the transformations around them and without functions."""
+    """Yield the scope names of a path, without transformations and function names."""
     for part in _split(path):
         wrapped = _WRAPPED.fullmatch(part)
         if wrapped is None:

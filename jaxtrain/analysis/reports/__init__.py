@@ -1,1 +1,1 @@
-"""HTML reports of plans and proofs: what the terminal shows, on a page that can be sent around."""
+"""HTML reports of plans and verifications: the terminal output as a self-contained page."""

@@ -1,4 +1,4 @@
-"""The HTML page of `jaxtrain plan --html`: key figures, charts, and the tables of the terminal."""
+"""HTML report of `jaxtrain plan --html`: key figures, charts, and the tables of the terminal."""
 
 from collections.abc import Sequence
 
@@ -34,24 +34,24 @@ _DAY = 86_400.0
 
 
 def plan_page(plan: Plan, name: str, words: Sequence[str] = ()) -> bytes:
-    """Return the page of one plan.
+    """Return the HTML page of one plan.
 
     Args:
       plan: the plan.
-      name: of the configuration.
-      words: the command line.
+      name: the name of the configuration.
+      words: the arguments of the command line.
     """
     body = _plan_section(plan)
     return document(f"{name} on {plan.target.name}", body, words=words, reads=_READS)
 
 
 def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -> bytes:
-    """Return the page of plans side by side: the comparison, and each plan folded under it.
+    """Return the HTML page of several plans: a comparison, then each plan in a collapsed section.
 
     Args:
-      entries: the plans, and those that cannot run.
-      name: of the configuration.
-      words: the command line.
+      entries: the plans, including those that cannot run.
+      name: the name of the configuration.
+      words: the arguments of the command line.
     """
     recorder = Recorder()
     side_by_side.show(recorder, entries)
@@ -63,11 +63,11 @@ def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -
 
 
 def _plan_section(plan: Plan, level: str = "") -> Html:
-    """Return everything of one plan but the page's title."""
+    """Return the section of one plan, without the title of the page."""
     recorder = Recorder()
     print_lines(recorder, *plan.config.notes)
     show.show(recorder, plan)
-    # The lines before the first table say what was planned and whether it fits.
+    # The lines before the first table summarize the plan and whether it fits.
     first = next((i for i, one in enumerate(recorder.blocks) if not isinstance(one, str)), 0)
     mesh = format_mesh(plan.layout.mesh.shape)
     text = plan.verdict.capitalize()
@@ -87,7 +87,7 @@ def _plan_section(plan: Plan, level: str = "") -> Html:
 
 
 def _figures(plan: Plan) -> list[Tile | None]:
-    """Return the key figures; a time that is not known is left out."""
+    """Return tiles of the key figures, except unknown ones."""
     time, run, capacity = plan.time, plan.whole_run, plan.target.chip.hbm_bytes
     of = "" if capacity is None else f"of {human_bytes(capacity)}"
     found: list[Tile | None] = [Tile("Memory of a device", plan.total, human_bytes(plan.total), of)]
@@ -116,7 +116,7 @@ def _figures(plan: Plan) -> list[Tile | None]:
 
 
 def _with_failures(plan: Plan) -> list[Tile]:
-    """Return goodput, and what the run takes with it; nothing where it is not planned."""
+    """Return tiles of goodput and the run's total with failures; empty if not planned."""
     goodput = plan.goodput
     if goodput is None:
         return []
@@ -131,7 +131,7 @@ def _with_failures(plan: Plan) -> list[Tile]:
 
 
 def _charts(plan: Plan) -> list[Html]:
-    """Return what `--png` draws: memory against capacity, the step's time, traffic by axis."""
+    """Return the charts of `--png`: memory against capacity, step time, traffic by mesh axis."""
     capacity, bars = plan.target.chip.hbm_bytes, {"closed forms": show.memory_parts(plan)}
     if plan.compiled is not None:
         bars["compiled"] = show.compiled_parts(plan.compiled)
@@ -173,7 +173,7 @@ def _pieces(time: StepTime) -> dict[str, float]:
 
 
 def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
-    """Return memory, days, and cost or device-hours of every plan as bars."""
+    """Return bar charts of the memory, days, and cost or device-hours of every plan."""
     memory = {name: {"memory": plan.total} for name, plan in made}
     limits = {
         name: float(plan.target.chip.hbm_bytes)

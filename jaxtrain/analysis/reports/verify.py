@@ -1,4 +1,4 @@
-"""The HTML page of `jaxtrain verify --html`: the verdict, every proof, and what was shrunk."""
+"""HTML report of `jaxtrain verify --html`: the verdict, every proof, and the shrunk settings."""
 
 from collections.abc import Sequence
 
@@ -25,13 +25,13 @@ _READS = (
 
 
 def verify_page(report: Report, config: Config, name: str, words: Sequence[str] = ()) -> bytes:
-    """Return the page.
+    """Return the HTML page of a verification.
 
     Args:
-      report: all proofs.
-      config: the user's, before it was shrunk.
-      name: of the configuration.
-      words: the command line.
+      report: the report with all proofs.
+      config: the user's configuration, before shrinking.
+      name: the name of the configuration.
+      words: the arguments of the command line.
     """
     count = {"proved": 0, "FAILED": 0, "not checked": 0}
     for proof in report.proofs:
