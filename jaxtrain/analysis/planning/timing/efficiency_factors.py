@@ -1,6 +1,6 @@
-"""Efficiency factors of the step time, fitted on published runs, and their error bars.
+"""Efficiency factors of the step time, fitted to published runs, and their error bars.
 
-`python -m benchmarks.predictions` fits them anew and predicts each stack without its own runs.
+`python -m benchmarks.predictions` refits them and predicts each stack without its own runs.
 """
 
 import dataclasses
@@ -14,26 +14,26 @@ from jaxtrain.parallel.chips import Chip
 # Kinds of models whose predictions share an error bar.
 Family = Literal["dense", "mixture", "image"]
 
-# The attention kernel that is written for no generation of GPUs.
+# The portable attention kernel, not tuned for any generation of GPUs.
 PORTABLE = "triton"
 
 
 @dataclasses.dataclass(frozen=True)
 class EfficiencyFactors:
-    """What published runs on a chip say of it; see `timing`'s formula.
+    """Efficiency factors of a chip, fitted to published runs; see the formula in `timing`.
 
     Attributes:
-      products: s_p, the share of the peak that products reach.
-      scores: s_a, the share of the peak that attention's products reach: on Hopper and later, of
-        long sequences with a head_dim of 128 (`attention_share` has the others).
-      shown: k, the share of weights' and gradients' traffic that computation does not hide.
-      activations: t, the share of the time of tensor-parallel collectives that is waited for.
-      passes: c, how often what products read and write goes over the memory, with the elementwise
-        work between them.
-      memory: h, the share of the memory's bandwidth that this reaches.
-      slices: g, what each doubling of the slices adds, waiting for the slowest.
-      portable: s_a in a kernel that is not written for this generation ('triton' on Hopper, whose
-        own instructions it leaves unused); None: there is no such difference.
+      products: s_p, the fraction of the peak that matmuls reach.
+      scores: s_a, the fraction of the peak that attention matmuls reach: on Hopper and later, for
+        long sequences with a head_dim of 128 (`attention_speed` covers the others).
+      shown: k, the fraction of weight and gradient traffic that is not overlapped with compute.
+      activations: t, the exposed fraction of the time of tensor-parallel collectives.
+      passes: c, how many times the operands and results of matmuls cross the memory bus, including
+        the elementwise operations between matmuls.
+      memory: h, the fraction of the memory bandwidth that this traffic reaches.
+      slices: g, the slowdown for each doubling of the slices, from waiting for the slowest.
+      portable: s_a of a kernel that is not written for this generation ('triton' on Hopper, which
+        does not use Hopper's instructions); None if there is no such difference.
     """
 
     products: float
@@ -46,10 +46,10 @@ class EfficiencyFactors:
     portable: float | None = None
 
 
-# The part of the peak that bare bfloat16 matmuls of the best sizes reach, as others measured them:
-# GPUs in stas00/ml-engineering, "Maximum Achievable Matmul FLOPS", H200 as H100 there, GB300 as
-# GB200; TPUs of 8192^3: v6e 827 of 918, 7x 956 of 1,153 TFLOP/s. Nobody has published those of v4,
-# v5e, v5p and RTX 3090: 0.95 and 0.80 are assumed.
+# Fraction of the peak that bare bfloat16 matmuls of the best sizes reach, as measured by others:
+# GPUs from stas00/ml-engineering, "Maximum Achievable Matmul FLOPS", H200 as H100, GB300 as GB200;
+# TPUs for 8192^3: v6e 827 of 918, 7x 956 of 1,153 TFLOP/s. No published figures for v4, v5e, v5p
+# and RTX 3090: 0.95 and 0.80 are assumed.
 BARE_MATMUL = {
     "v4": 0.95, "v5e": 0.95, "v5p": 0.95, "v6e": 0.90, "7x": 0.83,
     "a100": 0.869, "a100-40": 0.869, "h100": 0.803, "h200": 0.803,
@@ -57,13 +57,13 @@ BARE_MATMUL = {
     "mi300x": 0.514,
 }  # fmt: skip
 _BARE_UNKNOWN = 0.80
-_WITHOUT_RUNS = {"mi300x"}  # of these, none of the runs of benchmarks/*_runs.csv
-# What is left of that inside a training step: fitted, one factor for TPUs and one for GPUs.
+_WITHOUT_RUNS = {"mi300x"}  # chips without a run in benchmarks/*_runs.csv
+# Fraction of the bare-matmul rate reached inside a train step: fitted, one for TPUs, one for GPUs.
 IN_STEP = {"tpu": 0.93, "gpu": 0.84}
 
-# Fitted on the rows of benchmarks/*_runs.csv that are fit for it, but for attention on Hopper and
-# Blackwell: cuDNN's kernel and Pallas's ('triton'), forward and backward, as measured on an H100
-# (benchmarks/history/gpu.md); arXiv 2407.08608 has the same of cuDNN (figures 5 and 6).
+# Fitted to the suitable rows of benchmarks/*_runs.csv, except attention on Hopper and Blackwell:
+# cuDNN's kernel and Pallas's ('triton'), forward and backward, as measured on an H100
+# (benchmarks/history/gpu.md); arXiv 2407.08608 has the same for cuDNN (figures 5 and 6).
 _KINDS = {
     "tpu": functools.partial(EfficiencyFactors, scores=0.42, shown=0.62, activations=0.66),
     "ampere": functools.partial(EfficiencyFactors, scores=0.38, shown=0.35, activations=0.82),
@@ -72,29 +72,29 @@ _KINDS = {
     ),
 }  # fmt: skip
 
-# Half the width of the interval that holds two of three runs of a stack that the fit has not seen,
-# each stack counting alike: by leave-one-stack-out, by family and kind of chip. No images on TPUs
-# were published: as on GPUs.
+# Half width of the interval that contains two of three runs of a held-out stack, with every stack
+# weighted equally (leave-one-stack-out), by family and kind of chip. No image runs on TPUs are
+# published: the GPU value is used.
 _ERROR_BARS: dict[tuple[Family, str], float] = {
     ("dense", "tpu"): 0.12, ("dense", "gpu"): 0.20,
     ("mixture", "tpu"): 0.14, ("mixture", "gpu"): 0.34,
     ("image", "tpu"): 0.34, ("image", "gpu"): 0.34,
 }  # fmt: skip
-# The same where one run of the stack was measured on that chip and is of the same family: each run
-# of a stack on a chip, by the measured step of every other (benchmarks.calibrated). Of mixtures it
-# says less than the fit: their layouts differ by more than their stacks. No stack published several
-# images on TPUs: as without a measured step.
+# The same if one run of the stack was measured on that chip and is of the same family: each run of
+# a stack on a chip, predicted from the measured step of every other (benchmarks.calibrated). For
+# mixtures this is less informative than the fit: their layouts differ more than their stacks. No
+# stack published several image runs on TPUs: the value without a measured step is used.
 _CALIBRATED_BARS: dict[tuple[Family, str], float] = {
     ("dense", "tpu"): 0.08, ("dense", "gpu"): 0.16,
     ("mixture", "tpu"): 0.37, ("mixture", "gpu"): 0.37,
     ("image", "tpu"): 0.34, ("image", "gpu"): 0.19,
 }  # fmt: skip
-# Of chips that no run is published of, by leave-one-chip-out.
+# Error bar for chips without a published run, from leave-one-chip-out.
 _ERROR_BAR_UNKNOWN = 0.24
 
 
 def efficiency_of(target: Target) -> EfficiencyFactors:
-    """The factors of a target's chip: those of its kind and generation, with its bare matmuls."""
+    """Return the efficiency factors of a target's chip, from its generation and matmul rate."""
     chip = target.chip
     products = BARE_MATMUL.get(chip.name, _BARE_UNKNOWN) * IN_STEP.get(chip.kind, IN_STEP["gpu"])
     return _KINDS[generation_of(chip)](products)
@@ -103,8 +103,8 @@ def efficiency_of(target: Target) -> EfficiencyFactors:
 def generation_of(chip: Chip) -> Literal["tpu", "ampere", "hopper"]:
     """Return which attention kernels a chip has: those of TPUs, of Ampere, or of Hopper.
 
-    Hopper stands for data-center GPUs from it on, Ampere for every other GPU: GeForce boards have
-    no such instructions.
+    Hopper includes later data-center GPUs. Ampere includes every other GPU: GeForce boards do not
+    have Hopper's instructions.
     """
     if chip.kind == "tpu":
         return "tpu"
@@ -113,21 +113,21 @@ def generation_of(chip: Chip) -> Literal["tpu", "ampere", "hopper"]:
 
 
 def is_known(target: Target) -> bool:
-    """Whether the fit has runs of a target's chip."""
+    """Return whether the fit includes runs on a target's chip."""
     return target.chip.name in BARE_MATMUL.keys() - _WITHOUT_RUNS
 
 
 def family_of(model: Model) -> Family:
-    """Which error bar a model's predictions have."""
+    """Return the family of a model, which selects its error bar."""
     if model.experts is not None:
         return "mixture"
     return "image" if model.inputs == "images" else "dense"
 
 
 def error_bar(target: Target, family: Family = "dense") -> float:
-    """Relative half width of a prediction for a stack that is not among the fitted ones.
+    """Return the relative half width of a prediction for a stack outside the fit.
 
-    Of a target that was calibrated by a run of the same family it is the one with that run known.
+    For a target calibrated with a run of the same family, it is the error bar given that run.
     """
     kind = "tpu" if target.chip.kind == "tpu" else "gpu"
     if target.calibration is not None and target.calibration.family == family:
@@ -137,7 +137,7 @@ def error_bar(target: Target, family: Family = "dense") -> float:
 
 
 def bar_in_words(target: Target, family: Family) -> str:
-    """Return what the error bar of a calibrated target says, for the plan's assumptions."""
+    """Return a sentence on the error bar of a calibrated target, for the plan's assumptions."""
     bar, kind = error_bar(target, family), target.chip.kind.upper()
     if target.calibration is not None and target.calibration.family != family:
         return (
@@ -151,27 +151,28 @@ def bar_in_words(target: Target, family: Family) -> str:
 
 
 def scores_share(shares: EfficiencyFactors, *, portable: bool) -> float:
-    """s_a of the kernel that runs."""
+    """Return s_a of the selected attention kernel."""
     return shares.portable if portable and shares.portable is not None else shares.scores
 
 
-# Keys a query sees with which a kernel on Hopper reaches half of what it does with many, and what
-# is left of that with a head_dim of 64: as measured on an H100, 16,384 tokens a call, causal,
+# Number of keys per query at which a kernel on Hopper reaches half of its long-sequence speed, and
+# its relative speed with a head_dim of 64: as measured on an H100, 16,384 tokens per call, causal,
 # sequences of 512 to 32,768 (benchmarks/history/gpu.md).
 _HALF_SPEED_KEYS = {"cudnn": 650, PORTABLE: 225}
 _NARROW_HEADS = {"cudnn": 0.75, PORTABLE: 0.97}
 
 
 def attention_speed(target: Target, kernel: str, *, head_dim: int, keys: float) -> float:
-    """What a kernel reaches of its own speed with long sequences and a head_dim of 128.
+    """Return an attention kernel's speed relative to long sequences with a head_dim of 128.
 
-    The formula is k / (k + k_half) for the keys, and linear in head_dim between 0, 64 and 128.
+    The formula is k / (k + k_half) in the number of keys, and linear in head_dim between 0, 64 and
+    128.
 
     Args:
-      target: the machine; of generations other than Hopper nothing is measured: 1.
-      kernel: as `Attention.kernel`, resolved; of those not measured, cuDNN's figures.
+      target: the machine; 1 for generations other than Hopper, which were not measured.
+      kernel: as `Attention.kernel`, resolved; unmeasured kernels use cuDNN's figures.
       head_dim: width of one head.
-      keys: that a query sees, in the mean: T / 2 of a causal sequence.
+      keys: mean number of keys that a query attends to: T / 2 for a causal sequence.
     """
     if generation_of(target.chip) != "hopper":
         return 1.0

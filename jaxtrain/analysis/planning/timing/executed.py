@@ -1,6 +1,6 @@
-"""FLOPs of matmuls and bytes read and written, for what one device executes in a step.
+"""Executed matmul FLOPs and activation bytes of one device in a train step.
 
-FLOPs are counted on the traced step, those of attention's scores for themselves.
+FLOPs are counted on the traced step, with attention scores counted separately.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ from jaxtrain.training.setup import IN_DEVICE_MEMORY
 from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import base_step
 
-# Forward passes that attention's backward pass takes.
+# Cost of attention's backward pass, in forward passes.
 _SCORES_BACKWARD = 2.5
 
 
 @dataclasses.dataclass(frozen=True)
 class RowFlops:
-    """FLOPs of the products for one row of the batch, forward and backward.
+    """Matmul FLOPs for one row of the batch, forward and backward.
 
     Attributes:
-      executed: with recomputation; attention scores in full.
-      scores: the attention scores among them, in full.
-      narrow: those with operands of 8 bits, none of them scores.
+      executed: all of them, including recomputation, with attention scores unmasked.
+      scores: FLOPs of attention scores among them, unmasked.
+      narrow: FLOPs of matmuls with 8-bit operands, excluding scores.
     """
 
     executed: int
@@ -56,12 +56,12 @@ class RowFlops:
 
 
 def row_flops(config: Config) -> RowFlops:
-    """Counted on the traced step, once for each model and remat policy."""
+    """Return the matmul FLOPs of the traced step, cached by model and remat policy."""
     return _row_flops(of_one_row(config))
 
 
 def of_one_row(config: Config) -> Config:
-    """The configuration on one device, with one row: what a step's products are traced from."""
+    """Return the configuration for one row on one device, on which a step's matmuls are traced."""
     train = dataclasses.replace(config.train, global_batch_size=1, accumulation=1)
     return dataclasses.replace(
         config,
@@ -89,10 +89,10 @@ def _row_flops(config: Config) -> RowFlops:
 
 @functools.lru_cache(maxsize=4)
 def trace_gradients(config: Config) -> ClosedJaxpr:
-    """The gradients of a configuration `of_one_row`, or of as many as it says.
+    """Return the jaxpr of the gradients of a configuration, usually from `of_one_row`.
 
-    As on a TPU, where every product is one: a CPU takes some convolutions as products of patches,
-    and a GPU's kernels are opaque.
+    It is traced as on a TPU, where every matmul is visible: a CPU computes some convolutions as
+    matmuls of patches, and a GPU's kernels are opaque.
     """
     layout = on_platform(abstract_layout(config, 1), "tpu", "planned")
     setup = compose(config, layout).setup.replace(storage=IN_DEVICE_MEMORY)
@@ -104,8 +104,8 @@ def trace_gradients(config: Config) -> ClosedJaxpr:
 
 
 def stack_costs(config: Config) -> tuple[float, ...]:
-    """What a stage costs of each stack of layers, in any unit, where a pipeline runs one after the
-    other."""
+    """Return the relative cost per pipeline stage of each stack of layers, in any unit, if a
+    pipeline runs the stacks one after the other."""
     model = config.train.model
     if passes_of(model) == 1:
         return (1.0,)
@@ -113,9 +113,9 @@ def stack_costs(config: Config) -> tuple[float, ...]:
 
 
 def pad_layers(config: Config, devices: int) -> Config:
-    """The configuration with as many layers as a pipeline's stages have slots.
+    """Return the configuration with its layers padded to all slots of the pipeline's stages.
 
-    All ranks go in lockstep, and the empty slots of shorter stages are computed and masked.
+    All ranks run in lockstep: the empty slots of shorter stages are computed and masked.
     """
     model, ranks = config.train.model, config.mesh.sizes(devices)["pipe"]
     if ranks == 1 or model.layers is None:
@@ -124,13 +124,13 @@ def pad_layers(config: Config, devices: int) -> Config:
     if stages.valid.all():
         return config
     setting = model.settings["layers"]
-    leading = vars(model)[setting] - model.layers  # which stand on the first stage
+    leading = vars(model)[setting] - model.layers  # which the first stage holds
     padded = dataclasses.replace(model, **{setting: leading + len(stages.valid)})
     return dataclasses.replace(config, train=dataclasses.replace(config.train, model=padded))
 
 
 def executed_flops(config: Config, layout: Layout) -> float:
-    """FLOPs of products that one device executes in a step, with a kernel that is named."""
+    """Return the matmul FLOPs that one device executes in a step, with a named attention kernel."""
     row = row_flops(pad_layers(config, layout.mesh.size))
     flops = float(row.executed)
     flops -= row.scores * (1 - score_fraction(config))
@@ -140,10 +140,10 @@ def executed_flops(config: Config, layout: Layout) -> float:
 
 
 def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float]:
-    """FLOPs that one device executes in products beside attention's scores, and in the scores.
+    """Return the FLOPs of one device in matmuls other than attention scores, and in scores.
 
-    Those that the mask hides are left out where the kernel skips them. In the backward pass a
-    kernel makes them again, which is traced where it goes by a pattern.
+    Masked scores are left out if the kernel skips them. A kernel's backward pass recomputes the
+    scores; for a sparse kernel (`by_pattern`) the trace includes that.
     """
     row, rows = row_flops(config), config.train.global_batch_size / devices
     passes, backward = (4, 3) if _by_pattern(config) else (3, _SCORES_BACKWARD)
@@ -151,7 +151,7 @@ def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float
     again = row.scores / forward - passes if forward else 0.0
     kernel = KERNELS[config.attention.kernel]
     if "attention" in config.remat.kept.names and not (kernel.plain or kernel.by_pattern):
-        again = 0.0  # a kernel's results are all that its backward pass asks for
+        again = 0.0  # a kernel's backward pass needs only its saved results
     products = float(row.executed - row.scores)
     if pipelined:
         products += _recompute_fraction(config) * products
@@ -160,25 +160,25 @@ def work(config: Config, *, pipelined: bool, devices: int) -> tuple[float, float
 
 
 def score_fraction(config: Config) -> float:
-    """The part of all pairs of a query and a key whose scores the attention kernel computes.
+    """Return the fraction of query-key pairs whose scores the attention kernel computes.
 
-    A kernel that skips what a causal mask or a window hides does so in blocks; the blocks that are
-    hidden in part are not counted whole.
+    A kernel that skips the pairs masked by causality or a window skips them in blocks. Of partially
+    masked blocks only the unmasked part is counted.
     """
     model = config.train.model
     if model.attention is None or not KERNELS[config.attention.kernel].skips_hidden:
         return 1.0
     shape = example_shape(config.train.data.abstract_batch(1))
-    if reads_pairs(model):  # the source sees all of itself, the target all of the source
+    if reads_pairs(model):  # the source attends to all of itself, the target to all of the source
         S, T = shape
         return (S * S + T * T / 2 + S * T) / (S * S + T * T + S * T)
     if reads_tokens(model):
         return model.attention.visible_share(shape[0])
-    return 1.0  # patches of an image see all others
+    return 1.0  # the patches of an image attend to each other
 
 
 def _recompute_fraction(config: Config) -> float:
-    """What a pipeline's stages do once more in their backward pass, as a part of all FLOPs."""
+    """Return the fraction of all FLOPs that pipeline stages recompute in their backward pass."""
     if config.pipeline.backward != "recompute":
         return 0.0
     return 1 / 4 if config.remat.kept.repeats_products else 1 / 3
@@ -186,7 +186,8 @@ def _recompute_fraction(config: Config) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _numbers_of_a_row(config: Config) -> int:
-    """What products read and write more for a row more: weights are read for all rows together."""
+    """Return the elements that matmuls read and write per additional row, since all rows share the
+    weights."""
 
     def numbers(rows: int) -> int:
         train = dataclasses.replace(config.train, global_batch_size=rows)
@@ -201,8 +202,8 @@ def _numbers_of_a_row(config: Config) -> int:
 
 
 def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
-    """Elements that a token's products read and write in a forward pass: as wide as the stream,
-    others, and logits."""
+    """Return the elements that matmuls read and write per token in a forward pass: as wide as the
+    residual stream, others, and logits."""
     stream = split = vocabulary = 0
     for weight in weights_of(model):
         sizes = dict(zip(weight.axes, weight.shape, strict=True))
@@ -210,12 +211,12 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
             vocabulary = sizes["vocab"]
             continue
         if not weight.is_matrix or "vocab_embed" in sizes:
-            continue  # tables that are looked up
+            continue  # embedding tables
         stack, rows, columns = sides(weight.axes)
         times, matrices = (model.layers or 1) if weight.is_layer else 1, weight.shape[: len(stack)]
         if "experts" in sizes and model.experts is not None:
             times, matrices = times * model.experts.per_token, ()
-        # Matrices that are stacked read the same input.
+        # Stacked matrices read the same input.
         for dims, count in ((rows, 1), (columns, math.prod(matrices))):
             elements = times * count * math.prod(weight.shape[dim] for dim in dims)
             if "embed" in {weight.axes[dim] for dim in dims}:
@@ -226,14 +227,14 @@ def _elements_of_a_token(model: Model) -> tuple[int, int, int]:
 
 
 def activation_bytes(config: Config, *, pipelined: bool, devices: int) -> float:
-    """Bytes of activations that the products of a step read and write, over all devices.
+    """Return the bytes of activations that matmuls read and write in a step, over all devices.
 
-    Each weight has an input and an output, of two bytes per element: a forward pass, two for the
-    gradients, and what is recomputed; logits in float32, of each token that is predicted. Of
-    images, vectors and pairs they are those of the traced step's products. With tensor parallelism
-    what is as wide as the stream is read by every device of the axis, unless the sequence is split
-    too. A kernel that keeps the scores reads or writes them in each of attention's products: two
-    bytes for the 2 H FLOPs of one.
+    Each weight has an input and an output, with two bytes per element: one forward pass, two for
+    the gradients, and the recomputation. Logits are float32, for each predicted token. For images,
+    vectors and pairs, elements are counted on the traced step's matmuls. With tensor parallelism,
+    every device of the axis reads the activations as wide as the residual stream, unless the
+    sequence is also sharded. A kernel that materializes the scores reads or writes them in each
+    attention matmul: two bytes for its 2 H FLOPs.
     """
     if config.train.model.inputs != "tokens":
         return 2.0 * config.train.global_batch_size * _numbers_of_a_row(of_one_row(config))

@@ -14,13 +14,13 @@ from jaxtrain.training.settings import Config
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What a compiled program's schedule says of a step, in seconds.
+    """Step time of a compiled program by its schedule, in seconds.
 
     Attributes:
-      compute: of all operations.
-      of_kernels: of hand-written kernels among them.
-      waited: for collectives that nothing hides.
-      sent: of all collectives.
+      compute: all operations.
+      of_kernels: hand-written kernels, included in `compute`.
+      waited: exposed communication.
+      sent: all collectives.
       waits: (kind, mesh axis) -> its part of `waited`, and of `sent`.
     """
 
@@ -40,16 +40,18 @@ def simulate_schedule(
     attention: float,
     thorough: bool,
 ) -> Schedule:
-    """Reads a compiled step: its collectives wait for what does not run beside them, and each
-    operation has its own price (`schedule.seconds_of`).
+    """Simulate the schedule of a compiled step.
+
+    Collectives are exposed unless they overlap with other operations, and each operation has its
+    own cost (`schedule.seconds_of`).
 
     Args:
       config: the configuration, resolved for the target.
       layout: its layout.
       target: the machine.
-      text: of the compiled program.
-      attention: seconds of attention kernels by the closed form, which programs do not show.
-      thorough: whether it was compiled as for a run.
+      text: HLO text of the compiled program.
+      attention: seconds of attention kernels in closed form, since programs do not show their cost.
+      thorough: whether it was compiled with the full effort of a run.
     """
     sizes, shares, counts = (
         dict(layout.mesh.shape),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """An action in time; the unit is that of the costs given to `simulate`."""
+    """An action with its start and end, in the unit of the costs passed to `simulate`."""
 
     rank: int
     action: Action
@@ -29,11 +29,11 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """A schedule with times.
+    """A pipeline schedule with times.
 
     Attributes:
       schedule: the table.
-      spans: everything that is done, in the order of ticks.
+      spans: all actions, in the order of ticks.
       lockstep: whether every tick lasts as long as its longest action on any rank.
     """
 
@@ -43,12 +43,12 @@ class Timeline:
 
     @property
     def ticks(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return len(self.schedule.ticks)
 
     @property
     def makespan(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Time from the start of the first action to the end of the last."""
         return max(span.end for span in self.spans)
 
     @property
@@ -61,7 +61,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle time over all time, both over all ranks."""
+        """Idle time over total time, both summed over all ranks."""
         busy = sum(span.end - span.start for span in self.spans)
         return 1 - busy / (self.schedule.ranks * self.makespan)
 
@@ -72,10 +72,10 @@ class Timeline:
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """Per rank, the most microbatches whose activations are held at once.
+        """Per rank, the most microbatches whose activations are live at once.
 
-        Held from a FORWARD to the last backward action of that microbatch and stage; a microbatch
-        on two of a rank's virtual stages counts twice, each for its share of the rank's layers.
+        They are live from FORWARD to the last backward action of that microbatch and stage. One on
+        two of a rank's virtual stages counts twice, each for its share of the rank's layers.
         """
         releases = (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         if not self.schedule.has_backward:
@@ -97,19 +97,19 @@ def simulate(
     stage_costs: Sequence[float] | None = None,
     lockstep: bool = False,
 ) -> Timeline:
-    """Every action as early as its rank and what it needs allow, each rank in the table's order.
+    """Schedule every action as early as its rank and its dependencies allow, in the table's order.
 
     Messages take no time.
 
     Args:
       schedule: a valid table.
-      forward: cost of a FORWARD, in any unit; the other kinds likewise.
-      backward: of a BACKWARD.
-      backward_input: of a BACKWARD_INPUT.
-      backward_weight: of a BACKWARD_WEIGHT.
-      stage_costs: every stage's cost, multiplied to those, where stages are not alike.
-      lockstep: every tick lasts as long as its longest action on any rank, and all ranks begin the
-        next one together: one program with an exchange between neighbours in each tick.
+      forward: cost of a FORWARD, in any unit; the other costs have the same unit.
+      backward: cost of a BACKWARD.
+      backward_input: cost of a BACKWARD_INPUT.
+      backward_weight: cost of a BACKWARD_WEIGHT.
+      stage_costs: relative cost of every stage, which multiplies the others; None if all are equal.
+      lockstep: every tick lasts as long as its longest action on any rank, and all ranks start the
+        next one together: one program with an exchange between neighbors in each tick.
     """
     costs = {
         Work.FORWARD: forward,
@@ -140,15 +140,15 @@ def simulate(
 
 
 def closed_form_ticks(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> int:
-    """Ticks of a schedule, every action one tick: the work of a rank and its idle ticks.
+    """Return the ticks of a schedule in which every action takes one: a rank's work and idle ticks.
 
     GPipe and 1F1B 2(m + p - 1); interleaved 2(vm + p - 1) (arXiv 2104.04473, section 2.2); zero
-    bubble 3m + p - 1 (ZB-H1, arXiv 2401.10241, table 1 with T_F = T_B = T_W) where m >= 2p - 1;
-    with fewer, weight gradients fill 2p - 1 - m idle ticks less, and none where m <= p. 'forward'
-    vm + p - 1, where v > 1 for multiples of p. 'dualpipe_v', whose actions are of half a stage:
-    6m + 2p - 2 + max(floor(p / 2) - 1, 0) where 2m >= 3p: DualPipe's (p - 1)(F&B + B - 3W), as many
-    ticks (arXiv 2412.19437, table 2, for as many stages as 2p), and a few for weight gradients that
-    would have to wait longer than memory allows.
+    bubble 3m + p - 1 (ZB-H1, arXiv 2401.10241, table 1 with T_F = T_B = T_W) if m >= 2p - 1; with
+    fewer, weight gradients fill 2p - 1 - m fewer idle ticks, and none if m <= p. 'forward'
+    vm + p - 1, if v > 1 for multiples of p. 'dualpipe_v', whose actions are of half a stage:
+    6m + 2p - 2 + max(floor(p / 2) - 1, 0) if 2m >= 3p: DualPipe's (p - 1)(F&B + B - 3W), in ticks
+    (arXiv 2412.19437, table 2, for 2p stages), and a few for weight gradients that would otherwise
+    be delayed for longer than memory allows.
     """
     p, m = ranks, microbatches
     if name == "dualpipe_v":
@@ -162,12 +162,12 @@ def closed_form_ticks(name: str, ranks: int, microbatches: int, virtual_stages: 
 
 
 def closed_form_bubble(name: str, ranks: int, microbatches: int, virtual_stages: int = 1) -> float:
-    """The bubble as a fraction of all time, every action one tick.
+    """Return the bubble as a fraction of total time, every action one tick.
 
-    GPipe and 1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (vm + p - 1), of the ideal time
-    (p - 1) / (vm); zero bubble (p - 1) / (3m + p - 1) for m >= 2p - 1, and 'dualpipe_v' about the
-    same: the ticks beyond 6m of all that there are. Any costs of forward and
-    backward give the same figures for the first three, where all stages are alike.
+    GPipe and 1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (vm + p - 1), relative to the ideal
+    time (p - 1) / (vm); zero bubble (p - 1) / (3m + p - 1) for m >= 2p - 1, and 'dualpipe_v' about
+    the same: the ticks beyond 6m over all ticks. The first three do not depend on the costs of
+    forward and backward if all stages are equal.
     """
     ticks = closed_form_ticks(name, ranks, microbatches, virtual_stages)
     per_stage = {"zero_bubble": 3, "dualpipe_v": 3, "forward": 1}.get(name, 2)
@@ -177,14 +177,14 @@ def closed_form_bubble(name: str, ranks: int, microbatches: int, virtual_stages:
 def closed_form_peak(
     name: str, ranks: int, microbatches: int, virtual_stages: int = 1
 ) -> tuple[int, ...]:
-    """Per rank, the most microbatches alive, as `Timeline.peak_live` counts them.
+    """Return, per rank, the most live microbatches, as counted by `Timeline.peak_live`.
 
-    GPipe vm; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473), and 1F1B that of one
-    virtual stage, or of one for each time that microbatches go around: where ranks go on together,
-    the way to the last rank and back takes a forward and a backward a stage (without lockstep half
-    of it, p - rank); zero bubble 2p - 1 on every rank (ZB-H2's, arXiv 2401.10241, table 1);
-    'dualpipe_v' 2p, and one more on the last (PP + 1 of 2p stages: arXiv 2412.19437, table 2), each
-    of half a stage, after m + 1 + rank of m microbatches; never more than there are.
+    GPipe vm; interleaved 2(p - rank - 1) + (v - 1)p + 1 (arXiv 2104.04473). 1F1B is the same with
+    one virtual stage, or with one for each round trip of the microbatches: in lockstep, the path to
+    the last rank and back takes a forward and a backward per stage (without lockstep half of it,
+    p - rank). Zero bubble 2p - 1 on every rank (ZB-H2's, arXiv 2401.10241, table 1); 'dualpipe_v'
+    2p, and one more on the last (PP + 1 of 2p stages: arXiv 2412.19437, table 2), each of half a
+    stage, after m + 1 + rank of m microbatches. It never exceeds the number of microbatches.
     """
     p, m, v = ranks, microbatches, virtual_stages
     peaks = {
@@ -199,7 +199,7 @@ def closed_form_peak(
 
 
 def table(timeline: Timeline) -> Table:
-    """The figures of a timeline beside the closed forms."""
+    """Return the figures of a timeline next to the closed forms."""
     schedule = timeline.schedule
     sizes = (schedule.name, schedule.ranks, schedule.microbatches, schedule.virtual_stages)
     # Closed forms count ticks: the same table, every action one tick long.
@@ -227,7 +227,7 @@ def table(timeline: Timeline) -> Table:
 
 
 def _ranks(values: Sequence[int]) -> str:
-    """One number where all ranks have the same, else all of them."""
+    """Format one value if all ranks have the same, else all values."""
     return f"{values[0]}" if len(set(values)) == 1 else ", ".join(map(str, values))
 
 
@@ -252,8 +252,8 @@ class _Look(NamedTuple):
     hatch: str
 
 
-# The colors of a rank's first and last chunk: one hue for each kind of work, one lightness for
-# each chunk. In grey too forward is light, backward dark, and a weight gradient has stripes.
+# Colors of a rank's first and last chunk: one hue for each kind of work, one lightness for each
+# chunk. In grayscale, forward is light, backward is dark, and weight gradients are striped.
 _LOOKS = {
     Work.FORWARD: _Look("forward", "#d6e8fa", "#7db3e8", "black", ""),
     Work.BACKWARD: _Look("backward", "#3f8f6b", "#123d2a", "white", ""),
@@ -263,15 +263,15 @@ _LOOKS = {
 _MAX_WIDTH_INCHES = 40.0
 _MARGIN_INCHES = 0.8
 _POINTS_PER_INCH = 72
-# Smaller digits run into each other at 120 dots an inch.
+# Smaller digits are illegible at 120 dots per inch.
 _SMALLEST_FONT = 3.0
 
 
 def timeline_figure(timeline: Timeline) -> "Picture":
-    """The textbook picture: a row per rank, a box per action with its microbatch's number.
+    """Plot the usual schedule diagram: a row per rank, a box per action with its microbatch number.
 
-    A rank's virtual stages differ by shade. Where boxes are too narrow for digits, none are drawn
-    and the title says so.
+    A rank's virtual stages differ by shade. If boxes are too narrow for digits, none are drawn and
+    the title says so.
     """
     from jaxtrain.run.show.figures import Picture
 
@@ -280,7 +280,7 @@ def timeline_figure(timeline: Timeline) -> "Picture":
     width = min(max(6.0, _MARGIN_INCHES + 0.15 * boxes), _MAX_WIDTH_INCHES)
     figure = Picture(width, 1.3 + 0.4 * schedule.ranks)
     axes = figure.add_subplot()
-    # A digit is about 0.6 of the font's size wide.
+    # A digit is about 0.6 times the font size wide.
     room = (width - _MARGIN_INCHES) / boxes * _POINTS_PER_INCH
     size = min(8.0, room / (0.6 * len(str(schedule.microbatches - 1)) + 0.4))
     numbered = size >= _SMALLEST_FONT
@@ -325,12 +325,12 @@ def timeline_figure(timeline: Timeline) -> "Picture":
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
-    """Writes `timeline_figure` to a PNG file; its folder must be there."""
+    """Write `timeline_figure` to a PNG file in an existing folder."""
     write_atomically(Path(path), timeline_figure(timeline).png())
 
 
 def _shade(look: _Look, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The color of a rank's chunk, between those of the first and the last."""
+    """Return the color of a rank's chunk, interpolated between those of the first and the last."""
     from matplotlib.colors import to_rgb
 
     share = chunk / max(chunks - 1, 1)

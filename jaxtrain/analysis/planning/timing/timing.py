@@ -6,22 +6,23 @@
     H    = max(O - C / 3, 0) + max(O - 2 C / 3, 0) + S
     step = (C + E) / (1 - bubble) (1 + g log2 slices)
 
-P the products' FLOPs as they are executed, on a GPU in whole waves of tiles (`waves`); A those of
-attention scores: a forward pass and its recomputations, and 2.5 for the backward pass, which makes
-the scores again (arXiv 2307.08691, section 3.1); X the bytes of activations that products read and
-write; U those of the update, read and written once. G what the loss waits for memory in n chunks of
-R positions each: the output matrix [V, D] is read twice in each, and its gradient read and written
-in float32, beside the chunk's products. W seconds of what moves weights and gradients, and of
-permutes along other axes than `tensor`; N of what moves activations over it; R of the other
-collectives; D between slices. O of activations that go to the host's memory, beside the forward
-pass, a third of C, and come back beside the backward pass; S of a state that comes from there for
-the update, and goes back at the same time. F of a state in files, all of which the update reads and
-writes again.
+P: executed matmul FLOPs, on a GPU in whole waves of tiles (`wave_quantization`). A: FLOPs of
+attention scores: a forward pass and its recomputations, and 2.5 for the backward pass, which
+recomputes the scores (arXiv 2307.08691, section 3.1). X: bytes of activations that matmuls read
+and write. U: bytes of the optimizer update, read and written once. G: memory-bound time of the
+loss in n chunks of R positions each: every chunk reads the output matrix [V, D] twice, and reads
+and writes its gradient in float32, overlapped with the chunk's matmuls. W: seconds of collectives
+of weights and gradients, and of permutes along axes other than `tensor`. N: seconds of collectives
+of activations along `tensor`. R: seconds of other collectives. D: seconds of traffic between
+slices. O: seconds of activations offloaded to host memory, overlapped with the forward pass (a
+third of C) on the way out and with the backward pass on the way back. S: seconds of optimizer state
+that is streamed from host memory for the update and written back at the same time. F: seconds of
+state on disk, all of which the update reads and writes.
 
-The capitals but C, G, E and H are counted. s_p is what bare matmuls reach on the chip, as others
-measured them, times a share; that share, s_a, h, k, t, c and g are fitted on published runs
-(`python -m benchmarks.predictions`, which prints what is left over). s_a of Hopper is measured, by
-head_dim and length (`fitted.attention_speed`): the one measurement of ours.
+C, G, E and H are derived; the other capitals are counted. s_p is the rate of bare matmuls on the
+chip, as measured by others, times a factor. That factor, s_a, h, k, t, c and g are fitted to
+published runs (`python -m benchmarks.predictions`, which prints the residuals). s_a of Hopper is
+measured by head_dim and length (`efficiency_factors.attention_speed`): our only own measurement.
 """
 
 import dataclasses
@@ -66,12 +67,12 @@ from jaxtrain.training.layouts import fill_batch
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.settings import Config
 
-# What an axis moves of weights and gradients: computation hides some of it.
+# Axes with collectives of weights and gradients, which partly overlap with compute.
 _OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
 
 
 class CollectiveLike(Protocol):
-    """A collective: expected by the textbook or found in a compiled program."""
+    """A collective: expected in closed form or found in a compiled program."""
 
     @property
     def kind(self) -> str:
@@ -80,47 +81,47 @@ class CollectiveLike(Protocol):
 
     @property
     def axis(self) -> str:
-        """The mesh axis, or several joined by "+"."""
+        """The mesh axis, or several joined with "+"."""
         ...
 
     @property
     def count(self) -> int:
-        """Runs a step."""
+        """Executions per step."""
         ...
 
     @property
     def bytes(self) -> int:
-        """Payload of a run."""
+        """Payload bytes per execution."""
         ...
 
     @property
     def every(self) -> float:
-        """In one of how many steps it runs."""
+        """Number of steps per execution: it runs in one of every N steps."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The pieces of a step, in seconds; they add up to `seconds`.
+    """The components of a step time, in seconds, whose sum is `seconds`.
 
     Attributes:
-      compute: products and what is fused into them, recomputation included, and the update.
-      exposed: communication that nothing hides.
-      bubble: waiting in the pipeline.
-      hidden: communication that computation hides; not part of `seconds`.
-      flops_per_device: FLOPs of products that one device executes.
-      model_flops_per_device: those the model needs (6 N and causal attention), for the MFU.
-      mfu: the model's FLOPs over what the device could do in `seconds`, in products of 8 bits where
-        the step has some; None without a peak.
-      by_axis: mesh axis -> seconds of its collectives, if nothing hid them.
-      error_bar: relative half width within which two of three published runs lie; None without a
+      compute: matmuls and operations fused into them, including recomputation, and the update.
+      exposed: exposed communication.
+      bubble: idle time of the pipeline.
+      hidden: communication overlapped with compute; not part of `seconds`.
+      flops_per_device: matmul FLOPs that one device executes.
+      model_flops_per_device: FLOPs that the model needs (6 N and causal attention), for the MFU.
+      mfu: the model's FLOPs over the device's peak in `seconds`, the 8-bit peak if the step has
+        8-bit matmuls; None without a peak.
+      by_axis: mesh axis -> seconds of its collectives without overlap.
+      error_bar: relative half width that contains two of three published runs; None without a
         time.
       assumptions: sentences.
-      estimate: where a compiled program's schedule made these pieces, those of closed forms.
-      kernels: of `compute`, what hand-written kernels take, by the closed form of attention; None
-        where nothing was compiled.
-      chunks: of `compute` by closed forms, what the loss waits for memory.
-      pieces: what the closed forms count, before any share is applied; None without a time.
+      estimate: the closed-form prediction, if these components are from a compiled schedule.
+      kernels: part of `compute` in hand-written kernels, by the closed form of attention; None if
+        nothing was compiled.
+      chunks: part of the closed-form `compute`: memory-bound time of the loss.
+      pieces: the counts of the closed forms, before efficiency factors; None without a time.
     """
 
     compute: float | None
@@ -140,42 +141,42 @@ class StepTime:
 
     @property
     def tflops(self) -> float | None:
-        """TFLOP/s of one device in the model's FLOPs; None without a time."""
+        """Model TFLOP/s of one device; None without a time."""
         return None if self.seconds is None else self.model_flops_per_device / self.seconds / 1e12
 
     @property
     def seconds(self) -> float | None:
-        """The whole step; None where the chip's figures are not known."""
+        """Total step time; None if the chip's figures are unknown."""
         if self.compute is None or self.exposed is None or self.bubble is None:
             return None
         return self.compute + self.exposed + self.bubble
 
 
 def peak_flops(config: Config, target: Target) -> float | None:
-    """FLOP/s of one device in the compute dtype."""
+    """Return the peak FLOP/s of one device in the compute dtype."""
     fast = config.precision.compute in ("bfloat16", "float16")
     return target.chip.bf16_flops if fast else target.chip.float32_flops
 
 
 def _narrow_peak(config: Config, target: Target) -> float | None:
-    """FLOP/s of one device in products with operands of 8 bits; None where there are none."""
+    """Return the peak FLOP/s of one device in 8-bit matmuls; None if there are none."""
     return target.chip.narrow_flops(config.precision.matmul)
 
 
 def _product_seconds(config: Config, target: Target, flops: float, peak: float) -> float:
-    """Of products beside attention's scores at the peak; some of them may be of 8 bits."""
+    """Return the seconds of matmuls other than attention scores at the peak, some of them 8-bit."""
     row = row_flops(config)
-    # Work done again is that of whole stages, of which as much is of 8 bits as of a step.
+    # Whole stages are recomputed, with the same fraction of 8-bit matmuls as the step.
     narrow = flops * row.narrow / (row.executed - row.scores)
     fast = _narrow_peak(config, target) or peak  # rejected where a device has no such peak
     return (flops - narrow) / peak + narrow / fast
 
 
 def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: bool) -> float:
-    """What a step cannot be predicted below but for its bubble: its products and what they read and
-    write; 0 without a peak.
+    """Return a lower bound on the step time without bubble: matmuls and their memory traffic; 0
+    without a peak.
 
-    Of the layout it depends on how many devices there are, and whether they are a pipeline.
+    Of the layout it depends only on the number of devices and on whether they form a pipeline.
     """
     peak = peak_flops(config, target)
     if peak is None:
@@ -184,7 +185,7 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     products, scores = work(config, pipelined=pipelined, devices=devices)
     shares = efficiency_of(target)
     seconds = _product_seconds(config, target, products, peak) / shares.products
-    # As few bytes as they are with a sequence that is split wherever the products are.
+    # The fewest bytes: those with a sequence that is sharded wherever the matmuls are.
     split = dataclasses.replace(config.sharding, sequence_parallel=True)
     config = dataclasses.replace(config, sharding=split)
     read = activation_bytes(config, pipelined=pipelined, devices=devices) / devices
@@ -195,8 +196,8 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
 def exposed_seconds(
     config: Config, layout: Layout, target: Target, moved: Iterable[CollectiveLike]
 ) -> float:
-    """What a step waits for whatever hides its weights' and gradients' traffic; 0 without a
-    peak. Arguments as of `step_time`."""
+    """Return the communication that is exposed however well weight and gradient traffic overlaps;
+    0 without a peak. Arguments are those of `step_time`."""
     peak = peak_flops(config, target)
     if peak is None:
         return 0.0
@@ -206,7 +207,7 @@ def exposed_seconds(
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
-    """The mesh axes whose collectives leave a slice (or a GPU host) for the data-centre network."""
+    """Return the mesh axes whose collectives leave a slice (or a GPU host) for the DCN."""
     if target.chip.kind == "tpu":
         return over_dcn(config.mesh.dcn)
     if target.chip.kind == "gpu":
@@ -216,14 +217,14 @@ def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """What is counted of a step on one device; in seconds, were every rate its data sheet's.
+    """Counted costs of a step on one device, in seconds at data-sheet rates.
 
     Attributes:
       products: P over the peak.
       scores: A over the peak.
-      activations: X over the memory's bandwidth.
-      update: U over the memory's bandwidth.
-      chunks_read: of G, n 12 V D over the memory's bandwidth.
+      activations: X over the memory bandwidth.
+      update: U over the memory bandwidth.
+      chunks_read: of G, n 12 V D over the memory bandwidth.
       chunks_products: of G, n 6 R V D over the peak.
       weights: W.
       tensor: N.
@@ -232,10 +233,10 @@ class StepCosts:
       offloaded: O.
       streamed: S.
       filed: F.
-      bubble: the idle share of the pipeline's schedule.
-      slices: over which the mesh goes.
-      portable: whether attention's kernel is written for no generation of chips.
-      attention_speed: of that kernel, as `fitted.attention_speed`.
+      bubble: idle fraction of the pipeline schedule.
+      slices: number of slices in the mesh.
+      portable: whether the attention kernel is the portable one.
+      attention_speed: relative speed of that kernel, see `efficiency_factors.attention_speed`.
       by_axis: mesh axis -> seconds of its collectives.
     """
 
@@ -259,42 +260,42 @@ class StepCosts:
     by_axis: dict[str, float]
 
     def attention(self, shares: EfficiencyFactors) -> float:
-        """Of C, attention's scores."""
+        """Return the part of C in attention scores."""
         share = scores_share(shares, portable=self.portable)
         return self.scores / (share * self.attention_speed)
 
     def compute(self, shares: EfficiencyFactors) -> float:
-        """C of the module's formula."""
+        """Return C of the module's formula."""
         read = (shares.passes * self.activations + self.update) / shares.memory
         busy = self.products / shares.products + self.attention(shares) + read
         return busy + self.chunks(shares)
 
     def chunks(self, shares: EfficiencyFactors) -> float:
-        """G of the module's formula."""
+        """Return G of the module's formula."""
         return max(self.chunks_read / shares.memory - self.chunks_products / shares.products, 0.0)
 
     def overlap_seconds(self, shares: EfficiencyFactors) -> float:
-        """What computation hides of W."""
+        """Return the part of W that is overlapped with compute."""
         return (1 - shares.shown) * min(self.weights, self.compute(shares))
 
     def exposed_seconds(self, shares: EfficiencyFactors) -> float:
-        """E of the module's formula."""
+        """Return E of the module's formula."""
         of_weights = self.weights - self.overlap_seconds(shares)
         moved = of_weights + shares.activations * self.tensor + self.others
         return moved + self.beyond(self.compute(shares))
 
     def beyond(self, compute: float) -> float:
-        """Of E, what leaves the slice, and what leaves the device for its host."""
+        """Return the part of E between slices and between device and host."""
         forward, backward = compute / 3, 2 * compute / 3
         hosts = max(self.offloaded - forward, 0) + max(self.offloaded - backward, 0)
         return self.between + hosts + self.streamed + self.filed
 
     def stretch(self, shares: EfficiencyFactors, busy: float) -> float:
-        """A step that is busy for so long: with the bubble, and the wait for the slowest slice."""
+        """Return the step time for `busy` seconds of work, including bubble and slowest slice."""
         return busy / (1 - self.bubble) * (1 + shares.slices * math.log2(self.slices))
 
     def seconds(self, shares: EfficiencyFactors) -> float:
-        """The whole step."""
+        """Return the total step time."""
         return self.stretch(shares, self.compute(shares) + self.exposed_seconds(shares))
 
 
@@ -309,7 +310,7 @@ def pieces(
     to_host: tuple[int, int] = (0, 0),
     on_disk: int = 0,
 ) -> StepCosts:
-    """Counts a step; arguments as of `step_time`, and the peak FLOP/s of the compute dtype."""
+    """Count the costs of a step. Arguments are those of `step_time`; peak: of the compute dtype."""
     sizes, bandwidth = dict(layout.mesh.shape), target.chip.hbm_bandwidth
     assert bandwidth is not None, "a chip with a peak has memory"
     pipelined = sizes["pipe"] > 1
@@ -331,7 +332,7 @@ def pieces(
         # Attention moves activations over `context`, experts over `expert`: neither reduces them.
         gradients = one.kind == "all-reduce" and names <= {"context", "expert"}
         of_weights = "tensor" not in names and (names & _OF_WEIGHTS or gradients)
-        # A ring is priced like the gather: no published run shows how much less it waits.
+        # A ring costs the same as the gather: no published run shows how much better it overlaps.
         sent = one.kind == "collective-permute" and "tensor" not in names
         if sent or of_weights:
             weights += runs * inside
@@ -374,8 +375,10 @@ def step_time(
     text: str = "",
     thorough: bool = False,
 ) -> StepTime:
-    """The prediction; of a calibrated target the closed forms' times its factor, whatever was
-    compiled.
+    """Predict the step time.
+
+    For a calibrated target it is the closed-form time multiplied by the calibration factor, even if
+    the step was compiled.
 
     Args:
       config: the configuration.
@@ -384,16 +387,16 @@ def step_time(
       moved: the step's collectives.
       update_bytes: bytes of parameters, gradients and optimizer state on one device, which the
         update reads and writes once.
-      to_host: bytes of activations that go to the host's memory and come back, and of a state that
-        is read from there (`Memory.to_host`).
-      on_disk: bytes of a state in files, which the update reads and writes.
-      text: of the compiled program, whose own schedule then counts; "" without one.
-      thorough: whether it was compiled as for a run.
+      to_host: bytes of activations offloaded to host memory and back, and of state that is
+        streamed from there (`Memory.to_host`).
+      on_disk: bytes of state on disk, which the update reads and writes.
+      text: HLO text of the compiled program, whose schedule is then used; "" without one.
+      thorough: whether it was compiled with the full effort of a run.
     """
     moved, chip = list(moved), target.chip
     config = resolve_config(config, chip.kind)
     model = flops_per_step(config) / layout.mesh.size
-    config = fill_batch(config, layout)  # the model's FLOPs are of rows that weigh something
+    config = fill_batch(config, layout)  # the model's FLOPs exclude padding rows
     flops = executed_flops(config, layout)
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
@@ -405,7 +408,7 @@ def step_time(
     )  # fmt: skip
     shares = efficiency_of(target)
     if target.calibration is not None:
-        text = ""  # the factor is that of closed forms
+        text = ""  # the calibration factor applies to the closed forms
     assumed = _assumptions(config, target, peak, compiled=bool(text))
     bar = error_bar(target, family_of(config.train.model))
     best = _narrow_peak(config, target) or peak
@@ -413,7 +416,7 @@ def step_time(
     def time(compute: float, waited: float, hidden: float) -> StepTime:
         total = counted.stretch(shares, compute + waited)
         idle = counted.bubble * total
-        exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # but for rounding
+        exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # rounding
         by = target.factor
         return StepTime(
             by * compute, by * exposed, by * idle, by * hidden, flops, model,
@@ -434,13 +437,13 @@ def step_time(
 
 
 def _attention_share(config: Config, target: Target) -> float:
-    """The share of the peak that attention's products reach in this model's kernel."""
+    """Return the fraction of the peak that attention matmuls reach in this model's kernel."""
     share = scores_share(efficiency_of(target), portable=config.attention.kernel == PORTABLE)
     return share * _attention_speed(config, target)
 
 
 def _attention_speed(config: Config, target: Target) -> float:
-    """As `fitted.attention_speed`; 1 for models that read no tokens."""
+    """Return `efficiency_factors.attention_speed`; 1 for models whose inputs are not tokens."""
     model = config.train.model
     if model.attention is None or model.inputs not in ("tokens", "pairs"):
         return 1.0

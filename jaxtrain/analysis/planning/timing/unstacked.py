@@ -1,9 +1,9 @@
-"""Traffic over `tensor` between layers of different shapes, such as convolutional networks.
+"""Traffic over `tensor` between layers of different shapes, such as in convolutional networks.
 
-Each layer has a part of its outputs on each device, as Krizhevsky 2014, "One weird trick for
-parallelizing convolutional neural networks" (arXiv 1404.5997), has it for fully connected ones: it
-gathers its input before, and the gradient of its input is added up after. The compiler may gather
-an input once for several branches, or scatter the sum.
+Each device computes a shard of the outputs of each layer, as in Krizhevsky 2014, "One weird trick
+for parallelizing convolutional neural networks" (arXiv 1404.5997), for fully connected layers. The
+layer's input is all-gathered before it, and the gradient of its input is all-reduced after it. The
+compiler may gather an input once for several branches, or use a reduce-scatter.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxtrain.training.settings import Config
 
 
 def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
-    """The gathers and sums of a step; none where the layers are one stack, whose the textbook has.
+    """Return the gathers and sums of a step; none for a single stack of layers, see `traffic`.
 
     Args:
       config: the configuration.
@@ -32,7 +32,7 @@ def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
     k = facts.size("tensor")
     if k == 1 or facts.model.layers is not None:
         return
-    # The first one's input is the batch's: it is whole, and has no gradient.
+    # The first layer's input is the batch: it is not sharded and has no gradient.
     for size, is_split in _inputs(of_one_row(resolve_config(config, "cpu")))[1:]:
         whole = facts.B * size * facts.value_bytes
         if is_split:
@@ -46,8 +46,8 @@ def between_layers(config: Config, layout: Layout) -> Iterator[Expected]:
 
 @functools.lru_cache(maxsize=16)
 def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
-    """Of each layer whose outputs are shared, in order: numbers of its input, and whether those are
-    shared too."""
+    """Return the input size of each layer with sharded outputs, in order, and whether the input is
+    sharded too."""
     forward = (one for one in products_of(trace_gradients(config)) if "transpose(" not in one.scope)
     found = []
     for product in (one.equation for one in forward):
@@ -58,7 +58,7 @@ def _inputs(config: Config) -> tuple[tuple[int, bool], ...]:
 
 
 def _channels(product: JaxprEqn) -> tuple[int, int]:
-    """Of what goes into a convolution or a matrix product, and of what comes out."""
+    """Return the input and output channels of a convolution or matmul."""
     numbers = product.params["dimension_numbers"]
     left, result = shape_of(product.invars[0]), shape_of(product.outvars[0])
     if product.primitive.name == "conv_general_dilated":

@@ -1,9 +1,9 @@
-"""Wave quantization: how much longer matmuls take on a GPU whose last wave of tiles is not full.
+"""Wave quantization: slowdown of GPU matmuls whose last wave of tiles is not full.
 
-A GPU computes a product [m, n] in tiles, one on each of its multiprocessors at a time. All wait for
-the last wave, however few tiles it has (NVIDIA, "Matrix Multiplication Background User's Guide",
-sections on tile and wave quantization). Few rows a microbatch, or thin slices of tensor
-parallelism, leave it emptier.
+A GPU computes a matmul [m, n] in tiles, one at a time on each of its multiprocessors. All of them
+wait for the last wave, even if it has few tiles (NVIDIA, "Matrix Multiplication Background User's
+Guide", sections on tile and wave quantization). It is emptier with few rows per microbatch or thin
+tensor-parallel shards.
 """
 
 import math
@@ -14,17 +14,18 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.settings import Config
 
-# cuBLAS's largest tiles, the ones that reach the rates of `fitted.BARE_MATMUL`.
+# cuBLAS's largest tiles, which reach the rates of `efficiency_factors.BARE_MATMUL`.
 _TILES = ((256, 128), (128, 256))
-# Of a contraction that is split, the least that one multiprocessor takes.
+# The smallest part of a split contraction (split-K) for one multiprocessor.
 _SPLIT = 512
 
 
 def quantization(config: Config, layout: Layout, target: Target) -> float:
-    """Time of the layers' matmuls over what full waves would take, at least 1; 1 on a TPU, which
-    has no waves, and for models that are not stacks of layers over tokens.
+    """Return the time of the layers' matmuls relative to full waves, at least 1.
 
-    Forward, the gradient of the input and that of the weight are three products of equal FLOPs.
+    1 on a TPU, which has no waves, and for models that are not stacks of layers over tokens.
+
+    The forward pass, input gradient and weight gradient are three matmuls with equal FLOPs.
     """
     facts, processor = Facts(config, layout).of_microbatches, target.chip.processor
     if processor is None or not facts.is_text:
@@ -47,9 +48,9 @@ def quantization(config: Config, layout: Layout, target: Target) -> float:
 
 
 def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
-    """Waves of `alike` matmuls [m, k] x [k, n] in one launch, over the waves of full tiles.
+    """Return the waves of `alike` matmuls [m, k] x [k, n] in one launch over those of full tiles.
 
-    Where there are fewer tiles than multiprocessors, the contraction is split between them.
+    If there are fewer tiles than multiprocessors, the contraction is split between them (split-K).
     """
 
     def over(tile: tuple[int, int]) -> float:
@@ -65,8 +66,8 @@ def waves(m: int, n: int, k: int, alike: int, cores: int) -> float:
 
 
 def _product(facts: Facts, weight: Weight) -> tuple[int, int, tuple[int, int]]:
-    """Products in one launch on a device (its experts), rows of each, and the two sides of its
-    weight."""
+    """Return the matmuls in one launch on a device (its experts), the rows of each, and the two
+    dimensions of its weight."""
     placed = facts.layout.sharding_of(facts.layout.weight(weight.axes))
     shape = placed.shard_shape(weight.shape)
     stack, rows, columns = sides(weight.axes)
