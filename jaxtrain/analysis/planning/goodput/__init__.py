@@ -1,1 +1,1 @@
-"""Goodput planned before a run: failures, recovery, saves, and what each of them costs."""
+"""Goodput of a planned run: failures, recovery, checkpoint saves, and the cost of each."""

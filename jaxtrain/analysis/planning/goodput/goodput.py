@@ -1,4 +1,4 @@
-"""`plan --goodput`: the whole run under failures, its best save interval, and what would gain."""
+"""`plan --goodput`: a whole run under failures, its best save interval, and possible gains."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, FAILURE_RA
 if TYPE_CHECKING:
     from jaxtrain.analysis.planning.result import Plan
 
-# Devices from which a plan has a line of goodput without being asked: Llama 3's rate is then one
+# Number of devices from which a plan always shows goodput: at Llama 3's failure rate they have one
 # interruption a month.
 LEAST_DEVICES = 64
 _DAY, _HOUR = 86_400.0, 3_600.0
@@ -40,13 +40,13 @@ _DAY, _HOUR = 86_400.0, 3_600.0
 
 @dataclasses.dataclass(frozen=True)
 class Reliability:
-    """What a user says about failures and storage; None where the table or an assumption holds.
+    """Failure rate and storage from the user; None uses the table or an assumption.
 
     Attributes:
-      is_requested: whether the whole section is to be shown.
+      is_requested: whether to show the whole section.
       mtbf: device-hours per interruption.
-      storage: GB/s of checkpoints that each host reads or writes.
-      seed: of the simulation.
+      storage: GB/s at which each host reads or writes checkpoints.
+      seed: seed of the simulation.
     """
 
     is_requested: bool = False
@@ -71,19 +71,19 @@ class Reliability:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s of checkpoints that each host reads or writes."""
+        """Bytes/s at which each host reads or writes checkpoints."""
         return STORAGE_BANDWIDTH if self.storage is None else self.storage * 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change to the run, and its goodput with the save interval that is then the best.
+    """A change to the run, and its goodput with the best save interval after that change.
 
     Attributes:
-      name: what is changed.
-      fraction: productive time over all time; 0: it makes next to no progress.
+      name: description of the change.
+      fraction: productive time over total time; 0 if it makes next to no progress.
       save_every: steps between two saves.
-      days: of the whole run; None: it does not end.
+      days: days of the whole run; None if it does not finish.
     """
 
     name: str
@@ -94,18 +94,18 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """A whole run under failures.
+    """Goodput of a whole run under failures.
 
     Attributes:
-      steps: of the run.
-      devices: that take them together.
-      configured: Train.save_every; 0 saves at the end alone, None chooses the best interval.
-      price: dollars of one device for an hour; None: not given.
-      reliability: what was given.
+      steps: number of steps of the run.
+      devices: number of devices that run it.
+      configured: Train.save_every; 0 saves only at the end, None chooses the best interval.
+      price: dollars per device-hour; None if not set.
+      reliability: failure rate and storage from the user.
       recovery: seconds of a failure.
-      saving: of a checkpoint on the run's storage.
-      local: of a checkpoint on the hosts' own disks.
-      step_seconds: of one optimizer step.
+      saving: costs of a checkpoint on the run's storage.
+      local: costs of a checkpoint on the hosts' local disks.
+      step_seconds: seconds of one optimizer step.
     """
 
     steps: int
@@ -137,29 +137,28 @@ class Goodput:
 
     @functools.cached_property
     def save_every(self) -> int:
-        """Steps between two saves with which the run ends soonest."""
+        """Steps between two saves that minimize the duration of the run."""
         return self.costs().best_interval(self.steps)
 
     @property
     def useful_seconds(self) -> float:
-        """Of all steps, each counted once."""
+        """Seconds of all steps, each counted once."""
         return self.steps * self.step_seconds
 
     def fraction_of(self, costs: Costs, save_every: int) -> float:
-        """Return productive time over all time of the whole run, in closed form; 0 where the run
-        makes so little progress that it does not end."""
+        """Return productive over total time, in closed form; 0 if there is next to no progress."""
         if costs.fraction(save_every) < LEAST_FRACTION:
             return 0.0
         return self.useful_seconds / costs.run_seconds(self.steps, save_every)
 
     @functools.cached_property
     def fraction(self) -> float:
-        """Productive time over all time with the best interval, in closed form."""
+        """Productive time over total time with the best interval, in closed form."""
         return self.fraction_of(self.costs(), self.save_every)
 
     @property
     def configured_fraction(self) -> float | None:
-        """The same with `Train.save_every`; None where that is the best interval or not set."""
+        """The same with `Train.save_every`; None if that is the best interval or not set."""
         if self.configured is None or self.configured == self.save_every:
             return None
         every = min(self.configured, self.steps) if self.configured else self.steps
@@ -167,12 +166,12 @@ class Goodput:
 
     @property
     def progresses(self) -> bool:
-        """Whether failures leave the run enough time to come to its end."""
+        """Whether the run can finish despite failures."""
         return self.fraction > 0
 
     @functools.cached_property
     def simulated(self) -> Simulated | None:
-        """Runs with the failure rate as given; None of a run that makes no progress."""
+        """Simulated runs with the given failure rate; None for a run that makes no progress."""
         if not self.progresses:
             return None
         costs = self.costs()
@@ -182,15 +181,15 @@ class Goodput:
 
     @property
     def simulated_fraction(self) -> float | None:
-        """Productive time over all time, the mean of the simulated runs' times."""
+        """Productive time over total time, from the mean time of the simulated runs."""
         simulated = self.simulated
         return None if simulated is None else self.useful_seconds / float(simulated.seconds.mean())
 
     @functools.cached_property
     def fractions(self) -> np.ndarray:
-        """Productive parts of simulated runs, whose scatter is that of p10 and p90.
+        """Productive fractions of simulated runs, from which p10 and p90 are computed.
 
-        Where no failure rate is given, each run draws one of the table's: that is uncertain too.
+        If no failure rate is given, each run draws one of the table's, to include its uncertainty.
         """
         if self.reliability.mtbf is not None:
             simulated = self.simulated
@@ -208,25 +207,26 @@ class Goodput:
                 seed=self.reliability.seed + 1 + number,
             )  # fmt: skip
             found.append(self.useful_seconds / drawn.seconds)
-        # Every row counts alike, however many runs it took.
+        # Every row of the table has the same weight, however many runs it has.
         points = np.linspace(0, 1, 201)
         return np.concatenate([np.quantile(one, points) for one in found])
 
     @functools.cached_property
     def bounds(self) -> tuple[float, float]:
-        """The productive parts below which 10 and 90 % of the runs are.
+        """The 10th and 90th percentiles of the productive fraction of simulated runs.
 
-        Where most runs have no failure at all, their mean may be below both: it then is the bound.
+        If most runs have no failure, the mean may be below both: it is then the lower bound.
         """
         low, high = np.percentile(self.fractions, (10, 90))
         return min(float(low), self.fraction), max(float(high), self.fraction)
 
     def days(self, fraction: float) -> float | None:
-        """Return the calendar days of a run with this productive part; None: it does not end."""
+        """Return the calendar days of a run with this productive fraction; None if it has no
+        end."""
         return self.useful_seconds / fraction / _DAY if fraction > 0 else None
 
     def dollars(self, fraction: float) -> float | None:
-        """Return what a run with this productive part costs; None without a price or an end."""
+        """Return the cost of a run with this productive fraction; None without a price or end."""
         days = self.days(fraction)
         if self.price is None or days is None:
             return None
@@ -234,13 +234,13 @@ class Goodput:
 
     @property
     def interruptions(self) -> float | None:
-        """Failures of the whole run that are expected; None of a run that does not end."""
+        """Expected failures of the whole run; None for a run that does not finish."""
         days = self.days(self.fraction)
         return None if days is None else days * _DAY / self.mtbf
 
     @functools.cached_property
     def losses(self) -> dict[str, float]:
-        """Parts of all time that are not productive, by cause; to first order they add up."""
+        """Unproductive fractions of total time by cause; they sum to the total to first order."""
         seconds = self.useful_seconds / self.fraction if self.fraction else math.inf
         per_second = 1 / self.mtbf
         interval = self.save_every * self.step_seconds
@@ -255,7 +255,7 @@ class Goodput:
 
     @functools.cached_property
     def changes(self) -> list[Change]:
-        """What a change would gain, each alone and the useful ones together."""
+        """The gain of each change alone, and of the useful ones together."""
         recovery = self.recovery
         spare = dataclasses.replace(recovery, replace=0.0)
         cached = dataclasses.replace(recovery, compile=0.0)
@@ -279,7 +279,7 @@ class Goodput:
         return Change(name, fraction, every, self.days(fraction))
 
     def to_json(self) -> dict[str, Any]:
-        """What `plan --json` writes as `goodput`."""
+        """Return the `goodput` object of `plan --json`."""
         fraction = self.fraction
         low, high = self.bounds
         found: dict[str, Any] = {
@@ -308,7 +308,7 @@ class Goodput:
 
 
 def goodput_of(plan: "Plan", reliability: Reliability) -> Goodput | None:
-    """Return the goodput of a plan's whole run; None without a time of its step."""
+    """Return the goodput of a plan's whole run; None without a predicted step time."""
     run, step = plan.whole_run, plan.time.seconds
     if run is None or step is None:
         return None

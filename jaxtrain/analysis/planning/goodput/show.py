@@ -1,4 +1,4 @@
-"""Tables and sentences of a run's planned goodput, for the terminal."""
+"""Tables and sentences on a run's planned goodput, for the terminal."""
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +24,7 @@ _CAUSES = {
 
 
 def show_line(console: Console, goodput: Goodput) -> None:
-    """Print one line, of a plan that was not asked for more."""
+    """Print one line, for a plan without `--goodput`."""
     if not goodput.progresses:
         print_lines(console, _stuck(goodput))
         return

@@ -8,18 +8,18 @@ from jaxtyping import Float
 from jaxtrain.run.checkpoint.save_schedule import Costs
 
 _RUNS = 2000
-_EVENTS = 4_000_000  # failures over all runs that are drawn at most: about 2 s of one core
-# Runs whose steps and saves leave a smaller productive part count as runs without an end.
+_EVENTS = 4_000_000  # at most, failures drawn over all runs: about 2 s of one core
+# Runs with a smaller productive fraction count as runs that do not finish.
 LEAST_FRACTION = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What simulated runs of one configuration took.
+    """Durations and failures of simulated runs of one configuration.
 
     Attributes:
-      seconds: of each run, from its launch until its end is saved.
-      failures: of each run.
+      seconds: of each run, from its launch until its final state is saved.
+      failures: number of failures of each run.
     """
 
     seconds: Float[np.ndarray, " runs"]
@@ -29,14 +29,14 @@ class Simulated:
 def simulate(
     costs: Costs, steps: int, save_every: int, mtbf: Float[np.ndarray, " runs"], *, seed: int = 0
 ) -> Simulated:
-    """Draw runs failure by failure until each is complete.
+    """Simulate runs failure by failure until each is complete.
 
     Args:
-      costs: of steps, saves and recovery; its own `mtbf` is not used.
-      steps: of the run.
+      costs: costs of steps, saves and recovery; its own `mtbf` is not used.
+      steps: number of steps of the run.
       save_every: steps between two saves.
       mtbf: seconds between two failures of the whole job, of each run.
-      seed: of the draws.
+      seed: seed of the draws.
 
     Returns:
       Seconds and failures of each run.
@@ -50,12 +50,12 @@ def simulate(
     launch = costs.startup
     while len(active):
         until_failure = random.exponential(mtbf[active])
-        at_work = until_failure - launch  # below 0: it fails while it recovers
+        at_work = until_failure - launch  # below 0: it fails during recovery
         left = steps - saved[active]
         needed = left * costs.step + np.ceil(left / save_every) * costs.save + costs.write
         ends = at_work >= needed
         seconds[active] += np.where(ends, launch + needed, until_failure)
-        # A checkpoint counts when it is written, while the next steps run.
+        # A checkpoint counts once it is written, which overlaps with the next steps.
         complete = np.floor((at_work - costs.write) / segment)
         saved[active] += save_every * np.maximum(complete, 0)
         failures[active] += ~ends
@@ -65,6 +65,6 @@ def simulate(
 
 
 def number_of_runs(costs: Costs, run_seconds: float) -> int:
-    """Return how many runs are drawn: fewer where a run has many failures, and scatters less."""
+    """Return the number of runs to draw: fewer if each has many failures and thus less variance."""
     expected = run_seconds / costs.mtbf
     return int(min(_RUNS, max(50, _EVENTS / max(expected, 1))))

@@ -5,13 +5,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """One measured step, and what the closed forms predict for it.
+    """A measured step time and its closed-form prediction.
 
     Attributes:
-      measured: seconds of the step.
-      predicted: seconds by the closed forms, for its own layout on that chip.
-      source: where the measured step is from, in words.
-      family: of its model, as in `fitted.family_of`.
+      measured: measured seconds of the step.
+      predicted: closed-form prediction for its own layout on that chip, in seconds.
+      source: origin of the measurement, in words.
+      family: family of its model, as in `efficiency_factors.family_of`.
     """
 
     measured: float
@@ -21,5 +21,5 @@ class Calibration:
 
     @property
     def factor(self) -> float:
-        """What predicted times are multiplied by."""
+        """The factor by which predicted times are multiplied."""
         return self.measured / self.predicted

@@ -1,4 +1,4 @@
-"""Compile-only GPUs: the target configuration that XLA's compiler takes instead of a driver."""
+"""Compile-only GPUs: the target configuration that XLA's compiler uses instead of a driver."""
 
 import importlib.util
 import math
@@ -13,15 +13,15 @@ from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip
 
 
 def target_config(chip: Chip) -> str:
-    """A GPU as XLA's `GpuTargetConfigProto` in text form.
+    """Return a GPU as XLA's `GpuTargetConfigProto` in text format.
 
-    What is the same for all: 1024 threads per block, warps of 32, 65536 registers, and the versions
-    of CUDA and cuDNN that the compiler is to expect.
+    Constants for all GPUs: 1024 threads per block, warps of 32, 65536 registers, and the versions
+    of CUDA and cuDNN that the compiler assumes.
     """
     gpu = chip.processor
     assert gpu is not None, "a GPU"
     major, minor = gpu.compute_capability
-    whole = CHIPS[chip.name].hbm_bytes  # of which programs may be given another part
+    whole = CHIPS[chip.name].hbm_bytes  # `chip` may have another memory fraction
     assert whole is not None
     assert chip.hbm_bandwidth is not None
     feature = "ACCELERATED_FEATURES" if gpu.accelerated else "NONE"
@@ -59,12 +59,12 @@ device_description_str: "{chip.device_kinds[0]}"
 def gpu_devices(
     chip: Chip, hosts: int, gpus_per_host: int, *, noise: Callable[[], str]
 ) -> list[jax.Device]:
-    """Compile-only devices of hosts with GPUs, each host with a switch of its own between them.
+    """Return compile-only devices of GPU hosts, each host with its own NVLink switch.
 
     Args:
       chip: a GPU.
-      hosts, gpus_per_host: how many.
-      noise: what the compiler has said on stderr, for the message where it rejects.
+      hosts, gpus_per_host: their numbers.
+      noise: returns the compiler's stderr output, for the error message.
 
     Raises:
       NoCompilerError: JAX's CUDA plugin is not installed, or does not compile for this chip.
@@ -73,7 +73,7 @@ def gpu_devices(
     name = f"{chip.name}:{hosts}x{gpus_per_host}"
     if chip.processor is None:
         raise NoCompilerError(f"target {name!r}: no compiler for it comes with JAX's CUDA plugin")
-    # The plugin otherwise looks for a driver as it is loaded, and rejects to be.
+    # Without this, the plugin looks for a driver on import and fails to load.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
         description = topologies.get_topology_desc(

@@ -1,4 +1,4 @@
-"""Time of a collective on a machine's links: inside a slice or a host, and between them (DCN)."""
+"""Time of a collective over a machine's links: within a slice or host, and between them (DCN)."""
 
 import itertools
 import math
@@ -7,16 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
 
-# What several adapters of a host carry together: libraries send the parts of a ring or tree through
-# all of them (NCCL; measured 200-340 GB/s over hosts of eight adapters, NVIDIA/nccl issue 1218).
-# A permute has one peer, and one adapter.
+# Collectives that use all adapters of a host: libraries send parts of a ring or tree through all of
+# them (NCCL; measured 200-340 GB/s over hosts with eight adapters, NVIDIA/nccl issue 1218). A
+# permute has one peer and uses one adapter.
 _BY_ALL_ADAPTERS = ("all-reduce", "all-gather", "reduce-scatter")
-# Every device has a part for each other.
+# Every device sends a part to every other.
 _TO_ALL = ("all-to-all", "ragged-all-to-all")
 
 
 def names_of(axis: str) -> list[str]:
-    """The mesh axes of a collective's axis, which joins several by "+"."""
+    """Return the mesh axes of a collective's axis, which may be several joined with "+"."""
     return axis.removeprefix("part of ").split("+")
 
 
@@ -28,12 +28,12 @@ def seconds(
     target: Target,
     dcn: Mapping[str, int],
 ) -> tuple[float, float]:
-    """Seconds of one collective inside slices or through hosts' links, and between slices.
+    """Return the seconds of a collective within slices or over hosts' links, and between slices.
 
     Args:
       kind: one of `collectives.KINDS`.
-      axis: one mesh axis, or several joined by "+".
-      payload: bytes that one device puts in.
+      axis: one mesh axis, or several joined with "+".
+      payload: payload bytes of one device.
       sizes: all mesh axes, outermost first.
       target: the machine.
       dcn: slices along an axis, as in `Mesh.dcn`.
@@ -54,7 +54,7 @@ def seconds(
     if slices == 1:
         return wire_bytes(kind, payload, devices) / torus, 0.0
     assert target.chip.dcn_bandwidth is not None, "a TPU has a network"
-    # In two legs: inside the slices, and between them of the shard that each chip then holds.
+    # In two phases: within the slices, and between them for the resulting shard of each chip.
     inner = devices // slices
     shard = payload if kind == "all-gather" else payload // inner
     inside = wire_bytes(kind, payload, inner) / torus if inner > 1 else 0.0
@@ -64,8 +64,8 @@ def seconds(
 def _gpu_to_all(
     payload: int, names: Collection[str], devices: int, sizes: Mapping[str, int], target: Target
 ) -> float:
-    """Every GPU sends a part to each other: to those of its host over NVLink, and at the same time
-    to those of other hosts through its own adapter."""
+    """Return the seconds of an all-to-all on GPUs: over NVLink within a host, and concurrently
+    through each GPU's own adapter to other hosts."""
     chip = target.chip
     assert chip.link_bandwidth is not None, "a GPU has links"
     together = devices_inside(names, sizes, target.shape[-1])
@@ -80,8 +80,8 @@ def _gpu_to_all(
 def _torus_hops(
     names: Collection[str], sizes: Mapping[str, int], target: Target, devices: int
 ) -> float:
-    """Links that a byte of an all-to-all crosses on average: r / 4 round each ring of r chips, with
-    both ways open (jax-ml.github.io/scaling-book/sharding, "AllToAll")."""
+    """Return the average links that a byte of an all-to-all crosses: r / 4 around each ring of r
+    chips, with both directions used (jax-ml.github.io/scaling-book/sharding, "AllToAll")."""
     found = directions(sizes, target)
     rings = max(1, round(sum(found.get(name, 0) for name in names)))
     return rings * devices ** (1 / rings) / 4
@@ -90,8 +90,8 @@ def _torus_hops(
 def torus_bandwidth(
     names: Collection[str], sizes: Mapping[str, int], target: Target, dcn: Mapping[str, int]
 ) -> float:
-    """Bytes/s that a TPU chip sends along mesh axes inside its slice, both ways round each ring of
-    the torus that they have (`directions`); an axis that lies between slices alone uses none."""
+    """Return the bytes/s that a TPU chip sends along mesh axes within its slice, in both directions
+    of each ring of the torus that they use (`directions`); axes between slices use none."""
     chip = target.chip
     assert chip.link_bandwidth is not None, "a TPU has links"
     inside = {name: size // dcn.get(name, 1) for name, size in sizes.items()}
@@ -100,15 +100,15 @@ def torus_bandwidth(
 
 
 def directions(sizes: Mapping[str, int], target: Target) -> dict[str, float]:
-    """The directions of a slice's torus that each mesh axis has; axes of one device have none.
+    """Return the torus dimensions of a slice that each mesh axis uses; axes of size 1 use none.
 
-    As `jax.experimental.mesh_utils` lays a mesh over a torus: the innermost axis chooses first, and
-    takes the most whole directions whose sizes multiply to its own. Where none do, it takes those
-    that divide it and shares one more evenly with the others that need a part of it. A chip's
-    several devices are one direction more, which has no links.
+    Like `jax.experimental.mesh_utils`, it assigns the innermost axis first, which takes the most
+    whole dimensions whose sizes multiply to its own. If there are none, it takes those that divide
+    it and splits one more evenly with the other axes that need a part of it. Several devices per
+    chip count as one more dimension, without links.
 
     Args:
-      sizes: all mesh axes inside the slice, outermost first.
+      sizes: all mesh axes within the slice, outermost first.
       target: the slice.
     """
     rings_left = [(size, 1) for size in target.shape if size > 1]
@@ -141,8 +141,8 @@ def directions(sizes: Mapping[str, int], target: Target) -> dict[str, float]:
 def gpu_bandwidth(
     kind: str, names: Collection[str], sizes: Mapping[str, int], target: Target
 ) -> float:
-    """Bytes/s that a GPU sends along mesh axes: its NVLinks inside a host; between hosts as many
-    adapters as the axes have GPUs in a host, and never more than NVLink brings to them."""
+    """Return the bytes/s that a GPU sends along mesh axes: NVLink within a host; between hosts as
+    many adapters as the axes have GPUs per host, limited by the bandwidth of NVLink to them."""
     chip, per_host = target.chip, target.shape[-1]
     assert chip.link_bandwidth is not None, "a GPU has links"
     together = devices_inside(names, sizes, per_host)
@@ -154,7 +154,7 @@ def gpu_bandwidth(
 
 
 def devices_inside(names: Collection[str], sizes: Mapping[str, int], per_host: int) -> int:
-    """Devices of a group along these axes that stand in one host, in the hosts' order."""
+    """Return how many devices of a group along these axes share a host, in the hosts' order."""
     stride, inside = 1, 1
     for name, size in reversed(list(sizes.items())):
         if name in names and stride < per_host:

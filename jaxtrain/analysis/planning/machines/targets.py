@@ -16,9 +16,9 @@ from jaxtrain.analysis.planning.machines.gpu import gpu_devices
 from jaxtrain.config.errors import NoCompilerError, UserError, nearest
 from jaxtrain.parallel.chips import CHIPS, GPU_MEMORY_FRACTION, Chip, Slices
 
-# What recipes give a GPU's programs (JAX-Toolbox and MaxText's scripts).
+# Memory fraction of a GPU in common recipes (JAX-Toolbox and MaxText's scripts).
 MOST_OF_A_GPU = 0.94
-# Ten times the largest machine that anyone has built: divisors of their number are looked for.
+# Ten times the largest machine ever built: the search factors the number of devices.
 MOST_DEVICES = 2**20
 
 
@@ -27,10 +27,11 @@ class Target:
     """A machine to plan for.
 
     Attributes:
-      chip: its chip, of `hardware.CHIPS`.
-      shape: TPUs: chips along each direction; GPUs: hosts, GPUs per host; CPU: simulated devices.
-      calibration: a step of the user's stack that was measured on this chip, which scales all times
-        by closed forms; None: there is none.
+      chip: its chip, one of `chips.CHIPS`.
+      shape: TPUs: chips along each torus dimension; GPUs: hosts, GPUs per host; CPU: simulated
+        devices.
+      calibration: a step of the user's stack measured on this chip, which scales all closed-form
+        times; None if not calibrated.
     """
 
     chip: Chip
@@ -39,32 +40,31 @@ class Target:
 
     @property
     def factor(self) -> float:
-        """What times by closed forms are multiplied by; 1 without a calibration."""
+        """The factor for closed-form times; 1 without a calibration."""
         return 1.0 if self.calibration is None else self.calibration.factor
 
     @property
     def name(self) -> str:
-        """As it is written after --target."""
+        """The value of --target."""
         return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
 
     @property
     def devices(self) -> int:
-        """JAX devices; of one slice where several are asked for."""
+        """Number of JAX devices; of one slice, if there are several."""
         return math.prod(self.shape) * self.chip.devices
 
 
 def parse_target(target: str, *, network: float | None = None, disk: float | None = None) -> Target:
-    """The machine that a target such as "v5e:2x4", "h100:2x8" or "cpu:8" names.
+    """Parse a target such as "v5e:2x4", "h100:2x8" or "cpu:8".
 
     Args:
-      target: as it is written after --target; a host of GPUs is what one switch joins, so that a
-        GB200 rack is "gb200:1x72".
+      target: the value of --target. A GPU host is one NVLink domain: a GB200 rack is "gb200:1x72".
       network: Gb/s of each device between hosts or slices; None: as in `CHIPS`.
-      disk: GB/s that each device has of its host's disks; None: `chips.DISK_BANDWIDTH`.
+      disk: GB/s of its host's disks for each device; None: `chips.DISK_BANDWIDTH`.
 
     Raises:
-      UserError: it is not written so, the chip is unknown, there is no such grid of it, or
-        `network` or `disk` is not a finite number above 0.
+      UserError: the format is wrong, the chip is unknown, it has no such grid, or `network` or
+        `disk` is not a finite number above 0.
     """
     name, _, grid = target.partition(":")
     chip = CHIPS.get(name)
@@ -108,9 +108,9 @@ def parse_target(target: str, *, network: float | None = None, disk: float | Non
 
 
 def with_memory(target: Target, fraction: float | None) -> Target:
-    """The machine, whose GPUs programs get this part of the memory: `Train.gpu_memory_fraction`.
+    """Return the target with `Train.gpu_memory_fraction` of its GPU memory available to programs.
 
-    None, and other chips than GPUs, change nothing.
+    It is unchanged for None and for chips other than GPUs.
     """
     chip = target.chip
     if fraction is None or chip.kind != "gpu" or chip.hbm_bytes is None:
@@ -120,8 +120,8 @@ def with_memory(target: Target, fraction: float | None) -> Target:
 
 
 def most_memory(target: Target) -> int | None:
-    """Bytes of a GPU that programs may have at Train.gpu_memory_fraction=0.94, `MOST_OF_A_GPU`;
-    None on other chips, and where they have as much."""
+    """Return the bytes of a GPU available at Train.gpu_memory_fraction=0.94, `MOST_OF_A_GPU`; None
+    for other chips, and if that is not more than now."""
     chip = target.chip
     if chip.kind != "gpu" or chip.hbm_bytes is None:
         return None
@@ -130,17 +130,17 @@ def most_memory(target: Target) -> int | None:
 
 
 def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
-    """Devices that `jax.make_mesh` and `jit(...).lower().compile()` take; only CPUs run anything.
+    """Return devices for `jax.make_mesh` and `jit(...).lower().compile()`; only CPUs can execute.
 
     Args:
       target: the machine; CPUs are simulated devices of this process, all others compile-only.
-      slices: TPUs: how many such slices the data-centre network joins. The hosts of GPUs are
-        joined by it already, and simulated devices stand in as many slices as `Mesh.dcn` says.
+      slices: TPUs: number of such slices joined by the data-center network. GPU hosts are joined
+        by it already, and simulated devices form as many slices as `Mesh.dcn` says.
 
     Raises:
       NoCompilerError: the target's compiler is not installed.
-      UserError: the compiler does not take the target, slices are not asked of TPUs, or JAX already
-        runs on other devices in this process.
+      UserError: the compiler rejects the target, slices are requested of other chips than TPUs, or
+        JAX already runs on other devices in this process.
     """
     assert slices >= 1
     kind = target.chip.kind
@@ -160,25 +160,25 @@ def target_devices(target: Target, *, slices: int = 1) -> list[jax.Device]:
 
 
 def tpu_devices(target: str, *, slices: int = 1) -> list[jax.Device]:
-    """Compile-only devices of a target as it is written, "v5e:2x4".
+    """Return compile-only devices of a target in text form, such as "v5e:2x4".
 
     Raises:
-      UserError: as `parse_target` and `target_devices`.
+      UserError: see `parse_target` and `target_devices`.
     """
     return target_devices(parse_target(target), slices=slices)
 
 
 def compiler_options(target: Target) -> dict[str, int | float]:
-    """What `jit(...).lower(...).compile()` is given for a target."""
-    # No GPU is there to try kernels on.
+    """Return the options of `jit(...).lower(...).compile()` for a target."""
+    # There is no GPU for autotuning.
     return {"xla_gpu_autotune_level": 0} if target.chip.kind == "gpu" else {}
 
 
 @contextlib.contextmanager
 def native_stderr_kept() -> Iterator[Callable[[], str]]:
-    """Keeps what libraries write to the stderr of the process; the yielded function reads it.
+    """Capture what libraries write to the stderr of the process; the yielded function reads it.
 
-    libtpu and XLA complain there, past Python, that they run on no TPU and no GPU.
+    libtpu and XLA warn there, bypassing Python, that there is no TPU and no GPU.
     """
     with tempfile.TemporaryFile() as kept:
         saved = os.dup(2)
@@ -201,16 +201,16 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
         # libtpu otherwise assumes hosts of 2x2 chips.
         extra["chips_per_host_bounds"] = (1, 1, 1)
     if target.chip.name == "v4":
-        # One device a chip, as JAX finds on real ones; libtpu otherwise assumes one a core.
+        # One device per chip, as on real ones; libtpu otherwise assumes one per core.
         extra["chip_config_name"] = "megacore"
     if slices > 1:
         extra["num_slices"] = slices
     slices_of = target.chip.slices
     assert slices_of is not None, "a TPU"
     chip = slices_of.compiler_s_name or target.chip.name
-    # Not the metadata server of a cloud machine: it is not asked about hardware that is not there.
+    # Do not query the metadata server of a cloud machine about absent hardware.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Nor the lock that gives a machine's chips to one process: two may compile at once.
+    # Skip the lock that gives a machine's chips to one process: two may compile concurrently.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         description = topologies.get_topology_desc(
@@ -228,7 +228,7 @@ def _tpu(target: Target, slices: int, noise: Callable[[], str]) -> list[jax.Devi
 
 
 def _simulate(target: Target) -> list[jax.Device]:
-    """CPU devices of this process; they exist only if nothing has opened JAX's backend before."""
+    """Return CPU devices of this process; JAX's backend must not be initialized before."""
     count = target.devices
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_platforms", "cpu")
@@ -244,13 +244,13 @@ def _simulate(target: Target) -> list[jax.Device]:
 
 
 def _check_tpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
-    """Why there is no such slice, and the nearest one; None where there is."""
+    """Return why there is no such slice, and the nearest one; None if it exists."""
     there = chip.slices
     assert there is not None, "a TPU"
     if _is_slice(there, shape):
         return None
     grids = [tuple(map(int, grid.split("x"))) for grid in there.grids]
-    # The same chips in the order of the documentation, or else about as many.
+    # The same chips in the documented order, otherwise about as many.
     close = tuple(sorted(shape))
     if not _is_slice(there, close):
         close = min(grids, key=lambda grid: (abs(math.prod(grid) - math.prod(shape)), grid))
@@ -287,7 +287,7 @@ def _check_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     if len(shape) == 2:
         close = (max(shape[0], 1), min(max(shape[1], 1), most))
     else:
-        # The hosts are missing: as many as hold these GPUs.
+        # The number of hosts is missing: use as many as hold these GPUs.
         per_host = min(max(shape[0], 1), most)
         close = (max(shape[0] // per_host, 1), per_host)
     if alone:

@@ -45,8 +45,8 @@ class RowFlops:
     """Matmul FLOPs for one row of the batch, forward and backward.
 
     Attributes:
-      executed: all of them, including recomputation, with attention scores unmasked.
-      scores: FLOPs of attention scores among them, unmasked.
+      executed: all of them, including recomputation and masked attention scores.
+      scores: FLOPs of attention scores, including masked ones; part of `executed`.
       narrow: FLOPs of matmuls with 8-bit operands, excluding scores.
     """
 

@@ -22,7 +22,7 @@ state on disk, all of which the update reads and writes.
 C, G, E and H are derived; the other capitals are counted. s_p is the rate of bare matmuls on the
 chip, as measured by others, times a factor. That factor, s_a, h, k, t, c and g are fitted to
 published runs (`python -m benchmarks.predictions`, which prints the residuals). s_a of Hopper is
-measured by head_dim and length (`efficiency_factors.attention_speed`): our only own measurement.
+measured by head_dim and length (`efficiency_factors.attention_speed`): the only one we measured.
 """
 
 import dataclasses
