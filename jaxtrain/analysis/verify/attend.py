@@ -26,7 +26,7 @@ RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink g
 
 
 def kernel_of(bench: Bench) -> str:
-    """Return the user's kernel, with 'auto' resolved for these simulated devices."""
+    """Return the name of the user's kernel, with 'auto' resolved for the simulated devices."""
     if bench.small.own.attention.kernel != "auto":
         return bench.small.own.attention.kernel
     return resolve_config(bench.within_stages.config, "cpu").attention.kernel
@@ -39,9 +39,7 @@ def kernel_name(bench: Bench) -> str:
 
 
 def compare(bench: Bench) -> Finding | NotChecked:
-    """Compare the user's kernel on the mesh, within a pipeline's stage, with the reference on one
-    device.
-    """
+    """Compare the user's kernel on the mesh of one stage with the reference on one device."""
     own = kernel_of(bench)
     kernel = KERNELS[own]
     chip, interpreted = (kernel.only_on or "").upper(), kernel.interpreted
@@ -106,7 +104,7 @@ def _run(
     plain: Mask,
     method: str,
 ) -> Arrays:
-    """Return the output, and the gradients of its weighted sum, in the order of the text."""
+    """Return the output and the gradients of its weighted sum, in token order."""
 
     def both(arrays: _Inputs) -> Any:
         segments: Any = arrays.segment_ids_BT
@@ -144,5 +142,5 @@ def _run(
 
 
 def _in_order(x: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Return an array with its positions in this order; attention sinks have no positions."""
+    """Permute the positions of an array; return attention sinks, which have none, unchanged."""
     return x if x.ndim == 1 else x[:, order]

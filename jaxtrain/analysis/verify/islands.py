@@ -1,4 +1,4 @@
-"""Float32 islands: operations that stay in float32 whatever the compute dtype."""
+"""Float32 islands: operations that stay in float32 for every compute dtype (mixed precision)."""
 
 import re
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxprs_in_params
 
-# Operations that distinguish an island from a cast or a copy, and their names.
+# Primitives that distinguish an island from a cast or a copy, and their display names.
 _KINDS = {
     "dot_general": "products", "ragged_dot_general": "products", "conv_general_dilated": "products",
     "reduce_sum": "sums", "exp": "exp", "log": "log", "rsqrt": "rsqrt", "logistic": "sigmoid",
     "tanh": "tanh", "erf": "erf", "cos": "cos", "sin": "sin",
 }  # fmt: skip
-_TRANSFORMED = re.compile(r"\w+\(|\)")  # of the names of `jax.grad`'s passes: transpose(jvp(loss))
+_TRANSFORMED = re.compile(r"\w+\(|\)")  # in scope names under `jax.grad`: transpose(jvp(loss))
 
 
 def float32_islands(program: ClosedJaxpr) -> dict[str, list[str]]:
     """Return the kinds of float32 operations by named scope, in the forward and backward passes.
 
     Args:
-      program: traced by `jax.make_jaxpr`.
+      program: the program, traced by `jax.make_jaxpr`.
     """
     found: dict[str, set[str]] = {}
     for scope, equation in _equations(program.jaxpr, ""):
@@ -33,7 +33,7 @@ def float32_islands(program: ClosedJaxpr) -> dict[str, list[str]]:
 def _equations(jaxpr: Jaxpr, outer: str) -> Iterator[tuple[str, JaxprEqn]]:
     for equation in jaxpr.eqns:
         parts = _TRANSFORMED.sub("", str(equation.source_info.name_stack)).split("/")
-        # Products are named by their equations.
+        # Scopes of matmuls are named after their einsum equations.
         own = [part for part in parts if part and "->" not in part]
         scope = "/".join([outer, *own] if outer else own)
         yield scope, equation

@@ -1,4 +1,4 @@
-"""Measures of verification: differences of numbers, arrays and bits, with their limits."""
+"""Error measures and tolerances of `jaxtrain verify`: relative errors and bitwise equality."""
 
 import dataclasses
 import math
@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 
-# float32 sums in another order, relative.
+# Relative error of float32 sums in a different order.
 EQUAL = 1e-5
 # The largest relative error of rounding to a dtype.
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9}
-ROUNDINGS = 8  # of each product's operands and result, forward and backward
-# The error of a product of 8 bits relative to its norm, with a factor of 2 to spare; those of the
-# two operands are independent. float8: rounding to 2 bits behind the leading one (e5m2) errs by
-# 0.053 of a number in the root mean square over an octave, to 3 bits (e4m3) by half of that. int8:
-# a step is 1/127 of a row's largest number, rounding errs by 1/sqrt(12) of a step in the root mean
-# square, and the largest of 2^12 normal numbers is sqrt(2 ln 2^12) = 4.1 of theirs.
+ROUNDINGS = 8  # per matmul: its operands and result, forward and backward
+# Error of an 8-bit matmul relative to its norm, with a safety factor of 2. The errors of the two
+# operands are independent. float8: rounding to 2 mantissa bits (e5m2) has a relative RMS error of
+# 0.053 over an octave, rounding to 3 bits (e4m3) half of that. int8: a quantization step is 1/127
+# of the largest value of a row, the RMS rounding error is 1/sqrt(12) of a step, and the largest of
+# 2^12 normal samples is sqrt(2 ln 2^12) = 4.1 standard deviations.
 NARROW = {
     "float8": 2 * math.hypot(0.053, 0.0265),
     "int8": 2 * math.hypot(1, 1) * math.sqrt(2 * math.log(2**12)) / 127 / math.sqrt(12),
 }
-# Arrays whose gradients are small compared with the others' are compared on this fraction of the
-# largest: some are zero but for rounding, such as those of a bias that softmax cancels.
+# Errors of small gradients are relative to this fraction of the largest gradient instead. Some
+# gradients are zero except for rounding, such as those of a bias that softmax cancels.
 FLOOR = 1e-3
 
 Arrays = dict[str, np.ndarray]
@@ -30,12 +30,12 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Measurement of a proof.
+    """Measured difference of a proof and its limit.
 
     Attributes:
       measured: the largest difference.
-      limit: what it must not exceed.
-      detail: which difference that was, and the others.
+      limit: the tolerance.
+      detail: a description of the largest difference and the others.
     """
 
     measured: float
@@ -45,7 +45,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class NotChecked:
-    """Verdict of a claim that was not checked here, neither passed nor failed, with the reason."""
+    """Result of a claim that was not checked, neither passed nor failed, with the reason."""
 
     reason: str
 
@@ -55,9 +55,9 @@ class Claim:
     """Claim to verify.
 
     Attributes:
-      proof: its short name, stable.
-      what: what is compared, in words.
-      prove: runs it.
+      proof: the short, stable name.
+      what: a description of the comparison.
+      prove: the function that runs the comparison.
     """
 
     proof: str
@@ -70,9 +70,9 @@ class Step:
     """Result of a program's first step, with parameters in the model's order of layers.
 
     Attributes:
-      loss: mean over the targets that count.
-      gradients: of every parameter, by name.
-      statistics: the running statistics after it, by name.
+      loss: the mean over the targets with loss mask 1.
+      gradients: the gradient of every parameter, by name.
+      statistics: the running statistics after the step, by name.
     """
 
     loss: float
@@ -81,7 +81,7 @@ class Step:
 
 
 def equal(found: Step, expected: Step) -> Finding:
-    """Compare loss, gradients and statistics up to float32 rounding; the worst is measured."""
+    """Compare loss, gradients and statistics up to float32 rounding; return the worst error."""
     loss = relative(found.loss, expected.loss)
     gradients, name = worst(found.gradients, expected.gradients)
     statistics, _ = worst(found.statistics, expected.statistics)
@@ -92,33 +92,34 @@ def equal(found: Step, expected: Step) -> Finding:
 
 
 def relative(found: float, expected: float) -> float:
-    """Return |found - expected| / |expected|; infinite where that is not a number."""
+    """Return |found - expected| / |expected|, with infinity for NaN."""
     error = abs(found - expected) / abs(expected)
     return error if np.isfinite(error) else np.inf
 
 
 def same_bits(found: Any, expected: Any) -> bool:
-    """Whether two arrays have one dtype and the same bytes: -0.0 is not 0.0, a NaN is itself."""
+    """Return whether two arrays are bitwise equal: -0.0 differs from 0.0, a NaN equals itself."""
     found, expected = np.asarray(found), np.asarray(expected)
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
 
 
 def bits(different: list[str], count: int, of: str) -> Finding:
-    """Return the number of items that are not bitwise equal, and name the first; none may differ.
+    """Return a finding with the number of items that are not bitwise equal; the limit is 0.
 
     Args:
-      different: the names of those that differ.
-      count: how many were compared.
-      of: what they are called, in the plural.
+      different: the names of the items that differ.
+      count: the number of compared items.
+      of: a plural noun for the items.
     """
     first = f": {different[0]}" if different else ""
     return Finding(len(different), 0, f"{len(different)} of {count} {of} differ{first}")
 
 
 def worst(found: Arrays, expected: Arrays) -> tuple[float, str]:
-    """Return the largest difference of any array, relative to its largest entry, and its name.
+    """Return the largest error of any array, relative to its largest element, and its name.
 
-    An array whose entries are all under 1/1000 of the largest of all counts relative to that.
+    For an array with all elements below 1/1000 of the overall maximum, the error is relative to
+    1/1000 of the overall maximum.
     """
     assert found.keys() == expected.keys(), "other arrays"
     top = max((np.abs(x).max() for x in expected.values()), default=0.0)
@@ -126,7 +127,7 @@ def worst(found: Arrays, expected: Arrays) -> tuple[float, str]:
     for name, value in expected.items():
         size = max(np.abs(value).max(), FLOOR * top)
         difference = np.abs(found[name].astype(np.float64) - value).max()
-        # nan_to_num: what is not a number is no small difference.
+        # nan_to_num: count a NaN as an infinite error.
         errors[name] = float(np.nan_to_num(difference / size if size else difference, nan=np.inf))
     name = max(errors, key=errors.__getitem__, default="")
     return errors.get(name, 0.0), name
@@ -140,14 +141,14 @@ def relative_norm(found: Arrays, expected: Arrays) -> float:
 
 
 def band(dtype: str, matmul: str, products: int) -> float:
-    """Return the tolerance for a gradient, relative to the norm of the float32 one.
+    """Return the tolerance of a gradient, relative to the norm of the float32 gradient.
 
-    Rounding errors of the matmuls along the path are independent and add up like a random walk.
+    Rounding errors of successive matmuls are independent and add up like a random walk.
 
     Args:
-      dtype: what is computed in, or kept in; float32 rounds nothing.
+      dtype: the compute or storage dtype; float32 adds no rounding error.
       matmul: Precision.matmul.
-      products: on the way.
+      products: the number of matmuls.
     """
     of_one = math.hypot(ROUNDINGS * ROUNDING.get(dtype, 0.0), NARROW.get(matmul, 0.0))
     return of_one * products**0.5

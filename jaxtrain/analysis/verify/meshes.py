@@ -9,8 +9,8 @@ from jaxtrain.parallel.mesh import MESH_AXES
 DEVICES = 8
 MAX_MESHES = 3
 
-# Which axes come first where not all of them fit on one mesh, and where what is left over goes
-# among axes of one size: the cheaper to compile first.
+# Priority of axes if not all of them fit on one mesh, and of equally large axes for the remaining
+# devices: axes that compile faster come first.
 PRIORITY = ("pipe", "tensor", "fsdp", "context", "expert", "data")
 GROW = ("fsdp", "data", "context", "expert", "tensor", "pipe")
 
@@ -22,14 +22,14 @@ def choose_meshes(
 ) -> tuple[list[MeshSizes], list[tuple[str, str]]]:
     """Choose meshes of at most 8 devices with the axes above 1; also return the pairs left out.
 
-    One mesh where all axes fit; otherwise up to three (four where `pipe` is odd), so that every
-    axis is on one and as many pairs of axes as possible are together. An axis is never larger than
-    the user's.
+    If all axes fit, there is one mesh. Otherwise there are up to three (four if `pipe` is odd), so
+    that every axis is on one of them and as many pairs of axes as possible are combined. An axis is
+    never larger than the user's.
 
     Args:
-      own: the user's sizes; infinite where they depend on the number of devices.
-      tensor: the smallest size that `tensor` can have above 1.
-      pipe: that of `pipe`: 3 divides no size of a shrunk model.
+      own: the user's sizes; infinity for a size that depends on the number of devices.
+      tensor: the smallest size above 1 of the axis `tensor`.
+      pipe: the smallest size above 1 of the axis `pipe`; 3 divides no size of a shrunk model.
     """
     least = dict.fromkeys(PRIORITY, 2) | {"tensor": tensor, "pipe": pipe}
     wanted = [axis for axis in PRIORITY if own[axis] > 1]
@@ -47,7 +47,7 @@ def choose_meshes(
             pairs = set(itertools.combinations(axes, 2))
             return len(pairs & missing[1]), len(set(axes) & missing[0])
 
-        best = max(fitting, key=gain)  # the first of equals: PRIORITY
+        best = max(fitting, key=gain)  # the first one of a tie, by PRIORITY
         if gain(best) == (0, 0):
             break  # pairs that fit on no mesh
         meshes.append(_grow({axis: least[axis] for axis in best}, own, tensor))
@@ -57,7 +57,7 @@ def choose_meshes(
 
 
 def _grow(mesh: MeshSizes, own: dict[str, float], tensor: int) -> MeshSizes:
-    """Give the remaining devices to the axis that is largest in the user's configuration."""
+    """Assign the remaining devices to the axes that are largest in the user's configuration."""
     order = sorted(mesh, key=lambda axis: (-own[axis], GROW.index(axis)))
     for axis in order:
         if axis == "tensor" and tensor > 2:

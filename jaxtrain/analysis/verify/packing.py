@@ -1,4 +1,4 @@
-"""Verification of packing: no document influences another one's loss or gradients.
+"""Verification of packing: no document affects the loss or gradients of another.
 
 Letters: B batch, T length, D embed.
 """
@@ -25,8 +25,8 @@ from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.state import TrainState
 
-# Losses [B, T] of every target, and the gradients [B, T, D] of their sum with respect to the
-# residual stream that each token brings in, both numpy and in the order of the text.
+# Losses [B, T] of every target, and the gradients [B, T, D] of their sum with respect to the input
+# embeddings; both are numpy arrays in token order.
 PerToken = tuple[np.ndarray, np.ndarray]
 
 _ONE_TEXT = NotChecked("TextData.separate_documents=False: a row is one text, as was asked for")
@@ -38,7 +38,7 @@ class Shifted:
 
     Attributes:
       model: the model.
-      shift_BTD: what is added.
+      shift_BTD: the offset.
     """
 
     model: Transformer
@@ -46,12 +46,12 @@ class Shifted:
 
     @property
     def layers(self) -> Any:
-        """Blocks of the model."""
+        """Layers of the model."""
         return self.model.layers
 
     @property
     def teacher(self) -> Any:
-        """Teacher of the model, if it has one; nothing is added to it."""
+        """Teacher of the model, if it has one; its embeddings are not shifted."""
         return getattr(self.model, TEACHER)
 
     @property
@@ -66,7 +66,7 @@ class Shifted:
         return model.predicting
 
     def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Return the shifted residual stream, the input of the first layer."""
+        """Return the shifted embeddings, the input of the first layer."""
         shift_BTD = shard(self.shift_BTD, ("batch", "residual_length", "embed"))
         return self.model.embed(tokens_BT, positions_BT) + shift_BTD
 
@@ -92,7 +92,7 @@ class Shifted:
 
 
 class Documents:
-    """Packed first batch, and the compiled program that both proofs of packing share."""
+    """Proofs of packing on the first batch, which share one compiled program."""
 
     def __init__(self, bench: Bench) -> None:
         self.batch = bench.batch
@@ -119,7 +119,7 @@ class Documents:
         return Finding(max(loss, gradient), EQUAL, detail)
 
     def check_isolation(self) -> Finding | NotChecked:
-        """Compare the other documents of a row before and after one document is changed."""
+        """Compare the other documents of a row before and after a change of one document."""
         if self.batch.segment_ids is None:
             return _ONE_TEXT
         other, chosen_BT = sample.with_one_document_changed(self.batch, self._vocab_size)
@@ -139,7 +139,7 @@ class Documents:
         return count_of(int(segment_ids.max(1).sum()), "document")
 
     def _difference(self, which: int, other: np.ndarray, where_BT: np.ndarray) -> float:
-        """Return the largest difference where it counts, relative to the largest value."""
+        """Return the largest difference within a mask, relative to the largest value."""
         expected = self._packed[which].astype(np.float64)
         where = where_BT.reshape(*where_BT.shape, *(1,) * (expected.ndim - 2))
         difference = np.abs(np.where(where, other - expected, 0.0)).max()
@@ -151,7 +151,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     config = bench.within_stages.config
     model = token_model(config.train.model)
     if model.experts is not None and model.experts.capacity_factor is not None:
-        # Slots of an expert are shared by a row: what one document takes, the next one lacks.
+        # Documents of a row share the slots of an expert: with a capacity they affect each other.
         model = dataclasses.replace(model, capacity_factor=None)
         train = dataclasses.replace(config.train, model=model)
         config = dataclasses.replace(config, train=train)
@@ -168,8 +168,8 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
         return sum(sums[name] for name in sorted(own))
 
     def run(state: TrainState, batch: Batch, shift_BTD: jax.Array) -> Any:
-        # The loss is a sum of mask x loss over the targets that count: where all of them do, its
-        # gradient by the mask is each loss.
+        # The loss is the sum of mask x loss over the targets: with a mask of ones, its gradient
+        # with respect to the mask is the loss of each target.
         find, all_count = jax.grad(losses, argnums=(0, 1)), jnp.ones_like(batch.loss_mask)
         in_order_BT = jnp.zeros_like(batch.targets) + jnp.arange(batch.targets.shape[1])
         positions_BT = along_context(in_order_BT, method)
@@ -185,7 +185,7 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     def per_token(batch: Batch) -> PerToken:
         found = jax.block_until_ready(compiled(state, mesh.place(batch), shift_BTD))
         losses_BT, moved_BTD, positions_BT = (np.asarray(x) for x in found)
-        # A ring works on another order of the tokens.
+        # Ring attention permutes the tokens.
         gradients_BTD = np.empty_like(moved_BTD)
         np.put_along_axis(gradients_BTD, positions_BT[..., None], moved_BTD, axis=1)
         return losses_BT, gradients_BTD

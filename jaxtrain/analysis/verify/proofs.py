@@ -1,4 +1,4 @@
-"""The claims of `jaxtrain verify`: what is run, what is measured, and its limit."""
+"""Claims of `jaxtrain verify`: the computations to compare, with measured errors and tolerances."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from jaxtrain.training.pipeline.stages import is_layer
 
 
 def claims(bench: Bench) -> Iterator[Claim]:
-    """Yield all claims to prove of a configuration; programs are compiled on demand."""
+    """Yield all claims about a configuration; programs are compiled on demand."""
     own, small = bench.small.own, bench.small.config
     text = small.train.model.inputs == "tokens"
     for mesh in bench.meshes:
@@ -74,7 +74,7 @@ def claims(bench: Bench) -> Iterator[Claim]:
 
 
 def mesh_name(mesh: MeshRun) -> str:
-    """Return the axes above 1, such as 'fsdp=4 x tensor=2'."""
+    """Return the axes larger than 1, such as 'fsdp=4 x tensor=2'."""
     sizes = {axis: getattr(mesh.config.mesh, axis) for axis in MESH_AXES}
     return " x ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
 
@@ -83,7 +83,7 @@ def mesh_name(mesh: MeshRun) -> str:
 
 
 def initial(bench: Bench, mesh: MeshRun) -> Finding | NotChecked:
-    """Compare the initial parameters on all meshes, bit for bit."""
+    """Compare the initial parameters on a mesh and on one device, bit for bit."""
     if mesh.devices == 1:
         return NotChecked("every mesh axis is 1: there is nothing to compare")
     found, expected = mesh.initial, bench.one_device.initial
@@ -104,7 +104,7 @@ def accumulation(bench: Bench) -> Finding:
     if kind_of(bench.batch) == "images":
         batch = sample.twins(bench.batch)
         whole, parts = (bench.with_accumulation(count, batch) for count in (1, 2))
-        # Running statistics are moved once for each microbatch: those differ, and rightly so.
+        # Running statistics are updated once per microbatch, so they differ by design.
         whole, parts = (dataclasses.replace(step, statistics={}) for step in (whole, parts))
         return equal(parts, whole)
     whole = bench.whole_step
@@ -114,7 +114,7 @@ def accumulation(bench: Bench) -> Finding:
 
 
 def execution(bench: Bench) -> Finding:
-    """Compare the chosen execution settings with the plain mathematics."""
+    """Compare the step with its execution settings (kernel, remat, scan) and with none of them."""
     small, model = bench.small.config, bench.small.config.train.model
     plain = dataclasses.replace(
         small,
@@ -129,11 +129,11 @@ def execution(bench: Bench) -> Finding:
 
 
 def own_precision(bench: Bench) -> Finding:
-    """Compare the step in the configuration's own precision with float32, within a band."""
+    """Compare the step in the precision of the configuration with float32, within a tolerance."""
     own, config = bench.small.own, bench.meshes[0].config
     kernel = config.attention.kernel
     if own.precision.compute == "float16" and kernel == "xla":
-        kernel = "reference"  # the CPU has no float16 products for the other
+        kernel = "reference"  # the 'xla' kernel needs float16 matmuls, which CPUs lack
     config = dataclasses.replace(
         config,
         precision=own.precision,

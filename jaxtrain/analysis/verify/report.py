@@ -1,4 +1,4 @@
-"""Report of `jaxtrain verify`: a line for each claim, with its figure and limit."""
+"""Report of `jaxtrain verify`: a row for each claim, with the measured error and its limit."""
 
 import contextlib
 import dataclasses
@@ -18,16 +18,16 @@ Verdict = Literal["proved", "FAILED", "not checked"]
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """Line of the report's table.
+    """Row of the report's table.
 
     Attributes:
-      proof: its short name.
-      what: what was compared.
-      measured: the largest difference; None where it was not checked.
-      limit: what it must not exceed; 0 is bit for bit.
+      proof: the short name of the claim.
+      what: a description of the comparison.
+      measured: the largest difference; None if not checked.
+      limit: the tolerance; 0 requires bitwise equality; None if not checked.
       verdict: 'proved', 'FAILED' or 'not checked'.
-      seconds: how long it took, compilation included.
-      detail: the single figures, or why it was not checked.
+      seconds: the duration, including compilation.
+      detail: the individual figures, or the reason why it was not checked.
     """
 
     proof: str
@@ -44,9 +44,9 @@ class Report:
     """Proofs of one configuration.
 
     Attributes:
-      small: the shrunk configuration that was proved.
-      proofs: the lines, in order.
-      seconds: how long all of it took.
+      small: the shrunk configuration.
+      proofs: the rows, in order.
+      seconds: the total duration.
     """
 
     small: Small
@@ -55,11 +55,11 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether no proof failed."""
+        """Return whether no proof failed."""
         return all(proof.verdict != "FAILED" for proof in self.proofs)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `--json` writes; its keys are documented in docs/verify.md."""
+        """Return the object that `--json` writes; docs/verify.md documents its keys."""
         return {
             "passed": self.passed,
             "seconds": self.seconds,
@@ -73,7 +73,7 @@ class Report:
 
 
 def _finite(proof: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest double for a value that is not finite, as JSON has no infinity."""
+    """Replace non-finite values by the largest double, because JSON has no infinity."""
     measured = proof["measured"]
     if measured is not None and not math.isfinite(measured):
         proof["measured"] = 1.7976931348623157e308
@@ -81,7 +81,7 @@ def _finite(proof: dict[str, Any]) -> dict[str, Any]:
 
 
 def show_small(console: Console, small: Small) -> None:
-    """Print what was shrunk, and the meshes."""
+    """Print the shrunk settings and the meshes."""
     for change in small.changes():
         line = f"shrunk: {change.setting} = {change.own!r} -> {change.small!r}"
         console.print(escape(line), highlight=False)
@@ -102,7 +102,7 @@ class _Shown:
         self._table = proof_table(())
 
     def small(self, small: Small) -> None:
-        """Print what was shrunk, and the head of the table."""
+        """Print the shrunk settings and the header of the table."""
         show_small(self._console, small)
         if self._console.is_terminal:
             self._live = Live(self._table, console=self._console)
@@ -112,7 +112,7 @@ class _Shown:
             self._console.print(_plain(*head))
 
     def proof(self, proof: Proof) -> None:
-        """Add a line."""
+        """Add a row."""
         if self._live is None:
             line = _plain(*_cells(proof))
             self._console.print(line, soft_wrap=True, highlight=False)
@@ -121,7 +121,7 @@ class _Shown:
         self._live.refresh()
 
     def close(self) -> None:
-        """Leave the table as it is."""
+        """Stop the live display and leave the table in the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -142,7 +142,7 @@ def _add(table: Table, proof: Proof) -> None:
 
 @contextlib.contextmanager
 def showing(console: Console) -> Iterator[_Shown]:
-    """Open the report that shows the shrunk configuration and each proof as it ends."""
+    """Open a live report of the shrunk configuration and of each finished proof."""
     shown = _Shown(console)
     try:
         yield shown

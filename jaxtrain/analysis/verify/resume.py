@@ -19,7 +19,7 @@ STEPS_BEFORE, STEPS_AFTER = 2, 2
 
 
 def check_resume(bench: Bench) -> Finding:
-    """Compare a run that is saved, restored and resumed with one that continues."""
+    """Compare a run that is saved, restored and resumed with an uninterrupted one."""
     mesh = bench.meshes[0]
     config = mesh.config
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +44,7 @@ def check_resume(bench: Bench) -> Finding:
 
 
 def check_exchange(bench: Bench) -> Finding:
-    """Compare the replicas' first losses, weighted by their targets, with the whole batch's."""
+    """Compare the mean first loss of the replicas, weighted by targets, with the full batch."""
     mesh = bench.meshes[0]
     found = jax.block_until_ready(mesh.train_step(mesh.fresh(), mesh.place(bench.batch)))
     metrics = {name: np.asarray(value) for name, value in found[1].items()}
@@ -57,7 +57,7 @@ def check_exchange(bench: Bench) -> Finding:
 def _run(
     bench: Bench, mesh: MeshRun, state: TrainState, first: int, count: int
 ) -> tuple[TrainState, list[dict[str, np.ndarray]]]:
-    """Return the state and the metrics of `count` steps, on the batches from `first` on."""
+    """Run `count` steps on the batches from index `first`; return the state and the metrics."""
     train, metrics = mesh.config.train, []
     stream: Iterator[Batch] = batches(
         bench.data.train,

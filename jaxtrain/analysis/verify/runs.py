@@ -36,10 +36,10 @@ class MeshRun:
 
     Attributes:
       config: the configuration, with this mesh.
-      layout: how everything is sharded.
-      setup: the facts of its step, whose optimizer keeps its gradients.
-      program: the step of one gradient at the parameters, all replicas alike.
-      training: the step that trains: `program`, or another one.
+      layout: the layout of all arrays on the mesh.
+      setup: the setup of the step; its optimizer also stores its input gradients.
+      program: the synchronous step with one gradient evaluation.
+      training: the step of the configured method: `program`, or another one.
     """
 
     def __init__(self, config: Config) -> None:
@@ -65,7 +65,7 @@ class MeshRun:
 
     @functools.cached_property
     def train_step(self) -> CompiledStep:
-        """The step of `training`, compiled as a run's; it takes the state away from its caller."""
+        """The step of `training`, compiled like that of a run; it donates the caller's state."""
         train = self.config.train
         options, _ = options_of_run("cpu", "cpu", train.steps, lambda missing: None)
         step = CompiledStep(self.training, options)
@@ -75,7 +75,7 @@ class MeshRun:
 
     @property
     def islands(self) -> dict[str, list[str]]:
-        """Operations of the gradients that are float32 whatever Precision.compute is, by scope."""
+        """Float32 operations of the gradient computation by scope, see `float32_islands`."""
         train = self.config.train
         batch = train.data.abstract_batch(train.global_batch_size)
         with self.layout.active():
@@ -87,24 +87,24 @@ class MeshRun:
 
     @functools.cached_property
     def created(self) -> TrainState:
-        """A fresh state of `training` on the host, as its program creates it on the devices."""
+        """Initial state of `training` on the host, created by its program on the devices."""
         return jax.device_get(self.training.create(self.config.train.seed))
 
     @functools.cached_property
     def initial(self) -> Arrays:
-        """The initial parameters by name, in the model's order of layers."""
+        """Initial parameters by name, in the model's order of layers."""
         return self.name_arrays(self._synchronous_state().params)
 
     def fresh(self) -> TrainState:
-        """Return a copy of the created state on the devices, for a step to take."""
+        """Return a copy of the initial state on the devices, which a step may donate."""
         return jax.device_put(self.created, self.training.shardings(self.created))
 
     def place(self, batch: Batch) -> Batch:
-        """Return a batch of numpy arrays on the mesh's devices."""
+        """Shard a batch of numpy arrays over the mesh's devices."""
         return jax.device_put(batch, self.setup.batch_shardings(batch))
 
     def first_step(self, batch: Batch) -> Step:
-        """Run the first step of the compiled train step; for a synchronous program."""
+        """Run the first step of the compiled train step; requires a synchronous program."""
         assert self.training is self.program, "another exchange keeps a gradient for each replica"
         placed = self.place(batch)
         state, metrics = jax.block_until_ready(self.train_step(self.fresh(), placed))
@@ -115,11 +115,12 @@ class MeshRun:
         )
 
     def gradients(self, batch: Batch, state: TrainState | None = None) -> Step:
-        """Run the first step without the update, for programs that take no other step.
+        """Compute loss and gradients of the first step without the update.
 
         Args:
           batch: the batch, numpy.
-          state: a fresh state on the host, where another program of the same form made one.
+          state: the initial state on the host of another program with the same structure; None
+            creates one.
         """
         state = self._synchronous_state() if state is None else state
         state = jax.device_put(state, self.program.shardings(state))
@@ -140,7 +141,7 @@ class MeshRun:
         return jax.device_get(self.program.create(self.config.train.seed))
 
     def compile(self, function: Any, *arguments: Any) -> Callable[..., Any]:
-        """Compile a jitted function for these arguments, or for their shapes."""
+        """Compile a jitted function for these arguments or shapes."""
         with self.layout.active():
             return function.lower(*arguments).compile()
 
@@ -157,12 +158,12 @@ class MeshRun:
 
 
 class Bench:
-    """Programs and results that several proofs share, each made on first use.
+    """Programs and results that several proofs share, each computed on first use.
 
     Attributes:
       small: the shrunk configuration.
-      data: what it is run on.
-      batch: the first step's batch, numpy.
+      data: the dataset.
+      batch: the batch of the first step, numpy.
     """
 
     def __init__(self, small: Small) -> None:
@@ -179,18 +180,18 @@ class Bench:
 
     @functools.cached_property
     def one_device_step(self) -> Step:
-        """First step on one device, accumulated as the user's configuration does."""
+        """First step on one device, with the gradient accumulation of the user's configuration."""
         return self.one_device.gradients(self.batch)
 
     @functools.cached_property
     def whole_step(self) -> Step:
-        """First step on one device with the same batch, without accumulation."""
+        """First step on one device with the same batch, without gradient accumulation."""
         if self.small.config.train.accumulation == 1:
             return self.one_device_step
         return self.with_accumulation(1, self.batch)
 
     def with_accumulation(self, count: int, batch: Batch) -> Step:
-        """Run a batch on one device in `count` microbatches."""
+        """Run the first step on one device with `count` microbatches (gradient accumulation)."""
         train = dataclasses.replace(self.small.config.train, accumulation=count)
         mesh = MeshRun(dataclasses.replace(self.small.config, train=train))
         return mesh.gradients(batch, self.one_device.created)
@@ -202,7 +203,7 @@ class Bench:
 
     @functools.cached_property
     def within_stages(self) -> MeshRun:
-        """The first mesh without its stages: what one stage of it works on."""
+        """The first mesh without pipeline parallelism: the mesh of one stage."""
         config = self.meshes[0].config
         if config.mesh.pipe == 1:
             return self.meshes[0]
@@ -211,7 +212,7 @@ class Bench:
 
 
 def keep_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Return the optimizer with its input gradients as the first part of its state."""
+    """Wrap an optimizer so that the first part of its state is its input gradients."""
     keep = optax.GradientTransformation(
         lambda params: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params),
         lambda updates, state, params=None: (updates, updates),

@@ -12,18 +12,18 @@ from jaxtrain.models.model import features_of, reads_pairs, reads_tokens, token_
 from jaxtrain.training.objectives.classification import classes_of
 from jaxtrain.training.settings import Config
 
-SEED = 20  # of all that is drawn here
-BATCHES = 5  # rows for this many and a half, so that the last batches reach into the next epoch
+SEED = 20  # of all random data here
+BATCHES = 5  # the rows fill half a batch less, so that the last batch extends into the next epoch
 
 
 @dataclasses.dataclass(frozen=True)
 class UnevenText:
-    """Packed rows of which between a third and all of the targets count; implements Examples.
+    """Packed rows with a loss mask of 1 for a third to all of the targets; implements Examples.
 
     Attributes:
-      rows: the rows as the packer makes them.
-      vectors: float32 [V, F], the input vectors where a model reads vectors instead of tokens;
-        None: tokens are.
+      rows: the packed rows.
+      vectors: float32 [V, F], the input vectors of a model that reads vectors instead of tokens;
+        None if it reads tokens.
     """
 
     rows: PackedText
@@ -42,10 +42,10 @@ class UnevenText:
 
 @dataclasses.dataclass(frozen=True)
 class UnevenPairs:
-    """Pairs of which between a third and all of the targets count; implements Examples.
+    """Pairs with a loss mask of 1 for a third to all of the targets; implements Examples.
 
     Attributes:
-      pairs: as the data make them.
+      pairs: the pairs of the data source.
     """
 
     pairs: Examples
@@ -66,7 +66,7 @@ class Noise:
 
     Attributes:
       inputs: float32 [count, H, W, C] or [count, D].
-      targets: int32 labels [count], or float32 numbers [count, K].
+      targets: int32 labels [count], or float32 regression targets [count, K].
     """
 
     inputs: np.ndarray
@@ -76,9 +76,7 @@ class Noise:
         return len(self.targets)
 
     def example(self, index: int, rng: np.random.Generator | None) -> Batch:
-        """Return image or vector `index`; an `rng` changes its brightness, as an
-        augmentation does.
-        """
+        """Return image or vector `index`; an `rng` changes its brightness, like an augmentation."""
         inputs = self.inputs[index]
         if rng is not None:
             inputs = inputs + np.float32(rng.normal())
@@ -86,15 +84,13 @@ class Noise:
 
 
 def _keep(index: int, shape: tuple[int, ...]) -> Any:
-    """Return 1 where a target counts: alternately a third of a row's targets, all, and in
-    between.
-    """
+    """Return a random 0/1 loss mask; its density cycles from a third to 1 over the rows."""
     share = 0.3 + 0.7 * (index % 4) / 3
     return (np.random.default_rng((SEED, index)).random(shape) < share).astype(np.float32)
 
 
 def dataset(config: Config) -> Dataset:
-    """Return random data for verifying a shrunk configuration, as a data source opens into."""
+    """Return a random dataset for the verification of a shrunk configuration."""
     rows = config.train.global_batch_size * BATCHES - config.train.global_batch_size // 2
     batch = config.train.data.abstract_batch(1)
     model = config.train.model
@@ -104,9 +100,9 @@ def dataset(config: Config) -> Dataset:
         length, different, vectors = batch.inputs.shape[1], model.vocab_size, None
         features, classes = features_of(model), token_classes_of(model)
         if features is not None and classes is not None:
-            different = classes  # the drawn class is the target too
+            different = classes  # the random class is also the target
             vectors = rng.normal(size=(different, features)).astype(np.float32)
-        # At most half a row, so that every row holds two documents at least.
+        # At most half a row, so that every row contains at least two documents.
         documents = [
             rng.integers(0, different, rng.integers(3, length // 2))
             for _ in range(rows * length // 3)
@@ -138,10 +134,10 @@ def first_batch(config: Config, data: Dataset) -> Batch:
 
 
 def twins(batch: Batch) -> Batch:
-    """Return the batch with each even row repeated in place of the next one; loss_mask stays.
+    """Return the batch with each odd row replaced by the row before it; loss_mask is unchanged.
 
-    Split in two, both microbatches then hold the same images: they have the statistics of the
-    whole batch, so that accumulation is defined for models which normalize over the batch.
+    Both halves of the batch then contain the same images and have the statistics of the whole
+    batch, so that accumulation is well defined for models with batch normalization.
     """
     rows = np.arange(len(batch.targets)) // 2 * 2
     return dataclasses.replace(batch, inputs=batch.inputs[rows], targets=batch.targets[rows])
@@ -151,7 +147,7 @@ def twins(batch: Batch) -> Batch:
 
 
 def documents_alone(batch: Batch) -> list[Batch]:
-    """Return for k = 1, 2, ... the k-th document of each row, alone at the start of its row."""
+    """Return a batch for each k = 1, 2, ...: the k-th document of each row, alone in its row."""
     segment_ids: Any = batch.segment_ids
     length, alone = batch.inputs.shape[1], []
     for document in range(1, int(segment_ids.max()) + 1):
@@ -178,19 +174,19 @@ def documents_alone(batch: Batch) -> list[Batch]:
 
 
 def repack(batch: Batch, alone: list[np.ndarray]) -> np.ndarray:
-    """Move per-token values of `documents_alone` to where the packed rows have those tokens."""
+    """Move per-token values of `documents_alone` to the positions of the packed rows."""
     segment_ids: Any = batch.segment_ids
     found = np.zeros_like(alone[0])
     for document, values in enumerate(alone, start=1):
         taken = segment_ids == document
-        # Boolean indexing walks row by row, and in a row the document's tokens come first.
+        # Boolean indexing is row-major, and the document's tokens come first in each row.
         here = np.arange(taken.shape[1]) < taken.sum(1, keepdims=True)
         found[taken] = values[here]
     return found
 
 
 def with_one_document_changed(batch: Batch, vocab_size: int) -> tuple[Batch, np.ndarray]:
-    """Return the batch with one document of each row replaced, and its mask: bool [B, T]."""
+    """Replace one document of each row; return the batch and the document mask, bool [B, T]."""
     rows = np.arange(len(batch.inputs))
     segment_ids: Any = batch.segment_ids
     counts = segment_ids.max(1)

@@ -1,4 +1,4 @@
-"""Shrink a configuration: the same choices, sizes that eight simulated devices hold."""
+"""Shrink a configuration to eight simulated devices: small sizes, otherwise the same settings."""
 
 import dataclasses
 import math
@@ -40,22 +40,22 @@ from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config, Train
 
-# Every dimension is a multiple of all devices, so that any axes may share any dimension.
+# Every dimension is a multiple of the device count, so that any axes can shard any dimension.
 UNIT = DEVICES
 VOCABULARY, HEAD_DIM, SEQUENCE, MAX_CHUNKS, MAX_GROUP, MAX_EXPERTS = 64, 8, 32, 4, 8, 4
 CLASSES = 16
-# The smallest published depth of the same form: stem, blocks and number of stages stay.
+# The smallest published depth with the same stem, block type and number of stages.
 DEPTHS = {34: 18, 56: 20, 32: 20, 101: 50, 152: 50, 13: 11, 16: 11, 19: 11}
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Setting that was shrunk.
+    """Changed setting of a shrunk configuration.
 
     Attributes:
-      setting: its gin name.
+      setting: the gin name.
       own: the user's value.
-      small: the value that is proved with.
+      small: the value in the verification.
     """
 
     setting: str
@@ -65,14 +65,14 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Small:
-    """A shrunk configuration and the meshes that it is proved on.
+    """Shrunk configuration and the meshes of its verification.
 
     Attributes:
       own: the user's configuration.
-      config: the shrunk one, for one device.
+      config: the shrunk configuration, for one device.
       meshes: sizes of all axes of each mesh, at most 8 devices each; never empty.
-      pairs_left_out: pairs of axes that the user's mesh has together and none of these has.
-      pipeline: the shrunk pipeline, for meshes that have one.
+      pairs_left_out: pairs of axes that the user's mesh combines but none of `meshes` does.
+      pipeline: the shrunk pipeline settings, for meshes with pipeline stages.
     """
 
     own: Config
@@ -82,7 +82,7 @@ class Small:
     pipeline: Pipeline
 
     def on(self, sizes: MeshSizes) -> Config:
-        """Return the shrunk configuration on one of the meshes, without what that mesh lacks."""
+        """Return the shrunk configuration on a mesh, without settings of axes that it lacks."""
         config, own = self.config, self.own
         return dataclasses.replace(
             config,
@@ -114,7 +114,7 @@ def shrink(own: Config) -> Small:
         pipe=3 if layout.unstaged else 2,
     )
     if not math.isinf(sizes["fsdp"]) and layout.mesh.shape["fsdp"] != sizes["fsdp"]:
-        meshes.append(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 6})  # of which sizes divide by 2
+        meshes.append(dict.fromkeys(MESH_AXES, 1) | {"fsdp": 6})  # every size is divisible by 2
     most = {axis: max(mesh[axis] for mesh in meshes) for axis in MESH_AXES}
     pipeline = _pipeline(own.pipeline, sizes["pipe"], most["pipe"])
     accumulation = min(own.train.accumulation, 2)
@@ -124,14 +124,14 @@ def shrink(own: Config) -> Small:
         * (pipeline.microbatches if mesh["pipe"] > 1 else 1)
         for mesh in meshes
     ]
-    # At least two microbatches of two rows; of images enough that a batch norm is well conditioned.
+    # At least two microbatches of two rows; enough images for a well-conditioned batch norm.
     model = own.train.model
     rows = math.lcm(4 if reads_tokens(model) or reads_pairs(model) else 32, *parts)
-    # The noise is a metric of several microbatches, of which not every proof's step has any.
+    # The noise scale needs several microbatches, which not every proof has.
     train = dataclasses.replace(
         own.train, global_batch_size=rows, accumulation=accumulation, noise_scale_every=0
     )
-    # Proofs look at a state's arrays; in files they are the same numbers.
+    # Proofs compare arrays of the state; offloading to disk would not change the values.
     offload = own.offload
     if offload.optimizer_state == "disk":
         offload = dataclasses.replace(offload, optimizer_state="none")
@@ -139,7 +139,7 @@ def shrink(own: Config) -> Small:
         own,
         train=train,
         offload=offload,
-        # A first step's gradients are compared, of which what waits has none.
+        # Proofs compare gradients of the first step; parameters that are still frozen have none.
         finetune=dataclasses.replace(own.finetune, unfreeze={}),
         optimizer=_optimizer(own.optimizer),
         mesh=Mesh(fsdp=1),
@@ -166,7 +166,7 @@ def shrink(own: Config) -> Small:
 
 
 def _optimizer(own: Optimizer) -> Optimizer:
-    """Return the optimizer without learning rates of single layers, which the small model lacks."""
+    """Remove learning rates of individual layers, which the small model may lack."""
     whole = {name: x for name, x in own.learning_rates.items() if part_of(name).is_whole}
     return dataclasses.replace(own, learning_rates=whole)
 
@@ -177,7 +177,7 @@ def _size(mesh: Mesh, axis: str) -> float:
 
 
 def _layout(own: Config, sizes: dict[str, float]) -> Layout:
-    """Return the user's own layout; axes whose size depends on the number of devices have one."""
+    """Return the user's layout; axes that depend on the number of devices have size 1."""
     known = {axis: 1 if math.isinf(size) else int(size) for axis, size in sizes.items()}
     mesh = Mesh(**known, dcn=own.mesh.dcn if known == sizes else {})
     config = dataclasses.replace(own, mesh=mesh)
@@ -185,12 +185,12 @@ def _layout(own: Config, sizes: dict[str, float]) -> Layout:
 
 
 def _dcn(own: Mesh, sizes: MeshSizes) -> dict[str, int]:
-    """Return two slices wherever the user has more than one and the small mesh has the axis."""
+    """Return two slices for each axis with several slices that the small mesh has too."""
     return {axis: 2 for axis, n in own.dcn.items() if n > 1 and sizes.get(axis, 2) > 1}
 
 
 def _smallest_tensor(own: Sharding) -> int:
-    """Return the smallest size above 1 of the tensor axis in the user's layout of it."""
+    """Return the smallest size above 1 of the tensor axis that its layout allows."""
     return {"1d": 2, "2d": 4, "2.5d": 4 * min(own.tensor_depth, 2), "3d": 8}[own.tensor_layout]
 
 
@@ -207,7 +207,7 @@ def _sharding(own: Sharding, tensor: int) -> Sharding:
 
 
 def _batch_devices(own: Config, mesh: MeshSizes) -> int:
-    """Return the number of the mesh's devices that the batch is split over."""
+    """Return the number of devices over which the mesh shards the batch."""
     config = dataclasses.replace(
         own, mesh=Mesh(**mesh, dcn={}), sharding=_sharding(own.sharding, mesh["tensor"])
     )
@@ -215,7 +215,7 @@ def _batch_devices(own: Config, mesh: MeshSizes) -> int:
 
 
 def _pipeline(own: Pipeline, own_ranks: float, ranks: int) -> Pipeline:
-    """Return microbatches below, at, or above the number of ranks, and odd, as the user's are."""
+    """Shrink the microbatch count: below, a multiple of, or above the ranks, like the user's."""
     if ranks == 1:
         return own
     count, of = own.microbatches, ranks if math.isinf(own_ranks) else int(own_ranks)
@@ -276,13 +276,13 @@ def _text(
             synthetic_vocab_size=tokens,
             sequence_length=SEQUENCE,
             heldout_split=None,
-            # Of random tokens, which are no documents of any length.
+            # Random tokens have no documents to pad.
             packing="stream" if own_text.packing == "padded" else own_text.packing,
             lengths=(),
             fill_in_middle=None,
         )
     named = KERNELS.get(own.attention.kernel)
-    # The kernel's own proof says what it means that it does not run here.
+    # The claim about the kernel reports that it cannot run here.
     elsewhere = named is not None and named.only_on is not None
     kernel = "xla" if elsewhere else own.attention.kernel
     return dataclasses.replace(
@@ -302,7 +302,10 @@ def _of_tokens(
     most: MeshSizes,
     virtual_stages: int,
 ) -> TokenModel:
-    """Return the model, or a teacher, narrow and of few layers, for short rows of `length`."""
+    """Shrink the width, depth and context length of a token model or teacher.
+
+    `length` is the user's sequence length.
+    """
     data, fields = own.train.data, vars(model)
     shorter = SEQUENCE / length
     layers = _layers(own, model.layers, sizes, most, virtual_stages)
@@ -324,14 +327,14 @@ def _of_tokens(
     if features_of(model) is not None:
         del small["vocab_size"]
     if isinstance(data, ClassedRows):
-        small["num_classes"] = VOCABULARY  # labels are drawn as tokens are
+        small["num_classes"] = VOCABULARY  # random labels are drawn like tokens
     small["context_length"] = SEQUENCE * (2 if model.context_length > length else 1)
     for name in ("sliding_window", "rope_original_context_length"):
         if fields.get(name) is not None:
             small[name] = max(round(fields[name] * shorter), 2)
     if fields.get("attention_pattern") is not None:
         small |= _pattern(fields["attention_pattern"], shorter, small)
-    if "global_every" in fields:  # layers of both kinds are left
+    if "global_every" in fields:  # keep layers of both kinds
         small["global_every"] = min(fields["global_every"], layers)
     return dataclasses.replace(model, **{n: x for n, x in small.items() if n in fields})
 
@@ -344,7 +347,7 @@ def _pairs(
     most: MeshSizes,
     virtual_stages: int,
 ) -> Config:
-    """Return both stacks with as many layers, and random pairs that do not fill their rows."""
+    """Shrink an encoder-decoder model; the data are random pairs with padding."""
     fields, layers = vars(model), _layers(own, model.layers, sizes, most, virtual_stages)
     vocabulary = VOCABULARY - ("vocab" in _layout(own, sizes).whole)
     small = {"vocab_size": vocabulary, "num_layers": layers, "embed_dim": 2 * UNIT}
@@ -374,16 +377,14 @@ def _pairs(
 
 
 def _block(own: Config) -> int:
-    """Return the number of layers in one iteration of the loop over them."""
+    """Return the number of layers in one iteration of the scan."""
     return min(own.scan.layers_per_iteration, 2)
 
 
 def _layers(
     own: Config, layers: int, sizes: dict[str, float], most: MeshSizes, virtual_stages: int
 ) -> int:
-    """Return at least two layers per stage where that is cheap; uneven over the stages if the
-    user's are.
-    """
+    """Return a number of layers: two per stage if that is cheap, uneven if the user's is uneven."""
     block, own_ranks = _block(own), sizes["pipe"]
     if most["pipe"] == 1:
         return layers if layers == 1 else max(2 * block, 2)
@@ -398,7 +399,7 @@ def _layers(
 def _heads(
     own: Config, attention: AttentionFacts, sizes: dict[str, float], most: MeshSizes
 ) -> dict[str, int]:
-    """Return numbers of heads that keep the group size (GQA) and divide where the user's do."""
+    """Return head counts with the user's group size (GQA) and divisibility by the tensor axis."""
     tensor = most["tensor"]
     group = min(attention.num_heads // attention.num_kv_heads, MAX_GROUP)
     own_tensor = tensor if math.isinf(sizes["tensor"]) else int(sizes["tensor"])
@@ -420,7 +421,7 @@ def _heads(
 
 
 def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a proportionate pattern, with as many heads per device as it has kinds of them."""
+    """Rescale an attention pattern, and multiply the heads by its number of kinds of heads."""
     short = pattern.rescale(shorter)
     times = short.kinds_of_heads
     widened = {name: small[name] * times for name in ("num_heads", "num_kv_heads", "embed_dim")}
@@ -428,7 +429,7 @@ def _pattern(pattern: Pattern, shorter: float, small: Mapping[str, Any]) -> dict
 
 
 def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:
-    """Return DeepSeek's sizes: one dense layer if there were any, and narrow latents."""
+    """Shrink the sizes of multi-head latent attention (DeepSeek); keep at most one dense layer."""
     dense = min(fields["dense_layers"], 1)
     return {
         "num_layers": layers + dense,
@@ -443,7 +444,7 @@ def _latents(fields: Mapping[str, Any], layers: int) -> dict[str, int | None]:
 
 
 def _routes(fields: Mapping[str, Any], small: Mapping[str, int]) -> dict[str, int]:
-    """Return groups of at least two experts, some of them routed to, if the user has groups."""
+    """Shrink group-limited expert routing to groups of at least two experts."""
     if fields.get("expert_groups", 1) == 1:
         return {}
     count = small["num_experts"]
@@ -498,7 +499,7 @@ def _images(
         "heldout_split": None,
     }
     if isinstance(data, ImageData):
-        # Rows that are mixed would be each other's: the proofs compare them one by one.
+        # Proofs compare individual rows, which Mixup or CutMix would combine.
         images = dataclasses.replace(data, **values, augment=None, workers=0)
     else:
         images = ImageData(**values, channels=data.abstract_batch(1).inputs.shape[-1])
@@ -510,7 +511,7 @@ def _images(
 
 
 def _vectors(config: Config, own: Config, model: VectorModel) -> Config:
-    """Return widths: those that are shared stay shared, the others stay as they are: 3, or 10."""
+    """Shrink the widths of a vector model, except small ones not divisible by UNIT (3, 10)."""
     fields: dict[str, Any] = vars(model)
     small: Any = model
     if "widths" in fields:

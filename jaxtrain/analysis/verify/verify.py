@@ -23,13 +23,13 @@ from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config
 
-# Every program runs a few times only, so LLVM's optimizations of its machine code are left out;
-# XLA's own passes (partitioning, fusion, memory) are not. Halves the time.
+# Every program runs only a few times, so these flags disable LLVM's optimizations of machine code,
+# but not XLA's own passes (partitioning, fusion, memory). This halves the time.
 _XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def simulate() -> None:
-    """Make JAX run on eight simulated CPU devices; call before anything opens the backend.
+    """Make JAX run on eight simulated CPU devices; call before the backend is initialized.
 
     Raises:
       UserError: JAX already runs on other devices in this process.
@@ -44,15 +44,15 @@ def verify(
     on_small: Callable[[Small], None] = lambda _: None,
     on_proof: Callable[[Proof], None] = lambda _: None,
 ) -> Report:
-    """Verify a configuration, shrunk to sizes that run in seconds; reads none of its data.
+    """Verify a configuration, shrunk to sizes that run in seconds, on random data.
 
     Args:
-      config: the user's, of any size.
-      on_small: called with the shrunk configuration before anything runs.
-      on_proof: called with each proof as it ends.
+      config: the user's configuration, of any size.
+      on_small: called with the shrunk configuration before the first proof.
+      on_proof: called with each proof when it is done.
 
     Raises:
-      UserError: the configuration could not run on its own devices either.
+      UserError: the configuration cannot run on its own devices.
     """
     began = time.monotonic()
     validate(config)
@@ -78,12 +78,12 @@ def verify(
 def validate(config: Config) -> None:
     """Raise UserError if the configuration cannot run on its devices.
 
-    How many those are is not known where an axis is -1: it then has two devices, or one if two
-    cannot be; what neither allows, no number allows.
+    If an axis is -1, the number of devices is unknown: the configuration is valid if it can run
+    with size 1 or 2 of that axis.
     """
     model, data = config.train.model, config.train.data
     text = text_of(data)
-    # Neither the text nor the tokenizer has to be on this machine.
+    # Neither the text nor the tokenizer needs to be on this machine.
     if text is not None and reads_tokens(model):
         vocabulary = max(model.vocab_size, 2)
         data = dataclasses.replace(
@@ -100,7 +100,7 @@ def validate(config: Config) -> None:
     sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
     fixed = math.prod(size for size in sizes if size != -1)
     counts = (2 * fixed, fixed) if -1 in sizes else (fixed,)
-    # Where kernels run is not what is asked here: each is looked at on the platform it is made for.
+    # Validate each kernel on its own platform, whatever the platform of this machine.
     named = KERNELS.get(config.attention.kernel)
     platform = (None if named is None else named.only_on) or "gpu"
     refusals = []
