@@ -12,27 +12,27 @@ import numpy as np
 from jaxtrain.analysis.planning.compiled.collectives import Collective
 from jaxtrain.analysis.planning.textbook.facts import Expected
 
-# Bytes per step of an array that nobody expected, up to which it goes into the row of small things.
+# Unexpected arrays of up to this many bytes per step are summarized in one row.
 SMALL = 64 * 1024
 SMALL_THINGS = "scalars and norms"
 NOT_MOVED = "not moved"
-_TILE_ROWS = 8  # of a TPU
+_TILE_ROWS = 8  # on a TPU
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was moved for one reason.
+    """The traffic of one kind with one cause.
 
     Attributes:
-      kind: as it was compiled.
-      axis: the mesh axis, or several joined by "+".
+      kind: kind of collective, as compiled.
+      axis: the mesh axis, or several joined with "+".
       count: arrays moved in a step.
-      bytes: what one device puts in during the step.
-      cause: why; with what the compiler made of it, where that is not the textbook's form.
-      link: "dcn" where the axis goes over several slices (or hosts), else "ici".
-      textbook_bytes: what the textbook would put in, of a gather that became an all-reduce counted
-        as that is: the whole array, and not a device's part; None where it has no such thing.
-      explained: whether there is a reason for it.
+      bytes: payload bytes of one device during the step.
+      cause: the reason, and the form that the compiler chose if it differs from the closed form.
+      link: "dcn" if the axis spans several slices (or hosts), else "ici".
+      textbook_bytes: payload bytes in closed form. A gather that became an all-reduce counts as the
+        whole array, like the all-reduce, and not as a device's shard. None if not expected.
+      explained: whether there is a cause.
     """
 
     kind: str
@@ -54,33 +54,33 @@ def audit(
     small: int = SMALL,
     widens: bool = False,
 ) -> list[Row]:
-    """A row for every reason and for everything without one, the largest first.
+    """Return a row for every cause and for every unexplained collective, largest first.
 
-    Both sides are matched by kind, axis and size, so that equal arrays share their reasons; several
-    that were concatenated, as a GPU's compiler does with small ones, each by itself. First those
-    that run as often as they should, each or all of a size together, or all layers' as one array.
-    What remains is tried in the forms that the compiler is free to choose:
+    Both sides are matched by kind, axis and size, so that equal arrays share their causes. Small
+    arrays that a GPU's compiler concatenated are matched one by one. Exact matches come first: the
+    same number of runs (each array, or all of a size together), or all layers as one array. The
+    remainder is matched with the forms that the compiler may choose:
 
     - the arrays of several layers as one;
-    - a reduce-scatter as an all-reduce and a slice (below a tile, or where the compiler does not
-      see it), which sends twice as much; a gather as an all-reduce likewise;
-    - a reduce-scatter of shards that were padded to whole tiles, by up to a third (12 rows to 16),
-      and permutes after it, since shards without padding begin elsewhere: one of less than a shard,
-      and one of a shard for each that the last of them lies further;
-    - a reduce-scatter along some axes and the all-reduce of its parts along others as one
+    - a reduce-scatter as an all-reduce and a slice (below a tile, or if the compiler does not
+      recognize it), which doubles the traffic; a gather as an all-reduce likewise;
+    - a reduce-scatter of shards padded to whole tiles, by up to a third (12 rows to 16), and
+      permutes after it, since unpadded shards start at other offsets: one of less than a shard, and
+      one of a shard for each shard by which the last one is displaced;
+    - a reduce-scatter along some axes and the all-reduce of its shards along others as one
       all-reduce along all of them;
-    - on a CPU, bfloat16 as float32, in any of these forms; the greatest of bfloat16 numbers so
-      elsewhere too, as GPUs' compilers have it since jaxlib 0.11.
+    - on a CPU, bfloat16 as float32, in any of these forms; a max over bfloat16 values also
+      elsewhere, as in GPU compilers since jaxlib 0.11.
 
-    What the textbook has and the program has not is a row of 0 bytes.
+    Expected collectives that the program does not have are rows of 0 bytes.
 
     Args:
-      found: of the compiled program; of a pipeline, counted with `traffic.branch_counts`.
+      found: collectives of the compiled program; for a pipeline, with `traffic.branch_counts`.
       expected: `traffic.expect_traffic` of the same configuration and mesh.
       sizes: the mesh's axes.
       dcn: mesh axes whose collectives leave a slice: `over_dcn` or `over_hosts`.
-      small: unexpected arrays of up to this many bytes per step are one row for each kind and axis.
-      widens: whether the compiler may send bfloat16 as float32, as the CPU's does.
+      small: unexpected arrays of up to this many bytes per step are merged by kind and axis.
+      widens: whether the compiler may send bfloat16 as float32, like the CPU's.
     """
     matching = _Matching([_Open(one, one.count) for one in expected], sizes)
     unmatched = [
@@ -116,16 +116,17 @@ def audit(
 
 
 def over_dcn(dcn: Mapping[str, int]) -> set[str]:
-    """The mesh axes that leave a slice, from `Mesh.dcn`."""
+    """Return the mesh axes that leave a slice, from `Mesh.dcn`."""
     return {axis for axis, slices in dcn.items() if slices > 1}
 
 
 def over_hosts(sizes: Mapping[str, int], devices_per_host: int) -> set[str]:
-    """The mesh axes along which neighbours stand in different hosts, devices in the hosts' order.
+    """Return the mesh axes along which neighbors are on different hosts, devices in the hosts'
+    order.
 
     Args:
       sizes: the mesh's axes, outermost first.
-      devices_per_host: GPUs of one host.
+      devices_per_host: GPUs per host.
     """
     hosts = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values()))
     hosts //= devices_per_host
@@ -137,7 +138,7 @@ def over_hosts(sizes: Mapping[str, int], devices_per_host: int) -> set[str]:
 
 @dataclasses.dataclass
 class _Open:
-    """An expected collective, and how many of its runs nothing has been found for yet."""
+    """An expected collective, and its number of unmatched runs."""
 
     expected: Expected
     count: int
@@ -145,12 +146,12 @@ class _Open:
 
 @dataclasses.dataclass(frozen=True)
 class _Left:
-    """A compiled collective, and how many of its runs have no reason yet.
+    """A compiled collective, and its number of unexplained runs.
 
     Attributes:
-      found: itself.
-      count: its runs.
-      wide: whether it moves twice the bytes that `found` says: float32 for bfloat16.
+      found: the collective.
+      count: its unexplained runs.
+      wide: whether it moves twice the bytes of `found`: float32 for bfloat16.
     """
 
     found: Collective
@@ -166,9 +167,9 @@ class _Matching:
         self.shifts: list[_Open] = []  # of less than this many bytes
 
     def count(self, unmatched: list[_Left]) -> None:
-        """Note the kinds, axes and sizes of which as many arrays were found as are expected.
+        """Record the kinds, axes and sizes that were found as often as expected.
 
-        An array of two rows is otherwise taken for two layers of an array half as large.
+        An array of two rows would otherwise match two layers of an array half as large.
         """
         found, expected = collections.Counter(), collections.Counter()
         for one in unmatched:
@@ -178,11 +179,11 @@ class _Matching:
         self.complete = {key for key in found if found[key] == expected[key]}
 
     def devices(self, axis: str) -> int:
-        """Devices along an axis, or along several joined by "+"."""
+        """Return the number of devices along an axis, or along several joined with "+"."""
         return math.prod(self.sizes[name] for name in axis.split("+"))
 
     def same(self, unmatched: _Left, *, exact: bool = False) -> list[_Left]:
-        """Kind, axis and size agree; exact: and how often it runs."""
+        """Match kind, axis and size; if exact, also the number of runs."""
         one, count = unmatched.found, unmatched.count
         for other in self._nearest(one, one.kind):
             if exact and other.count != count:
@@ -194,7 +195,7 @@ class _Matching:
         return _rest(unmatched, count)
 
     def of_a_size(self, unmatched: _Left) -> list[_Left]:
-        """Kind, axis and size agree, and as many are expected of them as were found."""
+        """Match kind, axis and size if as many are expected as were found."""
         one = unmatched.found
         return (
             self.same(unmatched)
@@ -203,7 +204,7 @@ class _Matching:
         )
 
     def match_stacked(self, unmatched: _Left, *, exact: bool = False) -> list[_Left]:
-        """The arrays of several layers as one; exact: of all the layers."""
+        """Match the arrays of several layers as one; if exact, of all layers."""
         one, count = unmatched.found, unmatched.count
         for other in self._nearest(one, one.kind):
             size = other.expected.bytes
@@ -218,7 +219,7 @@ class _Matching:
         return _rest(unmatched, count)
 
     def match_padded(self, unmatched: _Left) -> list[_Left]:
-        """A reduce-scatter of rows that a TPU pads until each shard is whole tiles."""
+        """Match a reduce-scatter of rows that a TPU pads until each shard is whole tiles."""
         one, count = unmatched.found, unmatched.count
         if one.kind != "reduce-scatter":
             return [unmatched]
@@ -242,7 +243,8 @@ class _Matching:
         return _rest(unmatched, count)
 
     def match_shifted(self, unmatched: _Left) -> list[_Left]:
-        """Rows of a padded shard that lie on another device without padding."""
+        """Match permutes of rows that are on another device in a padded shard than without
+        padding."""
         one, count = unmatched.found, unmatched.count
         for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
             fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)
@@ -253,25 +255,25 @@ class _Matching:
         return _rest(unmatched, count)
 
     def match_all_reduce(self, unmatched: _Left) -> list[_Left]:
-        """A reduce-scatter or a gather that became an all-reduce."""
+        """Match a reduce-scatter or a gather that became an all-reduce."""
         one, count = unmatched.found, unmatched.count
         if one.kind != "all-reduce":
             return [unmatched]
         for kind in ("reduce-scatter", "all-gather"):
             for other in self._nearest(one, kind):
                 payload = other.expected.bytes
-                if kind == "all-gather":  # of zeros with each device's part at its offset
+                if kind == "all-gather":  # of zeros with each device's shard at its offset
                     payload *= self.devices(other.expected.axis)
                 if count and other.expected.axis == one.axis and payload == one.bytes:
                     taken = min(count, other.count)
                     cause = f"{other.expected.cause} ({kind} as all-reduce: twice the wire)"
-                    # A gather's own payload is a device's part: both columns count the whole array.
+                    # A gather's payload is a device's shard: both columns count the whole array.
                     self._take(unmatched, other, taken, taken, cause, taken * payload)
                     count -= taken
         return _rest(unmatched, count)
 
     def match_merged(self, unmatched: _Left) -> list[_Left]:
-        """A reduce-scatter, and the all-reduce of its parts along other axes, in one all-reduce."""
+        """Match a reduce-scatter merged with the all-reduce of its shards along other axes."""
         one, count = unmatched.found, unmatched.count
         if one.kind != "all-reduce":
             return [unmatched]
@@ -293,7 +295,7 @@ class _Matching:
         return _rest(unmatched, count)
 
     def missing(self) -> list[Row]:
-        """What the textbook moves and the program does not."""
+        """Return a row for each expected collective that the program does not have."""
         return [
             Row(one.expected.kind, one.expected.axis, 0, 0, f"{one.expected.cause} ({NOT_MOVED})",
                 "", one.count * one.expected.bytes, True)
@@ -302,7 +304,7 @@ class _Matching:
         ]  # fmt: skip
 
     def _nearest(self, one: Collective, kind: str) -> list[_Open]:
-        """What is open of a kind, first what the named scopes of the collective speak of."""
+        """Return the unmatched ones of a kind, those in the collective's named scopes first."""
         fitting = [other for other in self.open if other.count and other.expected.kind == kind]
         return sorted(fitting, key=lambda other: not _speaks_of(one.op_name, other.expected.cause))
 
@@ -326,7 +328,7 @@ class _Matching:
 def _match(
     unmatched: Iterable[_Left], forms: Iterable[Callable[[_Left], list[_Left]]]
 ) -> list[_Left]:
-    """What no form explains."""
+    """Apply the forms in order and return the collectives that none of them explains."""
     unmatched = list(unmatched)
     for match in forms:
         unmatched = [rest for one in unmatched for rest in match(one)]
@@ -338,7 +340,7 @@ def _is_greatest(unmatched: _Left) -> bool:
 
 
 def _to_bfloat16(unmatched: _Left) -> _Left:
-    """What it would have been in bfloat16."""
+    """Return the same collective as if it were in bfloat16."""
     one = unmatched.found
     if one.dtype != "f32":
         return unmatched
@@ -347,7 +349,7 @@ def _to_bfloat16(unmatched: _Left) -> _Left:
 
 
 def _from_bfloat16(unmatched: _Left) -> _Left:
-    """The inverse."""
+    """Undo `_to_bfloat16`."""
     if not unmatched.wide:
         return unmatched
     found = dataclasses.replace(unmatched.found, bytes=2 * unmatched.found.bytes)
@@ -355,7 +357,7 @@ def _from_bfloat16(unmatched: _Left) -> _Left:
 
 
 def _split_concatenated(unmatched: _Left) -> Iterable[_Left]:
-    """The arrays that were concatenated."""
+    """Split a collective into the arrays that were concatenated."""
     one = unmatched.found
     if sum(part.bytes for part in one.parts) != one.bytes:
         return [unmatched]
@@ -377,13 +379,13 @@ def _speaks_of(op_name: str, cause: str) -> bool:
 
 
 def _where(one: Collective) -> str:
-    """What is known of a collective that nobody expected: its array and where it was traced."""
+    """Describe an unexpected collective: its array and where it was traced."""
     shape = f"{one.dtype}[{','.join(map(str, one.shape))}]"
     return f"unexpected: {shape} from {one.op_name or 'the compiler'}"
 
 
 def _small_together(rows: Iterable[Row], small: int) -> list[Row]:
-    """The same rows, those of few bytes made one for each kind and axis."""
+    """Merge the rows of few bytes by kind and axis."""
     return [
         row if row.bytes > small else dataclasses.replace(row, cause=SMALL_THINGS, explained=True)
         for row in rows
@@ -391,7 +393,7 @@ def _small_together(rows: Iterable[Row], small: int) -> list[Row]:
 
 
 def _same_together(rows: Iterable[Row]) -> list[Row]:
-    """Rows that differ in their numbers alone as one."""
+    """Merge the rows that differ only in counts and bytes."""
     found: dict[tuple[str, str, str], Row] = {}
     for row in rows:
         key = (row.kind, row.axis, row.cause)

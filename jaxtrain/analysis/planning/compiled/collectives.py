@@ -28,33 +28,33 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-# A named scope -> runs per step; or a function of the op_name, None where it does not know.
+# A named scope -> runs per step; or a function of the op_name, which returns None if unknown.
 BranchCounts = Mapping[str, int] | Callable[[str], int | None]
 
-# The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and slices, so called.
+# The TPU compiler emits a reduce-scatter as a fusion with this name, of an all-reduce and slices.
 _TPU_REDUCE_SCATTER = "all-reduce-scatter"
-# One gather that the TPU compiler spreads over several fusions, to run beside their work, stands in
+# The TPU compiler may spread one gather over several fusions to overlap it with them: it occurs in
 # each of them with the same chain and channel.
 _CHAIN = re.compile(r'chain_id="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-# How many of the layers take a branch: the scope that `nn.execution.taken` names.
+# How many of the layers take a branch: the scope named by `nn.execution.taken`.
 _TAKEN = re.compile(r"(?<!\w)taken_(\d+)_of_(\d+)(?!\w)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One array that one collective moves; the compiler may launch several arrays together.
+    """One array moved by a collective; the compiler may launch several arrays together.
 
     Attributes:
       kind: one of KINDS.
-      axis: the mesh axis, or several joined by "+".
-      count: runs in one step, loops multiplied out.
-      bytes: what one device puts in at each run (the operand, not the result).
-      dtype: of the operand, as XLA writes it: "f32", "bf16", ...
-      shape: of the operand.
+      axis: the mesh axis, or several joined with "+".
+      count: runs per step, with loops multiplied out.
+      bytes: payload bytes of one device per run (the operand, not the result).
+      dtype: dtype of the operand in XLA's notation: "f32", "bf16", ...
+      shape: shape of the operand.
       op_name: the path of named scopes and primitives that it came from.
-      launch: the instruction; arrays that are launched together have it in common.
-      parts: the arrays that the compiler concatenated in it; empty: it is one.
+      launch: the instruction, shared by arrays that are launched together.
+      parts: the arrays that the compiler concatenated in it; empty if it is a single one.
     """
 
     kind: str
@@ -69,12 +69,12 @@ class Collective:
 
     @property
     def every(self) -> int:
-        """In one of how many steps it runs: what is compiled is run each time."""
+        """Number of steps per execution: 1, since a compiled collective runs in every step."""
         return 1
 
     @property
     def total_bytes(self) -> int:
-        """What one device puts in during the step."""
+        """Payload bytes of one device during the step."""
         return self.count * self.bytes
 
 
@@ -83,24 +83,25 @@ def collectives(
     mesh: jax.sharding.Mesh | Mapping[str, int],
     branch_counts: BranchCounts | None = None,
 ) -> list[Collective]:
-    """Every array that a compiled program's collectives move between devices.
+    """Return every array that a compiled program's collectives move between devices.
 
     Args:
       text: `compiled.as_text()`, from a TPU or GPU compile: the CPU backend rewrites collectives.
       mesh: the mesh of the program, or its axes' sizes, outermost first.
-      branch_counts: runs per step of a named scope, in place of what the loops around it say; loops
-        inside of it multiply. A branch of a conditional otherwise counts as if it were taken every
-        time, or as often as its scope says (`nn.execution.taken`).
+      branch_counts: runs per step of a named scope, which replace the trip counts of the loops
+        around it; loops inside it multiply. Otherwise, a branch of a conditional counts as always
+        taken, or as often as its scope says (`nn.execution.taken`).
 
     Raises:
-      ValueError: a loop around a collective does not give its trip count.
+      ValueError: a loop around a collective has no trip count.
     """
     sizes = dict(mesh.shape) if isinstance(mesh, jax.sharding.Mesh) else dict(mesh)
     return list(_Walk(parse(text), sizes, branch_counts).run())
 
 
 def summarize(found: Iterable[Collective]) -> list[dict[str, str | int]]:
-    """Rows {kind, axis, count, bytes} for a step: launches, and bytes that one device puts in."""
+    """Return rows {kind, axis, count, bytes} of a step: launches, and payload bytes of one
+    device."""
     launches: dict[tuple[str, str], dict[str, int]] = {}
     total: dict[tuple[str, str], int] = {}
     for one in found:
@@ -132,15 +133,15 @@ class _Walk:
         path: str,
         chains: dict,
     ) -> Iterator[Collective]:
-        """The collectives of a computation that runs `count` times a step.
+        """Yield the collectives of a computation that runs `count` times per step.
 
         Args:
           inside: the computation.
-          count: None where a loop does not say.
-          scoped: how often it runs for each run of the scope that has a count, as `count`.
+          count: runs per step; None if a loop has no trip count.
+          scoped: runs per run of the scope that has a count, as `count`.
           op_name: of the caller, for instructions that lost their own.
           path: the calls that lead here: one computation may have several callers.
-          chains: the gathers seen already that are spread over fusions (see _CHAIN).
+          chains: the gathers seen so far that are spread over fusions (see _CHAIN).
         """
         for one in inside.instructions.values():
             name = one.op_name or op_name
@@ -197,7 +198,7 @@ class _Walk:
             groups = replica_groups(one.attributes, _product(self.sizes))
         axis = mesh_axes(groups, self.sizes, pairs=pairs)
         if not axis:
-            return  # groups of one device: nothing moves
+            return  # groups of one device: no traffic
         if count is None:
             raise ValueError(f"a loop around {one.name} ({op_name}) does not give its trip count")
         for operand in one.operands:
@@ -217,20 +218,20 @@ class _Walk:
 
 
 def branch_count_of(branch_counts: BranchCounts | None, op_name: str) -> int | None:
-    """Runs a step of what has this path of scopes, where that is given; else None."""
+    """Return the runs per step of this path of scopes, if given; else None."""
     if branch_counts is None:
         return None
     if not isinstance(branch_counts, Mapping):
         return branch_counts(op_name)
     for scope, count in branch_counts.items():
-        # Whole names: "send_1" is not in "send_12"; "transpose(jvp(send_1))" holds it.
+        # Whole names: "send_1" does not match "send_12", but matches "transpose(jvp(send_1))".
         if re.search(rf"(?<!\w){re.escape(scope)}(?!\w)", op_name):
             return count
     return None
 
 
 def _times(count: int | None, trips: int | None) -> int | None:
-    """Runs of a loop's body; None where either is not known."""
+    """Return the runs of a loop's body; None if either is unknown."""
     return None if count is None or trips is None else count * trips
 
 

@@ -37,8 +37,8 @@ from jaxtrain.training.settings import Config
 
 # Options for libtpu in addition to a run's own (figures: docs/design/planning_model.md).
 _QUICK = {"exec_time_optimization_effort": -1.0}
-# XLA's own kernels of some products, mostly small ones, are found by trying them alone.
-# What XLA says of a product that its own kernels find no tiles for: jaxlib 0.10, and 0.11.
+# XLA finds the tiles of some matmuls, mostly small ones, only by autotuning on a GPU. Without one
+# it fails with these messages: jaxlib 0.10, and 0.11.
 _NO_TILES = ("output tile sizes", "No supported config found for HLO")
 _WITHOUT_TILES = (
     "XLA finds no tiles for a product without a GPU to try them on: compiled with cuBLAS for all "
@@ -52,21 +52,21 @@ _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler of a target made of a train step.
+    """The result of compiling a train step for a target.
 
     Attributes:
-      argument_bytes: state and batch on one device, tiles padded.
-      temp_bytes: what the program reserves beside them; None where the compiler gave up without
-        saying how much.
-      live_bytes: the most of it that is alive at once; None where the compiler does not say. A
-        TPU's compiler reserves more where there is room, for overlap.
+      argument_bytes: state and batch on one device, including tile padding.
+      temp_bytes: memory that the program reserves in addition; None if the compiler failed without
+        reporting it.
+      live_bytes: peak live part of it; None if the compiler does not report it. A TPU's compiler
+        reserves more if there is room, for overlap.
       unaliased_bytes: outputs that do not alias an argument.
-      host_bytes: in the host's memory.
+      host_bytes: bytes in host memory.
       refusal: the compiler's message if the program does not fit into memory.
-      text: the scheduled program; "" where it did not fit.
+      text: HLO text of the scheduled program; "" if it did not fit.
       warnings: warnings of the partitioner about wasted work, and arrays of the state whose
-        sharding is not the layout's.
-      seconds: of compiling.
+        sharding differs from the layout's.
+      seconds: compile time.
       cached: whether an earlier plan compiled it.
     """
 
@@ -83,18 +83,18 @@ class Compiled:
 
     @property
     def repeated(self) -> int:
-        """Operations that the compiler does again by itself, for want of memory: as XLA names what
-        its own rematerialization makes."""
+        """Number of operations that the compiler rematerializes by itself to save memory, by the
+        names that XLA gives them."""
         return len(_REPEATED.findall(self.text))
 
 
 def cache_folder() -> Path:
-    """Where compiled plans and the compilers' own messages are kept."""
+    """Return the folder of compiled plans and compiler messages."""
     return files.cache_folder("plans")
 
 
 def target_layout(config: Config, target: Target) -> Layout:
-    """The layout of a configuration on the (compile-only) devices of a target.
+    """Return the layout of a configuration on the (compile-only) devices of a target.
 
     Raises:
       UserError: the compiler of the target is not installed, or the mesh does not fit it.
@@ -109,7 +109,7 @@ def target_layout(config: Config, target: Target) -> Layout:
 def lower(
     config: Config, layout: Layout, options: Mapping[str, str] | None = None
 ) -> jax.stages.Lowered:
-    """The very step that `jaxtrain train` runs, lowered from shapes: no array is made."""
+    """Lower the same step that `jaxtrain train` runs, from shapes, without creating arrays."""
     step = CompiledStep(compose(config, layout), options)
     with layout.active():
         return step.lower(config.train.data.abstract_batch(rows_held(config, layout)))
@@ -118,17 +118,17 @@ def lower(
 def compile_step(
     config: Config, layout: Layout, target: Target, *, thorough: bool = False
 ) -> Compiled:
-    """The compiled step of a layout from `target_layout`, from the cache where it has it.
+    """Compile the step of a layout from `target_layout`, or read it from the cache.
 
     Args:
-      config: what is to be run.
+      config: the configuration.
       layout: from `target_layout`.
-      target: what it is for.
-      thorough: whether a TPU's compiler takes as long as it does for the run; otherwise it
-        compiles quickly: about ten times as fast, and memory differs by a few per cent.
+      target: the machine.
+      thorough: whether a TPU's compiler uses the full effort of a run; otherwise it compiles
+        about ten times as fast, and memory differs by a few percent.
 
     Raises:
-      UserError: the compiler has a fault of its own.
+      UserError: the compiler fails with a bug of its own.
     """
     options = options_of(config, layout)
     more: Any = compiler_options(target)
@@ -173,7 +173,8 @@ def compile_step(
 
 
 def options_of(config: Config, layout: Layout) -> dict[str, str]:
-    """XLA's options of the step of a run on the devices of a layout from `target_layout`."""
+    """Return XLA's options for the step of a run on the devices of a layout from
+    `target_layout`."""
     assert isinstance(layout.mesh, jax.sharding.Mesh), "devices, which have their options"
     device = layout.mesh.devices.flat[0]
     return xla_options(device.platform, config.train.steps, device.device_kind)
@@ -194,7 +195,7 @@ def _facts(
         f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
         for one in find_misplaced(compose(config, layout), compiled)
     ]
-    # On other chips the peak leaves out what loops keep; on a TPU the host's memory is in it.
+    # On other chips the peak excludes loop-carried buffers; on a TPU it includes host memory.
     live = stats.peak_memory_in_bytes - arguments - stats.host_argument_size_in_bytes
     live = live if target.chip.kind == "tpu" else None
     return Compiled(
@@ -217,7 +218,7 @@ def partitioner_warnings(compiler_log: str) -> tuple[str, ...]:
 
 
 def _out_of_memory(message: str, arguments: int, seconds: float) -> Compiled:
-    """From "... memory required for HLO temporaries (23.68G) exceeds available HBM (15.75G)"."""
+    """Parse "... memory required for HLO temporaries (23.68G) exceeds available HBM (15.75G)"."""
     required = re.search(r"temporaries \(([\d.]+)([KMGT]?)\) exceeds", message)
     size = required and round(float(required.group(1)) * _UNITS[required.group(2) or "B"])
     return Compiled(
@@ -245,7 +246,7 @@ def _key(
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""),
         *(f"{name} {_version(name)}" for name in ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin")),
         lowered.as_text(),
-        # Scopes, which the report names causes by, stand in no comparable text: the sources do.
+        # The comparable text has no scopes, which the report uses for causes: hash the sources too.
         _sources(),
         str([int(d.id) for d in layout.mesh.devices.flat] if len(devices) else []),
     ]  # fmt: skip
@@ -254,7 +255,7 @@ def _key(
 
 @functools.cache
 def _sources() -> str:
-    """A digest of this package's source."""
+    """Return a digest of this package's source."""
     digest = hashlib.sha256()
     for file in sorted(Path(__file__).parents[3].rglob("*.py")):
         digest.update(file.read_bytes())
@@ -272,13 +273,13 @@ def _read(key: str) -> Compiled | None:
     try:
         stored = json.loads(gzip.decompress((cache_folder() / f"{key}.json.gz").read_bytes()))
     except (OSError, ValueError, EOFError):
-        return None  # not there, or cut short: it is compiled again
+        return None  # missing or truncated: compile again
     fields: dict[str, Any] = {**stored, "warnings": tuple(stored["warnings"]), "cached": True}
     return Compiled(**fields)
 
 
 def _write(key: str, compiled: Compiled, compiler_log: str) -> None:
-    """A folder that cannot be written costs the next plan its time, nothing else."""
+    """Write to the cache; if the folder is not writable, the next plan only compiles again."""
     folder = cache_folder()
     fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
     fields.pop("cached")

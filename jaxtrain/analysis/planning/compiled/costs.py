@@ -1,7 +1,7 @@
 """FLOPs and bytes of each operation of a compiled program.
 
-A trace says how often an operation ran; the program's text says what it is given and gives back.
-Shapes are one device's part, so all figures are too.
+A trace has the run count of an operation; the program's text has its operands and results. Shapes
+are one device's shards, so all figures are per device.
 """
 
 import dataclasses
@@ -13,16 +13,16 @@ from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Mo
 from jaxtrain.analysis.planning.textbook.flops import meeting_places
 from jaxtrain.nn.remat import OF_ROWS, OF_WEIGHTS
 
-# What runs other operations, which are costed and timed themselves.
+# Operations that run others, whose costs and times are counted separately.
 _ASYNCHRONOUS = {
     f"{what}-{phase}"
     for what in ("async", "call", "custom-call")
     for phase in ("start", "update", "done")
 }
 CONTAINERS = frozenset({"while", "conditional", "call"} | _ASYNCHRONOUS)
-# Names for what is there already: nothing moves.
+# Operations that only name existing values: no bytes move.
 _FREE = frozenset({"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"})
-# Of these only the part that is requested is read.
+# Operations that read only the requested part of an operand.
 _READS_A_PART = frozenset({"slice", "dynamic-slice", "gather"})
 
 _DIMENSIONS = r'(?:={|":\[)([^}\]]*)[}\]]'
@@ -37,11 +37,11 @@ class Cost:
     """Cost of one run of an operation, on one device.
 
     Attributes:
-      flops: of its matrix products and convolutions, a multiply-add being two, as
-        `planning.flops` counts them; None where its code is a library's or a kernel's, which the
-        text does not show. Elementwise work is not in it: memory is what bounds that.
-      moved_bytes: what it has to read and write at least: every operand and result once, of a
-        slice only what it takes.
+      flops: FLOPs of its matmuls and convolutions, a multiply-add being two, as counted by
+        `count_flops`. None if a library or a hand-written kernel computes it, since the text
+        does not show that. Elementwise operations are not counted: they are memory-bound.
+      moved_bytes: minimum bytes read and written: every operand and result once, and of a slice
+        only the requested part.
     """
 
     flops: int | None
@@ -49,8 +49,11 @@ class Cost:
 
 
 def costs(module: Module) -> dict[str, Cost]:
-    """The cost of every operation that runs by itself: not of what stands inside a fusion, nor of
-    loops and calls, whose bodies' operations are in the result."""
+    """Return the cost of every operation that runs by itself.
+
+    Operations inside a fusion are not listed. Loops and calls are represented by the operations of
+    their bodies.
+    """
     found: dict[str, Cost] = {}
     waiting, seen = [module.entry], set()
     while waiting:
@@ -61,7 +64,7 @@ def costs(module: Module) -> dict[str, Cost]:
         for one in inside.instructions.values():
             if one.opcode in CONTAINERS:
                 waiting += one.called
-                # Calls may run as one operation: a loop shared out over threads.
+                # Calls may run as one operation: a loop parallelized over threads.
                 if one.opcode == "call":
                     found[one.name] = _of_call(module, one)
             elif one.opcode not in _FREE:
@@ -72,9 +75,9 @@ def costs(module: Module) -> dict[str, Cost]:
 
 
 def readers(module: Module) -> dict[str, frozenset[str]]:
-    """For every operation of `costs`, those beside it that read its result or a view of it.
+    """Return, for every operation of `costs`, the others that read its result or a view of it.
 
-    A result that leaves its loop or call has no readers that the text beside it shows.
+    A result that leaves its loop or call has no readers in the text of that computation.
     """
     operations = costs(module)
     found: dict[str, set[str]] = {name: set() for name in operations}
@@ -148,12 +151,12 @@ def _library_call(module: Module, inside: Computation, one: Instruction) -> int 
         return _convolution(module, inside, one)
     if name == "__gpu$xla.gpu.triton":
         return _of_experts(module, inside, one)
-    # Sorting, random numbers and the like hold no products; an attention kernel does.
+    # Sorting, random numbers and similar calls have no matmuls; an attention kernel does.
     return 0 if name.startswith(("TopK", "Sharding", "annotate_device_placement")) else None
 
 
 def _of_experts(module: Module, inside: Computation, one: Instruction) -> int | None:
-    """2 x rows x the numbers of one expert's matrix; None for a kernel of another kind."""
+    """Return 2 x rows x the elements of one expert's matrix; None for a kernel of another kind."""
     operands = [tensor.shape for tensor in module.operand_tensors(inside, one)]
     if OF_ROWS in one.op_name:
         return 2 * operands[1][0] * math.prod(operands[2][1:])
@@ -163,14 +166,14 @@ def _of_experts(module: Module, inside: Computation, one: Instruction) -> int | 
 
 
 def _convolution(module: Module, inside: Computation, one: Instruction) -> int | None:
-    """2 x the multiply-adds of real values; padding and holes of a dilation are left out."""
+    """Return 2 x the multiply-adds of real values, excluding padding and holes of a dilation."""
     labels, window = _LABELS.search(one.attributes), _WINDOW.search(one.attributes)
     if labels is None:
         return None
     left, right = (tensor.shape for tensor in module.operand_tensors(inside, one)[:2])
     result = one.tensors[0].shape
     of_left, of_right, of_result = labels.groups()
-    # Channels that one result reads: with feature groups the kernel has just those.
+    # Input channels per result: with feature groups, only those of the kernel.
     count = result[of_result.index("b")] * result[of_result.index("f")]
     count *= right[of_right.index("i")]
     dimensions = _places(window.group(1) if window else "")
@@ -190,7 +193,7 @@ def _convolution(module: Module, inside: Computation, one: Instruction) -> int |
 
 
 def _places(window: str) -> dict[str, list[str]]:
-    """'size=3x3 pad=1_1x1_1' as the values along each spatial dimension."""
+    """Parse 'size=3x3 pad=1_1x1_1' into the values along each spatial dimension."""
     pairs = (part.split("=", 1) for part in window.split())
     return {name: values.split("x") for name, values in pairs}
 
@@ -218,7 +221,7 @@ def _operand_bytes(module: Module, inside: Computation, one: Instruction) -> lis
 
 
 def _read(module: Module, body: Computation) -> Iterator[int]:
-    """Bytes that a fusion reads of each of its parameters."""
+    """Yield the bytes that a fusion reads of each of its parameters."""
     users: dict[str, list[Instruction]] = {}
     for one in body.instructions.values():
         for name in one.operands if one.opcode not in ("parameter", "constant") else ():
@@ -234,7 +237,8 @@ def _read(module: Module, body: Computation) -> Iterator[int]:
 def _through_names(
     users: dict[str, list[Instruction]], of: Instruction
 ) -> Iterator[tuple[str, Instruction]]:
-    """Who uses a value under which name: the same bytes, or the same numbers in another dtype."""
+    """Yield the users of a value with its name there: the same bytes, or a cast to another
+    dtype."""
     for user in users.get(of.name, ()):
         if user.opcode in ("bitcast", "convert"):
             yield from _through_names(users, user)
@@ -243,16 +247,17 @@ def _through_names(
 
 
 def _part_read(name: str, user: Instruction) -> int | None:
-    """Return the bytes of an array that a user of it reads; None: all of them."""
+    """Return the bytes that a user reads of an array; None if it reads all of them."""
     if user.opcode in _READS_A_PART and user.operands[0] == name:
         return sum(tensor.bytes for tensor in user.tensors)
-    # The array that is updated in place is not read.
+    # An array that is updated in place is not read.
     updates = user.opcode == "dynamic-update-slice" and user.operands[0] == name
     return 0 if updates else None
 
 
 def _written_bytes(module: Module, body: Computation, root: Instruction) -> int:
-    """Bytes of a fusion's result, of an update in place only the part that changes."""
+    """Return the bytes of a fusion's result; for an update in place, only those of the updated
+    part."""
     if root.opcode == "tuple":
         return sum(_written_bytes(module, body, body.instructions[name]) for name in root.operands)
     if root.opcode == "bitcast":

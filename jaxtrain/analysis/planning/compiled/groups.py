@@ -1,4 +1,4 @@
-"""Replica groups of a collective, and the mesh axes that they run along.
+"""Replica groups of a collective, and the mesh axes that they span.
 
 A compiled program numbers devices 0, 1, ... in the order of `mesh.devices.flat`.
 """
@@ -20,15 +20,15 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
 def replica_groups(attributes: str, device_count: int) -> Groups:
-    """The groups of a collective from the attributes of its instruction.
+    """Parse the replica groups of a collective from the attributes of its instruction.
 
-    There are three ways of writing them: lists `{{0,1},{2,3}}`, where none means one group of all;
-    an iota that is reshaped, transposed and cut into rows, `[2,4]<=[4,2]T(1,0)`; and axes of a mesh
-    that the compiler made up, `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}`, where
+    There are three notations: lists `{{0,1},{2,3}}`, where an empty list means one group of all
+    devices; an iota that is reshaped, transposed and split into rows, `[2,4]<=[4,2]T(1,0)`; and
+    axes of a compiler-defined mesh, `mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b'}`, where
     `'b':(2)2` is the part of `b` of size 2 inside the outermost 2.
 
     Raises:
-      ValueError: the attributes hold no groups.
+      ValueError: the attributes have no groups.
     """
     if match := _MESH.search(attributes):
         sizes = {name: int(size) for name, size in _MESH_AXIS.findall(match.group(1))}
@@ -42,10 +42,10 @@ def replica_groups(attributes: str, device_count: int) -> Groups:
 
 
 def source_target_pairs(attributes: str) -> Groups:
-    """The [source, target] pairs of a collective-permute.
+    """Parse the [source, target] pairs of a collective-permute.
 
     Raises:
-      ValueError: the attributes hold no pairs.
+      ValueError: the attributes have no pairs.
     """
     match = _PAIRS.search(attributes)
     if match is None:
@@ -54,16 +54,16 @@ def source_target_pairs(attributes: str) -> Groups:
 
 
 def mesh_axes(groups: Groups, sizes: Mapping[str, int], *, pairs: bool = False) -> str:
-    """The mesh axes that groups lie along, joined by "+" in the mesh's order.
+    """Return the mesh axes that groups span, joined with "+" in the mesh's order.
 
     Args:
-      groups: the devices that exchange.
+      groups: groups of communicating devices.
       sizes: the mesh's axes, outermost first.
-      pairs: whether these are pairs of a permute, which name an axis without covering it.
+      pairs: whether these are pairs of a permute, which need not cover the axis.
 
     Returns:
-      "fsdp", "data+fsdp", "" where nobody exchanges with another, or "part of ..." where groups
-      cover only some of the devices along those axes.
+      "fsdp", "data+fsdp", "" for groups of one device, or "part of ..." if groups cover only some
+      of the devices along those axes.
     """
     used = [group for group in groups if len(set(group)) > 1]
     if not used:
@@ -97,7 +97,7 @@ def _transpose(text: str) -> np.ndarray:
 
 
 def _along_mesh(sizes: dict[str, int], device_ids: str | None, used: str) -> Groups:
-    """Groups along some axes (or parts of axes) of the compiler's mesh."""
+    """Return the groups along some axes (or parts of axes) of the compiler's mesh."""
     whole = math.prod(sizes.values())
     if device_ids is None:
         ids = np.arange(whole)

@@ -1,7 +1,7 @@
 """Parser of HLO text: computations, instructions, and the trip counts of loops.
 
-The text is `jax.stages.Compiled.as_text()`: scheduled and partitioned, so every shape is what one
-device holds. Only what its readers ask for is parsed, since a large step prints megabytes.
+The text is `jax.stages.Compiled.as_text()`: scheduled and partitioned, so every shape is one
+device's shard. Parsing is lazy, since a large step prints megabytes.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 
-# Bits of one element; "token" and "opaque" are no data.
+# Bits of one element; "token" and "opaque" have no data.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _ARRAY = re.compile(r"\b(pred|token|opaque|[a-z]+\d+[a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
@@ -24,7 +24,7 @@ _CALLED = re.compile(
 )
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r'"?known_trip_count"?:\{"?n"?:"?(\d+)')
-# Reductions call a computation for each pair of elements; only these call one that runs as such.
+# Instructions that run the computations they call. Reductions apply theirs to pairs of elements.
 _CALLERS = {
     "call", "while", "conditional", "fusion", "custom-call",
     "async-start", "call-start", "custom-call-start",
@@ -33,7 +33,7 @@ _CALLERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One array on one device."""
+    """An array on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,8 +51,8 @@ class Instruction:
     Attributes:
       name: unique in the program.
       opcode: "all-reduce", "while", "fusion", ...
-      type_text: the result's type as it was printed.
-      rest: operands and attributes as they were printed, from the opening parenthesis on.
+      type_text: the printed type of the result.
+      rest: printed operands and attributes, from the opening parenthesis on.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Instruction:
 
     @functools.cached_property
     def _end(self) -> int:
-        """Where the operands' closing parenthesis stands in `rest`."""
+        """Index of the operands' closing parenthesis in `rest`."""
         depth = 0
         for match in re.finditer(r"[()]", self.rest):
             depth += 1 if match.group() == "(" else -1
@@ -85,7 +85,7 @@ class Instruction:
 
     @property
     def literal(self) -> str:
-        """What stands between the parentheses: a constant's value."""
+        """The text between the parentheses: a constant's value."""
         return self.rest[1 : self._end]
 
     @property
@@ -95,13 +95,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of named scopes and primitives that made this; "" where none is kept."""
+        """The path of named scopes and primitives that it came from; "" if missing."""
         match = _OP_NAME.search(self.attributes)
         return match.group(1) if match else ""
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that this runs; a loop's condition is not among them."""
+        """Names of the computations that it runs, excluding a loop's condition."""
         if self.opcode not in _CALLERS:
             return []
         found = []
@@ -127,14 +127,14 @@ class Module:
     computations: dict[str, Computation]
 
     def operand_tensors(self, inside: Computation, instruction: Instruction) -> list[Tensor]:
-        """The arrays that an instruction of the computation `inside` is given."""
+        """Return the operand arrays of an instruction in the computation `inside`."""
         return [
             tensor for name in instruction.operands for tensor in inside.instructions[name].tensors
         ]
 
     def concatenated_operands(self, inside: Computation, name: str) -> list[Tensor]:
-        """The arrays, before they were flattened, that one of the computation `inside` was
-        concatenated of; none: it was not."""
+        """Return the arrays, with their shapes before flattening, that were concatenated into an
+        array of the computation `inside`; empty if it is not a concatenation."""
         made, given = inside.instructions[name], inside
         outer: list[str] = []
         if made.opcode == "fusion":
@@ -151,9 +151,9 @@ class Module:
         return found
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a `while` runs its body; None where the text does not say.
+        """Return the trip count of a `while`; None if the text does not show it.
 
-        The compiler notes what it knows. Else the condition is `counter < constant`, and the
+        The compiler annotates it if known. Otherwise the condition is `counter < constant`, and the
         counter starts at 0, as in every `jax.lax.scan` and `fori_loop` from 0.
         """
         known = _TRIP_COUNT.search(loop.attributes)
@@ -181,7 +181,7 @@ class Module:
 
 
 def _trace_bitcasts(inside: Computation, name: str) -> Instruction:
-    """What a bitcast, or several, was made of."""
+    """Return the source of one or several bitcasts."""
     made = inside.instructions[name]
     while made.opcode == "bitcast":
         made = inside.instructions[made.operands[0]]
@@ -189,7 +189,7 @@ def _trace_bitcasts(inside: Computation, name: str) -> Instruction:
 
 
 def parse(text: str) -> Module:
-    """The computations of a compiled program's text; fusions that start and end apart are whole.
+    """Parse the text of a compiled program; asynchronous fusions are merged into one instruction.
 
     Raises:
       ValueError: the text has no ENTRY computation.
@@ -222,7 +222,7 @@ def parse(text: str) -> Module:
                 instructions[new.name] = last = new
                 root = new.name if found.group(1) else root
             elif last is not None and not found:
-                # A kernel's own configuration may stand on lines of its own.
+                # The configuration of a kernel may span several lines.
                 last = dataclasses.replace(last, rest=f"{last.rest}\n{line}")
                 instructions[last.name] = last
     if not entry:
@@ -231,9 +231,11 @@ def parse(text: str) -> Module:
 
 
 def _in_order(one: Instruction, before: dict[str, Instruction]) -> Instruction:
-    """A fusion that a GPU runs beside others, on a stream of its own, as one that stands where it
-    starts: its work and its memory are the same. Its end, which alone has its result's type,
-    becomes a name for it."""
+    """Return a fusion that a GPU runs asynchronously, on its own stream, as one at its start.
+
+    Its work and its memory are the same. Its end, which alone has the type of the result, becomes a
+    view of it.
+    """
     if one.opcode == "fusion-start":
         return dataclasses.replace(one, opcode="fusion")
     if one.opcode != "fusion-done":

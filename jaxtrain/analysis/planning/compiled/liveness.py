@@ -10,9 +10,9 @@ from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Mo
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r"T\(([\d,]+)\)")
-# Another memory than the device's large one: a TPU's vector memory, the host.
+# Memory spaces other than HBM: a TPU's vector memory, the host.
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
-# Their result is (part of) an operand.
+# Operations whose result is (part of) an operand.
 _VIEWS = ("bitcast", "optimization-barrier", "while", "copy-done", "async-done")
 _NO_BUFFER = ("parameter", "constant")
 _RUNS = ("while", "call", "conditional")
@@ -20,12 +20,12 @@ _RUNS = ("while", "call", "conditional")
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One array that is alive at the memory peak.
+    """An array that is live at the memory peak.
 
     Attributes:
-      bytes: with the padding of its tiles.
-      type: as XLA writes it, "bf16[16,2,4096,2048]".
-      op_name: the path of named scopes and primitives that made it; "" where none is kept.
+      bytes: size including tile padding.
+      type: type in XLA's notation, "bf16[16,2,4096,2048]".
+      op_name: the path of named scopes and primitives that it came from; "" if missing.
     """
 
     bytes: int
@@ -34,17 +34,17 @@ class Buffer:
 
 
 def fullest(text: str) -> list[Buffer]:
-    """The temporaries alive at the memory peak of a scheduled program, largest first.
+    """Return the temporary buffers live at the memory peak of a scheduled program, largest first.
 
-    What loops carry counts once, updates in place and views count as their operand. Where the
-    compiler reuses memory in more ways than these the sum is above what it reports.
+    Loop-carried buffers count once, updates in place and views count as their operand. If the
+    compiler reuses memory in more ways than these, the sum exceeds what it reports.
     """
     found = _Liveness(parse(text)).peak_of_entry()
     return sorted(found, key=lambda buffer: -buffer.bytes)
 
 
 def padded_bytes(type_text: str) -> list[int]:
-    """Bytes of every array of a type with the padding of its layout's tiles; 0 elsewhere."""
+    """Return the bytes of every array of a type, including tile padding; 0 outside HBM."""
     return [_array_bytes(*match.groups()) for match in _ARRAY.finditer(type_text)]
 
 
@@ -64,7 +64,7 @@ def _array_bytes(dtype: str, sizes: str, layout: str | None) -> int:
     return math.ceil(math.prod(physical) * bits / 8)
 
 
-# A value is the set of buffers that it may lie in; a tuple is a list of such values.
+# A value is the set of buffers that may hold it; a tuple is a list of such values.
 _Value = set[str] | list
 
 
@@ -77,7 +77,7 @@ class _Liveness:
         return self._peak(self._module.entry)[1]
 
     def _peak(self, name: str) -> tuple[int, list[Buffer]]:
-        """The most bytes alive in a computation of buffers made there, and which these are."""
+        """Return the peak live bytes of buffers created in a computation, and those buffers."""
         if name not in self._peaks:
             self._peaks[name] = self._walk(self._module.computations[name])
         return self._peaks[name]
@@ -111,7 +111,7 @@ class _Liveness:
     def _values(
         self, inside: Computation, order: list[Instruction]
     ) -> tuple[dict[str, _Value], dict[str, int]]:
-        """Where every value lies, and the buffers that are made with their bytes."""
+        """Return the buffers that hold each value, and the created buffers with their bytes."""
         values: dict[str, _Value] = {}
         sizes: dict[str, int] = {}
         for one in order:
@@ -130,14 +130,14 @@ class _Liveness:
                 if target is not None:
                     values[one.name] = set(_flat(values[target]))
                     continue
-                # The first half of an asynchronous pair names its operand beside its result.
+                # The result of an asynchronous start includes its operand.
                 starts = one.opcode.endswith("-start")
                 sizes[one.name] = max(padded, default=0) if starts else sum(padded)
                 values[one.name] = {one.name}
         return values, sizes
 
     def _updated_operand(self, inside: Computation, one: Instruction, size: int) -> str | None:
-        """The operand that an instruction writes its result into, if it works in place."""
+        """Return the operand that an instruction overwrites, if it works in place."""
         if one.opcode == "fusion" and one.called:
             body = self._module.computations[one.called[0]]
             root = body.instructions[body.root]

@@ -15,20 +15,20 @@ from jaxtrain.parallel.tables import TABLES
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Step
 
-# Axes that share parameters; the others share the work and hold copies.
+# Axes that shard parameters; along the others parameters are replicated.
 _SHARING = ("fsdp", "depth", "row", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """A parameter that every device along an axis holds, though it could be split over it.
+    """A parameter that is replicated along an axis but could be sharded over it.
 
     Attributes:
       name: path in the model; all layers of a stacked parameter together.
       axis: the mesh axis.
-      bytes: what one device holds of it.
-      saving: bytes of these that splitting would save on each device.
-      way_out: what to change; "" where the table knows no dimension that the axis could split.
+      bytes: its bytes on one device.
+      saving: bytes that sharding would save on each device.
+      way_out: what to change; "" if the table has no dimension that the axis could split.
     """
 
     name: str
@@ -41,9 +41,9 @@ class Replicated:
 def find_replicated(
     config: Config, layout: Layout, *, threshold: int = 1 << 20
 ) -> list[Replicated]:
-    """Parameters of more than `threshold` bytes per device that an axis could share and does not.
+    """Return parameters above `threshold` bytes per device that an axis could shard but does not.
 
-    Biases and norm scales are whole by design, and small.
+    Biases and norm scales are small and replicated by design.
     """
     facts = Facts(config, layout)
     found = []
@@ -78,11 +78,11 @@ def _way_out(facts: Facts, weight: Weight, axis: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Misplaced:
-    """An array of the state that a compiled step takes or gives elsewhere than the layout says.
+    """An array of the state whose sharding in a compiled step differs from the layout's.
 
     Attributes:
       name: path in the state.
-      bytes: of the whole array.
+      bytes: bytes of the whole array.
       way: "in" or "out".
       intended, actual: the shardings, as text.
     """
@@ -95,10 +95,11 @@ class Misplaced:
 
 
 def find_misplaced(program: Step, compiled: jax.stages.Compiled) -> list[Misplaced]:
-    """Where the compiled step's arguments or results differ from the program's intention.
+    """Return where the shardings of a compiled step's arguments or results differ from the
+    program's.
 
     Args:
-      program: of which `compiled` is the train step: (state, batch) -> (state, metrics).
+      program: its train step is `compiled`: (state, batch) -> (state, metrics).
       compiled: from `jit(...).lower(...).compile()`.
     """
     shapes = program.in_memory(program.shapes())
@@ -129,9 +130,9 @@ class Padding:
 
     Attributes:
       setting: "Llama.vocab_size".
-      value, padded: as it is, and the next greater one that divides.
-      over: devices that share it.
-      parameter: where it was met first.
+      value, padded: its current value, and the next greater one that divides.
+      over: devices that shard it.
+      parameter: the first parameter with this size.
     """
 
     setting: str
@@ -142,12 +143,12 @@ class Padding:
 
     @property
     def binding(self) -> str:
-        """To paste into a configuration."""
+        """The binding to paste into a configuration."""
         return f"{self.setting} = {self.padded}"
 
 
 def paddings(config: Config, layout: Layout) -> list[Padding]:
-    """One proposal for each setting whose sizes do not divide; layers need not."""
+    """Propose a padding for each setting whose sizes do not divide, except the number of layers."""
     found: dict[str, Padding] = {}
     for one in _uneven(Facts(config, layout)):
         old = found.get(one.setting)
@@ -172,7 +173,7 @@ def _uneven(facts: Facts) -> Iterator[Padding]:
 
 
 def _next(model: Model, setting: str, value: int, size: int, over: int) -> int | None:
-    """The next greater value of a setting that the model takes and whose size divides.
+    """Return the next greater value of a setting that the model accepts and whose size divides.
 
     A size may be a multiple of its setting (the mlp of a GPT is 4 embed_dim).
     """
@@ -182,6 +183,6 @@ def _next(model: Model, setting: str, value: int, size: int, over: int) -> int |
         try:
             dataclasses.replace(model, **{setting: larger})
         except UserError:
-            continue  # head_dim would be odd, and the like
+            continue  # for example, head_dim would be odd
         return larger
     return None

@@ -1,7 +1,8 @@
-"""Walk through a compiled program's schedule: time of operations, exposed communication.
+"""Simulate a compiled program's schedule: time of operations, exposed communication.
 
-A scheduled program says which operations stand between a collective's start and its end. Each
-operation has a price; a collective takes its links for so long, and what runs beside it hides it.
+A scheduled program shows which operations are between a collective's start and its end. Each
+operation has a cost in time. A collective occupies its links for some time, which overlaps with
+those operations.
 """
 
 import dataclasses
@@ -18,11 +19,11 @@ from jaxtrain.analysis.planning.compiled.costs import CONTAINERS, Cost, costs
 from jaxtrain.analysis.planning.compiled.hlo import Instruction, Module, parse
 from jaxtrain.analysis.planning.machines.targets import Target
 
-# bfloat16 FLOPs of a device's matrix units in one cycle: 128 x 128 multiply-adds each, 256 x 256
-# from v6e on. With the published peaks that makes clocks of 1.05, 1.5, 1.75, 1.75 and 2.2 GHz.
+# bfloat16 FLOPs per cycle of a device's matrix units: 128 x 128 multiply-adds each, 256 x 256 from
+# v6e on. The published peaks then imply clocks of 1.05, 1.5, 1.75, 1.75 and 2.2 GHz.
 PEAK = {"v4": 2**18, "v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "7x": 2**19}
 ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
-# What is computed in a hand-written kernel or a library's, whose cost no text shows.
+# Hand-written and library kernels, whose cost is not in the text.
 _KERNEL = re.compile(
     r'custom_call_target="(?:tpu_custom_call|__cudnn\$fmha|__gpu\$xla\.gpu\.triton)'
 )
@@ -30,18 +31,18 @@ _KERNEL = re.compile(
 
 @dataclasses.dataclass
 class Scheduled:
-    """One run of a program on one device; times in the unit of its prices.
+    """One run of a program on one device; times are in the unit of its costs.
 
     Attributes:
-      products: of the operations that multiply matrices, with all that is fused into them.
-      rest: of all others.
-      flops: of `products`.
-      kernels: runs of hand-written kernels, of which the text says nothing.
-      waits: collectives that nothing else runs beside.
-      waits_bytes: of their results.
-      waited: what these take, and what others take longer than what runs beside them.
-      sent: what all collectives take.
-      waited_at: where a collective is launched, or what it calls launches it -> its part of
+      products: time of operations with matmuls, including everything fused into them.
+      rest: time of all other operations.
+      flops: FLOPs of `products`.
+      kernels: runs of hand-written kernels, whose cost is not in the text.
+      waits: number of collectives without overlap.
+      waits_bytes: bytes of their results.
+      waited: exposed communication: their time, and the part of others that is not overlapped.
+      sent: time of all collectives.
+      waited_at: instruction that launches a collective, itself or in what it calls -> its part of
         `waited`.
     """
 
@@ -56,7 +57,7 @@ class Scheduled:
     waited_at: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-# An operation and its cost by shapes, where it has one -> its price; None: it takes no time.
+# An operation and its cost from shapes, if known -> its time; None if it takes no time.
 Price = Callable[[Instruction, Cost | None], float | None]
 
 
@@ -68,17 +69,17 @@ def walk(
     *,
     kernel: float = 0,
 ) -> Scheduled:
-    """What one run of a program takes.
+    """Simulate one run of a program.
 
     Args:
       text: `compiled.as_text()`, scheduled.
-      price: of an operation.
-      moved: where a collective is launched -> what the links need for it (`by_launch`).
-      branch_counts: as of `collectives`: runs per step of what stands in branches.
-      kernel: of a run of a hand-written kernel.
+      price: time of an operation.
+      moved: instruction that launches a collective -> link time of the collective (`by_launch`).
+      branch_counts: as in `collectives`: runs per step of the contents of branches.
+      kernel: time of a run of a hand-written kernel.
 
     Raises:
-      ValueError: a loop does not say how often it turns.
+      ValueError: a loop has no trip count.
     """
     module = parse(text)
     walked = _Walk(module, costs(module), price, moved, branch_counts, kernel)
@@ -89,19 +90,19 @@ def walk(
 def waits(
     found: Scheduled, of: list[Collective], seconds: Callable[[Collective], float]
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """(kind, axis) -> what a program's collectives of it are waited for, and take.
+    """Return (kind, axis) -> exposed time and total time of a program's collectives.
 
     Args:
-      found: of the program.
+      found: the simulated program.
       of: its collectives.
-      seconds: as in `by_launch`: arrays that are launched together wait by it.
+      seconds: as in `by_launch`; exposed time of one launch is divided in proportion to it.
     """
     moved, sums = by_launch(of, seconds), dict.fromkeys(((c.kind, c.axis) for c in of), (0.0, 0.0))
-    part: dict[str, float] = {}  # of each second that a launch takes
+    part: dict[str, float] = {}  # exposed part of each second of a launch
     for here, waited in found.waited_at.items():
         under = [launch for launch in moved if _is_under(launch, here)]
         takes = sum(moved[launch] for launch in under)
-        if takes:  # what moves nothing waits for the links alone
+        if takes:  # otherwise it only waits for busy links
             part |= dict.fromkeys(under, waited / takes)
     for one in of:
         waited, sent = sums[one.kind, one.axis]
@@ -117,7 +118,7 @@ def _is_under(launch: str, here: str) -> bool:
 
 
 def by_launch(found: list[Collective], seconds: Callable[[Collective], float]) -> dict[str, float]:
-    """Where a program launches a collective -> what the links need for all that it moves."""
+    """Return the launching instruction -> link time of everything that it moves."""
     moved: dict[str, float] = {}
     for one in found:
         moved[one.launch] = moved.get(one.launch, 0) + seconds(one)
@@ -125,19 +126,19 @@ def by_launch(found: list[Collective], seconds: Callable[[Collective], float]) -
 
 
 def seconds_of(target: Target, *, products: float, memory: float, thorough: bool) -> Price:
-    """The price of operations on a chip.
+    """Return the function that computes the time of operations on a chip.
 
-    A product takes its FLOPs at a share of the peak, or its bytes at a share of the memory's
-    bandwidth; in place of the bytes a TPU's has the cycles that libtpu expects, where it compiled
-    as for a run: what it compiles quickly fills the units two or three times worse. Of other
-    operations the bytes count, and on a TPU no more than libtpu's cycles, which are up to twice too
-    many (benchmarks/history/tpu.md).
+    A matmul takes its FLOPs at a fraction of the peak, or its bytes at a fraction of the memory
+    bandwidth. On a TPU, the cycles that libtpu estimates replace the bytes, if it compiled with the
+    full effort of a run: a quick compile uses the units two or three times worse. Other operations
+    take their bytes, and on a TPU at most libtpu's cycles, which are up to twice too many
+    (benchmarks/history/tpu.md).
 
     Args:
-      target: the machine, of which the peak and the memory are known.
-      products: the share of the peak that products reach.
-      memory: the share of the memory's bandwidth.
-      thorough: whether a TPU's compiler took as long as for a run.
+      target: the machine, with known peak and memory bandwidth.
+      products: fraction of the peak that matmuls reach.
+      memory: fraction of the memory bandwidth.
+      thorough: whether a TPU's compiler used the full effort of a run.
     """
     chip = target.chip
     peak, bandwidth = chip.bf16_flops, chip.hbm_bandwidth
@@ -161,7 +162,7 @@ def seconds_of(target: Target, *, products: float, memory: float, thorough: bool
 
 @dataclasses.dataclass
 class _Walk:
-    """Goes through computations with the time at which the links are free again."""
+    """Traversal of computations with the time at which the links are free again."""
 
     module: Module
     of_one: dict[str, Cost]
@@ -172,13 +173,13 @@ class _Walk:
     found: Scheduled = dataclasses.field(default_factory=Scheduled)
 
     def run(self, name: str, path: str, runs: int, scoped: int, op_name: str) -> float:
-        """How long one run of a computation takes that runs so often; counts it in `found`.
+        """Return the time of one run of a computation, and add all its runs to `found`.
 
         Args:
-          name: of the computation.
+          name: name of the computation.
           path: the calls that lead to it.
-          runs: a step.
-          scoped: for each run of the scope that has a count of its own.
+          runs: runs per step.
+          scoped: runs per run of the scope that has its own count.
           op_name: of the caller, for instructions that lost their own.
         """
         now = free = 0.0
@@ -194,7 +195,7 @@ class _Walk:
                 takes = self._links(here)
                 self.found.sent += times * takes
                 takes += sum(held.pop(of, 0.0) for of in one.operands)
-                if not one.operands:  # what is moved comes with the update
+                if not one.operands:  # the operand comes with the update
                     held[one.name] = takes
                 elif takes:  # a copy has none
                     free = ends[one.name] = max(now, free) + takes
@@ -223,7 +224,7 @@ class _Walk:
             self.found.waited_at[launch] = self.found.waited_at.get(launch, 0.0) + takes
 
     def _time_call(self, one: Instruction, here: str, runs: int, scoped: int, label: str) -> float:
-        """How long what an operation calls takes."""
+        """Return the time of the computations that an operation calls."""
         if one.opcode == "while":
             turns = self.module.trip_count(one)
             if turns is None:
@@ -234,7 +235,7 @@ class _Walk:
             bodies = [self.run(name, here, runs * turns, within, label) for name in one.called]
             return turns * sum(bodies)
         if one.opcode == "conditional" and branch_count_of(self.branch_counts, label) is None:
-            # One branch is taken: the most expensive.
+            # One branch is taken: assume the most expensive.
             uncounted = dataclasses.replace(self, found=Scheduled())
             name = max(one.called, key=lambda name: uncounted.run(name, here, 0, 0, label))
             return self.run(name, here, runs, scoped, label)
@@ -242,7 +243,7 @@ class _Walk:
         return max(took) if one.opcode == "conditional" else sum(took)
 
     def _takes(self, one: Instruction, times: int) -> float | None:
-        """The price of an operation, which it counts; None: it takes no time of its own."""
+        """Return the time of an operation, and count it; None if it takes no time of its own."""
         cost = self.of_one.get(one.name)
         if _KERNEL.search(one.attributes) and (cost is None or cost.flops is None):
             self.found.kernels += times
@@ -258,15 +259,15 @@ class _Walk:
         return price
 
     def _links(self, here: str) -> float:
-        """Of what an operation launches itself, or in what it calls."""
+        """Return the link time of an operation, including what it calls."""
         return sum(takes for launch, takes in self.moved.items() if _is_under(launch, here))
 
 
 def _waits(one: Instruction) -> bool:
-    """Whether it is a collective that starts and ends in one operation and computes nothing."""
+    """Return whether it is a collective that starts and ends in one operation without compute."""
     if one.opcode in KINDS:
         return True
-    # An all-reduce of which each device keeps its part.
+    # An all-reduce of which each device keeps its shard.
     return one.opcode == "fusion" and any(
         name.startswith("all-reduce-scatter") for name in one.called
     )
