@@ -1,13 +1,13 @@
 """The run's secret token, and the HMAC handshake that authenticates two processes.
 
-A launcher passes the token in an environment variable. Otherwise it is a file in the run's
-folder, which the processes share anyway: process 0 creates it at the first launch, readable by its
-user alone. In a bucket it is an object, readable by everyone with access to the run's folder.
+A launcher can pass the token in an environment variable. Otherwise, the token is in a file in the
+run's workdir, which all processes share. Process 0 creates the file at the first launch, readable
+only by its user. In a bucket, it is an object, readable by everyone with access to the workdir.
 
-The process that connects sends the protocol's name and 32 random bytes, process 0 answers with 32
-of its own. Each proves that it has the token by an HMAC-SHA256 over both, the one that connects
-first: an unauthenticated client receives nothing that a guess could be tried on. The keys of the
-messages are derived from the token and both numbers, one for each direction, so that no message can
+The client sends the protocol name and a 32-byte nonce, and process 0 answers with its own nonce.
+Each side proves possession of the token by an HMAC-SHA256 over both nonces. The client does so
+first: an unauthenticated client receives nothing that allows an offline guess of the token. The
+message keys, one per direction, are derived from the token and both nonces, so that no message can
 be replayed on another connection.
 """
 
@@ -37,7 +37,7 @@ _WAY_OUT = (
 
 
 class RunToken:
-    """A run's token as one of its processes finds it."""
+    """Token of a run, from the environment variable or the file in the workdir."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class RunToken:
         *,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Look at the environment; the file is read when it is requested.
+        """Read the environment variable; `make` and `find` read the file.
 
         Args:
-          environment: `os.environ`, or one made for a test.
-          file: in the run's folder, where the environment has none.
-          report: called with a line where the file cannot be kept from others.
+          environment: `os.environ`, or a mapping in tests.
+          file: the token file in the workdir, used if the variable is not set.
+          report: called with a warning if other users can read the file.
 
         Raises:
-          UserError: the variable holds what is no token.
+          UserError: the value of the variable is not a valid token.
         """
         self._file, self._report = file, report
         self._given: bytes | None = None
@@ -63,7 +63,7 @@ class RunToken:
         given = environment[VARIABLE].strip()
         self._given = _read(given.encode("utf-8", "surrogateescape"))
         if self._given is None:
-            # The value itself is never said.
+            # The message must not contain the value.
             raise UserError(
                 f"{VARIABLE} is set to {len(given)} characters: a token has {_FEWEST} to {_MOST}, "
                 "none of them blank; make one with 'openssl rand -hex 32', the same for all "
@@ -71,7 +71,7 @@ class RunToken:
             )
 
     def make(self) -> bytes:
-        """Process 0's: the variable's, the file's, or a new one that is left in the file.
+        """Return the token on process 0; write a new token file if there is no private one.
 
         Raises:
           OSError: the file cannot be written.
@@ -90,8 +90,7 @@ class RunToken:
         return found
 
     def find(self) -> bytes | None:
-        """Return the others': the variable's, or the file's; None: process 0 has left none there
-        yet.
+        """Return the token on another process; None if process 0 has not created the file yet.
 
         Raises:
           UserError: the file belongs to another user.
@@ -99,14 +98,14 @@ class RunToken:
         return self._given or self._read_private(private=False)
 
     def absent(self, coordinator: str, process: int) -> UserError:
-        """That process 0 is there, and its token is not."""
+        """Return the error for a process that reaches process 0 but has no token."""
         return UserError(
             f"the coordinator {coordinator} answers, but process {process} has no token to show it:"
             f" {VARIABLE} is not set, and there is no {self._file}; {_WAY_OUT}"
         )
 
     def differs(self, coordinator: str, process: int) -> UserError:
-        """That process 0 has another token."""
+        """Return the error for a process with a different token than process 0."""
         source = VARIABLE if self._given is not None else str(self._file)
         return UserError(
             f"the coordinator {coordinator} has another token than process {process} has from "
@@ -114,13 +113,13 @@ class RunToken:
         )
 
     def _read_private(self, *, private: bool) -> bytes | None:
-        """Read the file; with `private` only if nobody else could read or write it."""
+        """Read the file; with `private`, only if no other user can read or write it."""
         if isinstance(self._file, BucketPath):
             with contextlib.suppress(FileNotFoundError):
                 return _read(self._file.read_bytes())
             return None
         try:
-            # A link is not followed, and a pipe is not waited for.
+            # Do not follow a symbolic link, and do not block on a pipe.
             handle = os.open(self._file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except PermissionError as error:
             if private:
@@ -139,7 +138,7 @@ class RunToken:
 
 
 def _read(text: bytes) -> bytes | None:
-    """Return a token without the end of its line; None: it is none."""
+    """Return a token without surrounding whitespace; None if it is not a valid token."""
     token = text.strip()
     return token if _GRAMMAR.fullmatch(token) else None
 
@@ -149,7 +148,7 @@ def _store(file: Place, content: bytes) -> None:
         file.write_bytes(content)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Of mode 0600 from the first moment, and renamed when it is whole.
+    # Created with mode 0600, and renamed after it is complete.
     handle, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -164,43 +163,43 @@ def _store(file: Place, content: bytes) -> None:
 PROTOCOL = b"jaxtrain-peers-2"
 _RANDOM = 32
 _PROOF = 32
-# Instead of process 0's proof: it does not accept the other's. Without the token nobody could tell
-# who says so, and whoever can say it could as well close the connection.
+# Sent instead of process 0's proof if the client's proof is wrong. It is not authenticated: an
+# attacker who can inject it could also close the connection.
 _REFUSED = b"another token".ljust(_PROOF, b"\0")
 
 
 class UnauthenticatedError(Exception):
-    """The other end does not prove that it belongs to the run; the text says what it did."""
+    """The peer failed to authenticate; the message describes what it did."""
 
 
 class OtherTokenError(UnauthenticatedError):
-    """The two ends have different tokens."""
+    """The two peers have different tokens."""
 
 
 class MessageKey:
-    """Marks the messages of one direction: who has no key cannot write, repeat or reorder them."""
+    """HMAC key of one direction; it protects messages against forgery, replay and reordering."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
 
     def mark(self, body: bytes) -> bytes:
-        """Return the mark of the next message, 32 bytes."""
+        """Return the HMAC of the next message, 32 bytes."""
         number = struct.pack("!Q", self._count)
         self._count += 1
         return hmac.digest(self._key, number + body, "sha256")
 
 
-# Yields what to send and how many bytes to wait for, more of which must not be read, and takes
-# those bytes; returns the keys for what is sent and for what is received.
+# Yields (bytes to send, exact number of bytes to read) and is sent the bytes read; returns the keys
+# of the sending and of the receiving direction.
 Handshake = Generator[tuple[bytes, int], bytes, tuple[MessageKey, MessageKey]]
 
 
 def client_handshake(token: bytes) -> Handshake:
-    """Prove the token as the process that connects; nothing is sent and received here.
+    """Run the client side of the handshake, as a generator without I/O.
 
     Raises:
-      OtherTokenError: process 0 has another token.
-      UnauthenticatedError: what it sent is not what a process of the run sends.
+      OtherTokenError: process 0 has a different token.
+      UnauthenticatedError: the server does not use this protocol.
     """
     own = secrets.token_bytes(_RANDOM)
     answer = yield PROTOCOL + own, len(PROTOCOL) + _RANDOM
@@ -213,7 +212,7 @@ def client_handshake(token: bytes) -> Handshake:
 
 
 def server_handshake(token: bytes) -> Handshake:
-    """Prove the token as process 0; see `client_handshake`."""
+    """Run the server side of the handshake (process 0); see `client_handshake`."""
     _same_protocol((yield b"", len(PROTOCOL)))
     joiner, own = (yield b"", _RANDOM), secrets.token_bytes(_RANDOM)
     keys = _Keys.of(token, joiner, own)
@@ -227,7 +226,7 @@ def server_handshake(token: bytes) -> Handshake:
 
 @dataclasses.dataclass(frozen=True)
 class _Keys:
-    """Keys that both ends derive from the token and both random numbers, 32 bytes each."""
+    """Keys that both peers derive from the token and both nonces, 32 bytes each."""
 
     joiner_proof: bytes
     zero_proof: bytes

@@ -1,6 +1,7 @@
 """Control channel between the processes of a run, with a coordinator on process 0.
 
-The coordinator collects lost processes, the first cause of a failure and the common stop step.
+The coordinator detects lost processes, records the first cause of a failure, and decides the common
+step at which all processes stop.
 """
 
 import asyncio
@@ -36,16 +37,16 @@ from jaxtrain.run.cluster.wire import (
     split_address,
 )
 
-# A process that only feels another's death reports an error of its own, often some milliseconds
-# before that death is seen here: the loss is waited for before an error is called the cause.
+# When a process dies, others may report secondary errors, often milliseconds before its death is
+# detected here. So a reported error becomes the cause only after this delay without a lost process.
 _DOUBT_SECONDS = 0.5
 
 
 class Coordinator:
-    """The decisions of process 0, fed with messages and times; it opens no socket.
+    """State machine of process 0, driven by messages and times, without I/O of its own.
 
     Attributes:
-      cause: the first cause; None while all is well.
+      cause: the first cause of a failure; None without a failure.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class Coordinator:
         send: Callable[[int, Message], None],
         now: float,
     ) -> None:
-        """Begin with all processes there.
+        """Start with all processes connected.
 
         Args:
-          hosts: of all processes.
-          silence_seconds: after this long without a word a process is lost.
-          send: takes a message to a process; to 0 it is this process's own.
-          now: the monotonic time in seconds, as everywhere here.
+          hosts: the host of each process.
+          silence_seconds: a process is lost after this time without a message.
+          send: sends a message to a process; id 0 is this process itself.
+          now: the monotonic time in seconds, like all times of this class.
         """
         self.cause: Cause | None = None
         self._hosts, self._silence, self._send = hosts, silence_seconds, send
@@ -74,7 +75,7 @@ class Coordinator:
         self._agreed = False
 
     def receive(self, process: int, message: Message, now: float) -> None:
-        """One message of a process."""
+        """Handle a message of a process."""
         self._heard[process] = now
         match message["kind"]:
             case "beat":
@@ -95,13 +96,13 @@ class Coordinator:
                     self._broadcast({"kind": "end"})
 
     def mark_closed(self, process: int, why: str, now: float) -> None:
-        """A connection ended; after a goodbye or a report of its own that is no loss."""
+        """Handle a closed connection: a loss, except after a goodbye or a reported failure."""
         suspected = self._suspected is not None and self._suspected[1].process_id == process
         if process not in self._gone and not suspected:
             self._settle(Cause("lost", process, self._hosts[process], why), now)
 
     def check(self, now: float) -> None:
-        """Look for processes that are silent and settle what was in doubt for long enough."""
+        """Detect silent processes; confirm a reported failure after its delay."""
         for process, heard in self._heard.items():
             if process and process not in self._gone and now - heard > self._silence:
                 why = f"silent for {self._silence:g} s"
@@ -110,11 +111,11 @@ class Coordinator:
             self._settle(self._suspected[1], now)
 
     def mark_frozen(self, seconds: float, now: float) -> None:
-        """This process itself did not run for so long that it is the one that was lost."""
+        """Record this process itself as lost, because it did not run for too long."""
         self._settle(Cause("lost", 0, self._hosts[0], f"stood still for {seconds:.0f} s"), now)
 
     def table(self, now: float) -> Table:
-        """Return what each process was last doing, and how long ago it reported."""
+        """Return the last reported activity of each process and the time since its last message."""
         return {
             process: {
                 "host": self._hosts[process],
@@ -126,11 +127,11 @@ class Coordinator:
         }
 
     def share_table(self, now: float) -> None:
-        """Send the table to all, so that everybody has it should this process be lost."""
+        """Send the table to all processes, so that they have it if this process is lost."""
         self._broadcast({"kind": "table", "table": _with_text_keys(self.table(now))})
 
     def missing(self) -> list[int]:
-        """Processes that have not said goodbye."""
+        """Return the processes that have not sent a goodbye."""
         return [process for process in self._hosts if process not in self._gone]
 
     def _begin_stop(self, reason: str) -> None:
@@ -140,7 +141,7 @@ class Coordinator:
             self._agree()
 
     def _agree(self) -> None:
-        """All have said at which tick they are, or have ended: the last of these is the target."""
+        """Broadcast the common stop tick, the latest of all, when each process has sent its own."""
         ticks = {**self._ticks, **self._gone}
         if self._stop_reason is None or self._agreed or len(ticks) < len(self._hosts):
             return
@@ -155,7 +156,7 @@ class Coordinator:
             self._broadcast({"kind": "verdict", **dataclasses.asdict(cause), "table": table})
 
     def _broadcast(self, message: Message) -> None:
-        # This process last: its answer to a verdict may be its end.
+        # This process is last, because it may exit when it handles a verdict.
         for process in sorted(self._hosts, reverse=True):
             self._send(process, message)
 
@@ -165,12 +166,12 @@ def _with_text_keys(table: Table) -> dict[str, Row]:
 
 
 def read_table(message: Message) -> Table:
-    """Return the table of a message, its keys numbers again."""
+    """Return the table of a message, with its keys converted back to integers."""
     return {int(process): row for process, row in message["table"].items()}
 
 
-# The table goes to all; with many processes less often, so that the traffic grows with their
-# number and not with its square.
+# The table is sent to all processes, less often if there are many, so that the traffic grows
+# linearly with their number and not quadratically.
 _TABLE_ROWS_PER_BEAT = 32
 _FLUSH_SECONDS = 2.0
 _POLL_SECONDS = 0.01
@@ -189,28 +190,29 @@ def rendezvous(
     heartbeat_seconds: float = 2.0,
     silence_seconds: float = 30.0,
 ) -> Peers:
-    """Wait until all processes of the cluster are there and agree; open the channel to them.
+    """Run the rendezvous of all processes and open the control channel between them.
 
     Process 0 listens at the coordinator's address. Each process and process 0 prove to each other
-    that they have the run's token, and every message is sealed with keys of its connection: who
-    has no token cannot join, stop or disturb the run, nor change what others say unnoticed. He can
-    read it. The messages are JSON, and nothing in them is executed.
+    that they have the run's token. Every message is HMAC-authenticated with keys of its connection:
+    a client without the token can read messages, but it cannot join, stop or disturb the run, nor
+    modify messages unnoticed. Messages are JSON, and nothing in them is executed.
 
     Args:
-      cluster: who this process is and where process 0 listens.
-      hello: what all processes must have alike: versions, a digest of the configuration.
-      token: the run's.
-      timeout_seconds: how long the others are waited for.
-      report: called with a line on what is waited for, and later from the channel's own thread on
+      cluster: the id of this process and the address of process 0.
+      hello: values that must be equal on all processes: versions, a digest of the configuration.
+      token: the run's token.
+      timeout_seconds: the time limit for all processes to arrive.
+      report: called with a line on missing processes, and later from the channel's own thread on
         unauthenticated clients at the port.
-      welcome: what process 0 sends to all, an attempt number for example; the others' is not used.
-      heartbeat_seconds: between two signs of life; process 0's counts.
-      silence_seconds: after this long without one a process is lost; process 0's counts.
+      welcome: values that process 0 sends to all, such as an attempt number; ignored on others.
+      heartbeat_seconds: the interval between heartbeats; the value of process 0 applies to all.
+      silence_seconds: a process is lost after this time without a heartbeat; the value of process 0
+        applies to all.
 
     Raises:
-      UserError: the port is taken; two processes have one id; number of processes or hello differ:
-        every process that is there gets the same sentence. This process has no token, or another
-        than process 0.
+      UserError: the port is in use; two processes have the same id; the number of processes or the
+        hello differ (every connected process receives the same message); or this process has no
+        token, or a different one than process 0.
       ClusterError: a process is missing, or the coordinator cannot be reached.
     """
     assert heartbeat_seconds * 2 <= silence_seconds
@@ -226,7 +228,7 @@ def rendezvous(
         cluster, hello, opening, token=token, timeout_seconds=timeout_seconds, report=report
     )
     try:
-        # Not by `Runner.run`, whose handler of Ctrl-C does not interrupt an attempt to connect.
+        # Not `Runner.run`: its Ctrl-C handler does not interrupt a connection attempt.
         opening, links, listener = runner.get_loop().run_until_complete(joining)
         return ManyProcesses(cluster, opening, links, listener, runner)
     except BaseException:
@@ -235,10 +237,10 @@ def rendezvous(
 
 
 class ManyProcesses(Peers):
-    """One process among several: a thread that runs the event loop of the connections.
+    """Peers of a run with several processes; a thread runs the event loop of the connections.
 
-    That thread alone touches sockets; other threads pass it messages by `call_soon_threadsafe`,
-    which takes no lock: a signal handler may interrupt this same code at any point.
+    Only that thread uses the sockets. Other threads pass messages with `call_soon_threadsafe`,
+    which takes no lock, because a signal handler may interrupt this code at any point.
     """
 
     def __init__(
@@ -336,7 +338,7 @@ class ManyProcesses(Peers):
         self._call(self._outbox.put_nowait, message)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # of a closed loop
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     # -- the thread -------------------------------------------------------------------------------
@@ -373,7 +375,7 @@ class ManyProcesses(Peers):
             self._send_to_root(message)
 
     def _send_to_root(self, message: Message) -> None:
-        """Send a message to process 0, which may be this one."""
+        """Send a message to process 0, which may be this process."""
         if message["kind"] == "listen":
             if self.cause is not None:
                 self._notify_listeners()
@@ -393,10 +395,10 @@ class ManyProcesses(Peers):
         self._check_processes()
 
     def _detect_stall(self) -> None:
-        """A process that was frozen finds the others gone: before it blames them, itself."""
+        """Detect that this process was frozen, before it reports the other processes as lost."""
         now = time.monotonic()
         still, self._last_turn = now - self._last_turn, now
-        # The others count from its last sign of life, up to a heartbeat before it froze.
+        # The others measure from its last heartbeat, up to one interval before the freeze.
         if still < self.silence_seconds - self._heartbeat:
             return
         if self._coordinator is not None:
@@ -405,7 +407,7 @@ class ManyProcesses(Peers):
             self._settle_here("lost", self.process_id, f"stood still for {still:.0f} s")
 
     async def _beat(self) -> None:
-        """Heartbeats, and tests of the others'."""
+        """Send heartbeats and check those of the others, periodically."""
         rare = max(self.num_processes // _TABLE_ROWS_PER_BEAT, 1)
         for count in itertools.count(1):
             self._detect_stall()
@@ -426,7 +428,7 @@ class ManyProcesses(Peers):
             self._settle_here("lost", 0, f"silent for {self.silence_seconds:g} s")
 
     async def _read(self, process: int, link: Link) -> None:
-        """Receive until the connection ends."""
+        """Handle messages of a connection until it closes."""
         while message := await link.receive():
             self._detect_stall()
             if self._coordinator is not None:
@@ -442,7 +444,7 @@ class ManyProcesses(Peers):
             self._settle_here("lost", 0, link.closed)
 
     def _receive_from_coordinator(self, message: Message) -> None:
-        """Handle a decision of process 0; process 0 itself receives it too."""
+        """Handle a message from process 0; process 0 also handles its own."""
         match message["kind"]:
             case "table":
                 self._table = read_table(message)
@@ -484,7 +486,7 @@ class ManyProcesses(Peers):
             self._listeners.on_failed(cause.process_id, cause.host, cause.why)
 
     def _reject_newcomer(self, link: Link, hello: Message) -> str:
-        """Return why a process that comes after the rendezvous, a double or a leftover, must go."""
+        """Return why a process that connects after the rendezvous is rejected."""
         process = hello["process_id"]
         first = {
             "process_id": process,
@@ -504,21 +506,21 @@ class ManyProcesses(Peers):
             self._receive_from_coordinator(message)
 
     async def _receive_verdict(self, message: Message) -> None:
-        # What the listeners do about it may be this process's end.
+        # The listeners may end this process.
         await self._flush()
         self._receive_from_coordinator(message)
 
     async def _flush(self) -> None:
-        """Wait, for a moment, until the connections have taken what was sent."""
+        """Wait up to _FLUSH_SECONDS until the write buffers are empty."""
         until = time.monotonic() + _FLUSH_SECONDS
         while time.monotonic() < until and any(link.pending for link in self._links.values()):
             await asyncio.sleep(_POLL_SECONDS)
 
 
 def _address_here(links: Iterable[Link]) -> str:
-    """This machine's address by a connection to another machine; loopback if there is none."""
+    """Return this machine's address in a connection to another machine; loopback without one."""
     for link in links:
-        with contextlib.suppress(OSError):  # it may be gone already
+        with contextlib.suppress(OSError):  # the connection may be closed already
             address = str(link.socket.getsockname()[0]).removeprefix("::ffff:")
             if not is_loopback(address):
                 return address

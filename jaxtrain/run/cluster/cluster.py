@@ -26,17 +26,17 @@ LaunchedBy = Literal[
 
 
 class ClusterError(RuntimeError):
-    """A process of the run is missing, lost or cannot be reached; the sentence names it."""
+    """A process of the run is missing, lost or cannot be reached; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Cluster options of the command line; None where one is not given.
+    """Cluster options of the command line; None if not set.
 
     Attributes:
       coordinator: HOST:PORT where process 0 listens.
-      num_processes: processes of the run.
-      process_id: which of them this one is, from 0.
+      num_processes: the number of processes of the run.
+      process_id: the id of this process, from 0.
     """
 
     coordinator: str | None = None
@@ -46,16 +46,16 @@ class Flags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The processes of one run, as this process sees them.
+    """Processes of a run: their number, the id of this one, and the coordinator's address.
 
     Attributes:
-      kind: the launcher that was detected.
-      coordinator: HOST:PORT where process 0 listens; None where there is one process.
-      num_processes: processes of the run.
-      process_id: which of them this one is, from 0.
-      local_device_ids: the accelerators of this machine that this process takes; None: all.
-      hosts: the host of each process, as far as known.
-      found: how it was found, as one sentence to print.
+      kind: the detected launcher.
+      coordinator: HOST:PORT where process 0 listens; None for a single process.
+      num_processes: the number of processes of the run.
+      process_id: the id of this process, from 0.
+      local_device_ids: the accelerators of this machine that this process uses; None for all.
+      hosts: the host of each process, if known.
+      found: how the cluster was detected, as a sentence to print.
     """
 
     kind: LaunchedBy = "alone"
@@ -63,7 +63,7 @@ class Cluster:
     num_processes: int = 1
     process_id: int = 0
     local_device_ids: tuple[int, ...] | None = None
-    # A dict does not hash; two clusters that differ in it alone may share a hash.
+    # A dict is not hashable; two clusters that differ only in it may have the same hash.
     hosts: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
     found: str = "One process: nothing here says that there are more"
 
@@ -82,7 +82,7 @@ class Cluster:
 
 
 def name_processes(processes: list[int], hosts: Mapping[int, str]) -> str:
-    """`processes 2, 3 (hosts c, d)`; the hosts where they are known."""
+    """Return `processes 2, 3 (hosts c, d)`, with the hosts if they are known."""
     known = [hosts[process] for process in processes if process in hosts]
     plural = "es" if len(processes) > 1 else ""
     sentence = f"process{plural} {', '.join(str(process) for process in processes)}"
@@ -97,13 +97,14 @@ Table = dict[int, Row]
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a run cannot go on: the first thing that went wrong in any process.
+    """First cause of a run's failure, in any process.
 
     Attributes:
-      what: `lost`: a process ended without a goodbye or went silent; `failed`: it said why itself.
-      process_id: the process.
-      host: its host.
-      why: what was seen, or its own reason.
+      what: `lost`: a process ended without a goodbye or became silent; `failed`: it reported an
+        error itself.
+      process_id: the id of the process.
+      host: the host of the process.
+      why: what was observed, or the reported error.
     """
 
     what: Literal["lost", "failed"]
@@ -120,10 +121,10 @@ class Listeners:
     """Callbacks for events of other processes; all are called on the channel's own thread.
 
     Attributes:
-      activity: what this process is doing, sent with each heartbeat; values JSON can carry.
-      on_lost: a process ended without a goodbye or went silent: (process id, host, why, table of
-        what each was doing). Its own id: this process stood still and the others went on.
-      on_failed: another process said why it ends: (process id, host, reason).
+      activity: returns the activity of this process, JSON values that each heartbeat includes.
+      on_lost: called if a process ended without a goodbye or became silent: (process id, host, why,
+        table of all activities). This process's own id: it was frozen while the others continued.
+      on_failed: called if another process reports an error: (process id, host, reason).
     """
 
     activity: Callable[[], dict[str, Any]] = dict
@@ -132,17 +133,17 @@ class Listeners:
 
 
 class Peers(abc.ABC):
-    """The processes of a run as one of them sees them; `OneProcess` is a run of one.
+    """Interface of a process to all processes of the run; `OneProcess` is for a single process.
 
     Attributes:
-      process_id: this process, from 0.
-      num_processes: all of them.
-      hosts: their hosts.
-      address: this machine's in the connections to the others; loopback if all run here.
-      welcome: what process 0 sent to all at the rendezvous.
-      jax_coordinator: HOST:PORT for JAX's own coordinator; None for one process.
-      silence_seconds: after this long without a word a process is lost.
-      cause: the first thing that went wrong in any process; None while all is well.
+      process_id: the id of this process, from 0.
+      num_processes: the number of processes.
+      hosts: the host of each process.
+      address: this machine's address in the connections to the others; loopback if all are local.
+      welcome: the values that process 0 sent to all at the rendezvous.
+      jax_coordinator: HOST:PORT for JAX's own coordinator; None for a single process.
+      silence_seconds: a process is lost after this time without a message.
+      cause: the first cause of a failure in any process; None without a failure.
     """
 
     process_id: int
@@ -156,46 +157,50 @@ class Peers(abc.ABC):
 
     @abc.abstractmethod
     def listen(self, listeners: Listeners) -> None:
-        """Set the listeners; events that happened before are delivered at once."""
+        """Set the listeners; earlier events are delivered immediately."""
 
     @abc.abstractmethod
     def table(self) -> Table:
-        """Return what each process was last doing, by process id."""
+        """Return the last reported activity of each process, by process id."""
 
     @abc.abstractmethod
     def request_stop(self, reason: str) -> None:
-        """Ask all to stop at one tick; safe in a signal handler; the first request counts."""
+        """Request a stop of all processes at the same tick; safe in a signal handler.
+
+        Only the first request of a run has an effect.
+        """
 
     @abc.abstractmethod
     def tick(self, number: int) -> str | None:
-        """To be called before each tick of the main loop: None, or the reason to stop instead.
+        """Return None to continue with a tick of the main loop, or the reason to stop before it.
 
-        Ticks (train steps and evaluation batches) are numbered upwards, alike on all processes.
-        All processes get the reason at the same tick. While the last tick is being agreed on, this
-        waits for it.
+        Call it before each tick. Ticks (train steps and evaluation batches) have increasing
+        numbers, equal on all processes. All processes receive the reason at the same tick. While
+        they agree on the last tick, this call blocks.
 
         Raises:
-          ClusterError: a process is lost or failed, or there was no agreement in time.
+          ClusterError: a process is lost or failed, or the processes did not agree in time.
         """
 
     @abc.abstractmethod
     def report_failure(self, reason: str) -> Cause:
         """Broadcast that this process ends with an error; return the FIRST cause in any process.
 
-        That is another process's where this error only follows from it. Never blocks for long.
+        The cause is another process's failure if this error only results from it. Blocks only
+        briefly.
         """
 
     @abc.abstractmethod
     def goodbye(self, timeout_seconds: float = 60.0) -> None:
-        """The orderly end: waits until all processes have come to theirs, and closes the channel.
+        """Shut down cleanly: wait until all processes are done, then close the channel.
 
         Raises:
-          ClusterError: a process did not come to its end in time, or was lost on the way.
+          ClusterError: a process was not done in time, or was lost.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the channel at once; without a goodbye the others take it for a loss."""
+        """Close the channel immediately; without a goodbye, the others treat this as a loss."""
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +210,7 @@ class Peers(abc.ABC):
 
 
 class OneProcess(Peers):
-    """A run of one process: the same calls without sockets."""
+    """Peers of a run with a single process: the same interface without sockets."""
 
     def __init__(self, welcome: "Announcement | None" = None) -> None:
         self.process_id, self.num_processes = 0, 1

@@ -1,8 +1,8 @@
 """Initialization of jax.distributed once all processes of a run are connected.
 
-JAX's client ends a process by SIGABRT about a tenth of a second after its connection to process 0
-broke: before a reason can be written. Over a local relay the connection stays open and only falls
-silent; the channel between the processes names the loss and ends the process. A host name that
+JAX's client aborts a process (SIGABRT) about 0.1 s after its connection to process 0 breaks, before
+the process can write a reason. Over a local relay, the connection stays open and only becomes
+silent; the control channel then reports the lost process and ends this one. A host name that
 /etc/hosts maps to loopback, where other machines cannot connect, is an error.
 """
 
@@ -24,14 +24,14 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Listens on a loopback port of this machine and passes everything on to one address.
+    """TCP relay from a loopback port of this machine to one address.
 
     Attributes:
-      port: the port it listens on.
+      port: the loopback port.
     """
 
     def __init__(self, host: str, port: int) -> None:
-        """Start the thread that relays to HOST:PORT; it ends with the program."""
+        """Start the daemon thread that relays to HOST:PORT."""
         self.port = 0
         self._target = (host, port)
         self._listening = threading.Event()
@@ -48,17 +48,17 @@ class Relay:
             await server.serve_forever()
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        """One connection; it ends when this side ends it, whatever the far side does."""
+        """Relay one connection until the local side closes it, even if the remote side did."""
         with contextlib.closing(back):
             try:
                 far, there = await asyncio.open_connection(*self._target)
             except OSError:
-                # Not up yet: closed, so that the caller tries again.
+                # The server is not up yet: close the connection, so that the client retries.
                 return
             answers = asyncio.create_task(_pass_on(far, back))
             with contextlib.closing(there):
                 await _pass_on(near, there)
-                # The far side's end alone is not passed on: this is what the relay is for.
+                # Do not relay that the remote side closed: this is the purpose of the relay.
                 await _until_end(near)
             answers.cancel()
 
@@ -77,7 +77,7 @@ async def _until_end(source: asyncio.StreamReader) -> None:
 
 
 def resolve(host: str) -> list[str]:
-    """Return the addresses of a host in the resolver's order; none if it is unknown."""
+    """Return the addresses of a host in the resolver's order; empty if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -86,17 +86,17 @@ def resolve(host: str) -> list[str]:
 
 
 def validate_host_name(peers: Peers, resolve: Callable[[str], Sequence[str]] = resolve) -> None:
-    """Check that this host's own name leads to an address that other machines reach.
+    """Validate that this host's name resolves to an address that other machines can reach.
 
-    Gloo, which carries the collectives of CPU devices, listens at the first address of the name
-    and announces it to the other processes. Debian's default /etc/hosts maps the name to 127.0.1.1.
+    Gloo, which implements the collectives of CPU devices, listens at the first address of the name
+    and sends it to the other processes. Debian's default /etc/hosts maps the name to 127.0.1.1.
 
     Args:
       peers: the processes of the run.
-      resolve: gives the addresses of a host name.
+      resolve: returns the addresses of a host name.
 
     Raises:
-      UserError: the name leads to loopback, and a process runs on another machine.
+      UserError: the name resolves to loopback, and a process runs on another machine.
     """
     name, address = peers.hosts[peers.process_id], peers.address
     found = next(iter(resolve(name)), None)
@@ -108,18 +108,18 @@ def validate_host_name(peers: Peers, resolve: Callable[[str], Sequence[str]] = r
     )
 
 
-# JAX ends a process without a word to us when its heartbeats are late, by the wall clock: a clock
-# that is set forward by days would end them all. Years, so that only the channel between the
-# processes, which measures by a monotonic clock, decides who is lost.
+# JAX aborts a process without a callback when its heartbeats are late by the wall clock; setting
+# that clock forward by days would abort all of them. Ten years, so that only the control channel,
+# which uses a monotonic clock, decides which processes are lost.
 _JAX_HEARTBEAT_SECONDS = 10 * 365 * 24 * 60 * 60
 _JAX_SHUTDOWN_SECONDS = 10
 
 
 def devices_per_process(simulated_devices: int, num_processes: int) -> int:
-    """How many of a run's simulated devices each process makes.
+    """Return the number of simulated devices per process.
 
     Raises:
-      UserError: they do not divide.
+      UserError: the number of processes does not divide the number of devices.
     """
     if simulated_devices % num_processes:
         raise UserError(
@@ -137,21 +137,22 @@ def start(
     timeout_seconds: float = 300.0,
     report: Reporter = lambda line: None,
 ) -> None:
-    """Join the processes into one JAX program, whose devices are those of all; open the backend.
+    """Initialize jax.distributed and the backend, with the devices of all processes.
 
-    With one process nothing is started; simulated devices are then `mesh.simulate_devices`'s.
+    A single process needs neither, and `mesh.simulate_devices` creates its simulated devices.
 
     Args:
-      cluster: from `detect`.
-      peers: from the rendezvous of the same cluster.
-      simulated_devices: CPU devices of the whole run; 0: those that are there.
-      timeout_seconds: how long JAX waits for the others, who were all there a moment ago.
-      report: called with a line on what was found.
+      cluster: the cluster from `detect`.
+      peers: the peers from the rendezvous of the same cluster.
+      simulated_devices: the number of simulated CPU devices of the whole run; 0 uses the real ones.
+      timeout_seconds: the time limit for the initialization of JAX; all processes are connected.
+      report: called with a line on the detected cluster and its devices.
 
     Raises:
-      UserError: the simulated devices do not divide over the processes; JAX's port is taken;
-        this host's name leads to loopback, where CPU devices of other machines cannot connect.
-      ClusterError: JAX did not get the processes together.
+      UserError: the number of processes does not divide the simulated devices; JAX's port is in
+        use; or this host's name resolves to loopback, where other machines cannot connect to CPU
+        devices.
+      ClusterError: the initialization of JAX failed.
     """
     report(cluster.found)
     if cluster.num_processes == 1:
@@ -161,14 +162,14 @@ def start(
         jax.config.update("jax_platforms", "cpu")
         count = devices_per_process(simulated_devices, cluster.num_processes)
         offer_cpu_devices(count)
-    settings: Any = jax.config  # whose attributes are created at run time
+    settings: Any = jax.config  # its attributes are created at run time
     if settings.jax_platforms == "cpu":
         validate_host_name(peers)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would take SIGTERM away from Python: its C++ handler replaces the program's own.
+    # The C++ handler of this service would replace Python's handler of SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     host, port = split_address(peers.jax_coordinator)
-    # A port that is taken ends some versions of jaxlib with a segmentation fault.
+    # Some versions of jaxlib crash with a segmentation fault if the port is in use.
     if cluster.process_id == 0 and not is_free(host, port):
         raise UserError(
             f"port {port} on this machine was just taken by another program; start again"
@@ -182,7 +183,7 @@ def start(
             num_processes=cluster.num_processes,
             process_id=cluster.process_id,
             local_device_ids=cluster.local_device_ids,
-            # What `detect` left open is meant so: all accelerators of this machine.
+            # Values that `detect` did not set are intended: all accelerators of this machine.
             cluster_detection_method="deactivate",
             initialization_timeout=int(timeout_seconds),
             heartbeat_timeout_seconds=_JAX_HEARTBEAT_SECONDS,
@@ -192,7 +193,7 @@ def start(
         devices = jax.devices()
     except jax.errors.JaxRuntimeError as error:
         raise ClusterError(f"JAX could not join the processes: {error}") from error
-    if devices[0].platform == "cpu":  # which no setting had said
+    if devices[0].platform == "cpu":  # without a setting
         validate_host_name(peers)
     here = jax.local_device_count()
     report(f"{len(devices)} {devices[0].device_kind} devices, {here} of them on this process")

@@ -1,4 +1,4 @@
-"""Rendezvous of all processes before a run: missing, duplicate or different ones are named."""
+"""Rendezvous of all processes before a run; reports missing, duplicate or differing processes."""
 
 import asyncio
 import contextlib
@@ -34,13 +34,13 @@ T = TypeVar("T")
 _RETRY_SECONDS = 0.3
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 5.0
-# How long process 0 stays to tell latecomers why there is no run.
+# After a failed rendezvous, process 0 sends the error to late processes for this time.
 _LINGER_SECONDS = 2.0
-# Process 0 says that it still waits once in _REPORT_SECONDS.
+# Timeout for messages of process 0, which sends one every _REPORT_SECONDS while it waits.
 _QUIET_SECONDS = 30.0
-# Until process 0 has answered a handshake.
+# Timeout of a handshake with process 0.
 _ANSWER_SECONDS = 10.0
-# Process 0 leaves the token before it listens; a network file system shows it some time later.
+# Process 0 creates the token file before it listens, but a network file system may show it later.
 _TOKEN_SECONDS = 60.0
 
 
@@ -53,15 +53,16 @@ async def join_run(
     timeout_seconds: float,
     report: Reporter,
 ) -> tuple[Message, dict[int, Link], Listener | None]:
-    """Wait until all processes of the cluster are there, have the run's token, and agree.
+    """Wait until all processes of the cluster are connected, authenticated and consistent.
 
     Returns:
-      Process 0's opening, with all hosts and `jax_port`; connections by process id: process 0 has
-      one to each other, they have one to it; and process 0's server socket.
+      The opening message of process 0, with all hosts and `jax_port`; the connections by process
+      id (process 0 to every other process, each other process to process 0); and the server socket
+      of process 0.
 
     Raises:
-      UserError: the port is taken; two processes have one id; number of processes or hello differ;
-        this process has no token, or another than process 0.
+      UserError: the port is in use; two processes have the same id; the number of processes or the
+        hello differ; or this process has no token, or a different one than process 0.
       ClusterError: a process is missing, or the coordinator cannot be reached.
     """
     assert cluster.coordinator is not None
@@ -108,7 +109,7 @@ def _announcement(cluster: Cluster, hello: Announcement) -> Message:
 
 
 class _HostSide:
-    """Process 0 while the others arrive."""
+    """Rendezvous on process 0, which waits for the others."""
 
     def __init__(
         self, cluster: Cluster, own: Message, listener: Listener, report: Reporter
@@ -122,7 +123,7 @@ class _HostSide:
         self._decided = asyncio.Event()
 
     async def gather(self, timeout_seconds: float) -> tuple[dict[int, Link], dict[int, str]]:
-        """Wait for all; on any failure send it to all that are there, and raise."""
+        """Wait for all processes; on failure, send the error to the connected ones and raise it."""
         self._listener.admit = self._admit
         self._listener.start()
         try:
@@ -157,7 +158,7 @@ class _HostSide:
             raise self._error
 
     def _admit(self, link: Link, hello: Message) -> str | None:
-        """Take a process in; an error is every process's end, and returned."""
+        """Admit a process; return an error, which ends the rendezvous for all, or None."""
         process = hello["process_id"]
         if self._error is None:
             other = self._hellos.get(process)
@@ -170,7 +171,7 @@ class _HostSide:
             self._decided.set()
             return str(self._error)
         self._hellos[process], self._links[process] = hello, link
-        # From now on it waits as long as this process does.
+        # From now on the process waits as long as this one does.
         link.send({"kind": "waiting"})
         self._watching[process] = asyncio.create_task(self._watch(process, link))
         if not self._missing():
@@ -178,7 +179,7 @@ class _HostSide:
         return None
 
     async def _watch(self, process: int, link: Link) -> None:
-        """Note that a process ended while the others are awaited: it is missing again."""
+        """Mark a process as missing again if it disconnects during the rendezvous."""
         while await link.receive():
             pass
         del self._links[process]
@@ -209,7 +210,7 @@ class _HostSide:
         return sentence
 
     async def _send_all_away(self, error: Exception) -> None:
-        """Send the error to those that are there and, for a moment, to those that still come."""
+        """Send the error to the connected processes and, for _LINGER_SECONDS, to late ones."""
         kind = "refused" if isinstance(error, UserError) else "missing"
         for link in self._links.values():
             link.send({"kind": kind, "sentence": str(error)})
@@ -224,7 +225,7 @@ class _HostSide:
 
 
 def _difference(first: Message, other: Message) -> str | None:
-    """Return how another process differs from process 0, as a sentence."""
+    """Return a message on how another process differs from process 0; None if it does not."""
     who = f"process {other['process_id']} (host {other['host']})"
     zero = f"process 0 (host {first['host']})"
     if other["num_processes"] != first["num_processes"]:
@@ -250,7 +251,7 @@ def _difference(first: Message, other: Message) -> str | None:
 
 
 def duplicate_message(first: Message, second: Message) -> str:
-    """That two processes came with one id."""
+    """Return the message for two processes with the same id."""
     return (
         f"two processes have id {first['process_id']}: one on host {first['host']} (pid "
         f"{first.get('pid', '?')}), one on host {second['host']} (pid {second.get('pid', '?')}); "
@@ -259,10 +260,10 @@ def duplicate_message(first: Message, second: Message) -> str:
 
 
 async def _validate_second_coordinator(host: str, port: int, own: Message, secret: bytes) -> None:
-    """Ask whether another process 0 listens at the coordinator's address already.
+    """Raise an error if another process 0 already listens at the coordinator's address.
 
     Raises:
-      UserError: one does; it receives the error too.
+      UserError: there is another process 0, which receives the error too.
     """
     if is_local(host) and is_free(host, port):
         return
@@ -280,7 +281,7 @@ async def _validate_second_coordinator(host: str, port: int, own: Message, secre
 
 
 async def _within(seconds: float, result: Coroutine[Any, Any, T]) -> T | None:
-    """Return what is awaited; None if it takes longer."""
+    """Await a coroutine with a timeout; return its result, or None after the timeout."""
     with contextlib.suppress(TimeoutError):
         return await asyncio.wait_for(result, seconds)
     return None
@@ -342,7 +343,7 @@ async def _join(
 
 
 async def _receive_opening(link: Link, until: float) -> Message | None:
-    """Wait for process 0's decision, as long as it says that it waits too; None: it has gone."""
+    """Wait for the opening message while process 0 reports that it waits; None if it stops."""
     message = await _within(until - time.monotonic(), link.receive())
     while message is not None and message["kind"] != "welcome":
         if message["kind"] in ("refused", "missing"):

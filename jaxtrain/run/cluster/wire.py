@@ -1,7 +1,7 @@
-"""Authenticated JSON messages over TCP: links, addresses, ports, and process 0's server socket.
+"""Authenticated JSON messages over TCP: connections, addresses, ports, process 0's server socket.
 
-The resources of an unauthenticated client are bounded: the bytes that are read from it, its time,
-the number of its connections, and the lines that are logged about it.
+The resources of unauthenticated clients are limited: bytes read, connection time, number of
+connections, and lines logged about them.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ from jaxtrain.run.cluster.authentication import (
 
 Message = dict[str, Any]
 
-# The table of all processes is the longest message: some 200 bytes for each of them.
+# The longest message is the table of all processes, with about 200 bytes per process.
 _MAX_BODY = 4 << 20
 _LENGTH, _MARK = 4, 32
 _CHUNK = 1 << 16
 
 
 class _Reader(asyncio.StreamReader):
-    """Returns what came before an error of the connection, which a StreamReader drops.
+    """StreamReader that still returns data received before a connection error.
 
     Attributes:
-      error: why the stream ended; None: the other end closed it.
+      error: the error that ended the stream; None if the peer closed it.
     """
 
     error: Exception | None = None
@@ -49,27 +49,27 @@ class _Reader(asyncio.StreamReader):
 
 
 class Link:
-    """One connection that carries authenticated JSON objects, both ways, on one event loop.
+    """Bidirectional connection for HMAC-authenticated JSON objects, on one event loop.
 
-    Each message is its length, its HMAC and its text. A broken connection is no exception:
-    `receive` returns None after what came before the break, and `closed` says why.
+    Each message consists of its length, its HMAC and its JSON text. A broken connection does not
+    raise: `receive` returns the messages received before, then None, and `closed` is the reason.
 
     Attributes:
-      socket: the connection.
-      address: the other end's, without its port.
-      closed: why nothing comes any more; None while it is open.
-      is_silent: whether nothing ever came.
-      is_authenticated: whether both ends have proved that they have the run's token.
-      is_rejected: whether the ends have different tokens.
+      socket: the socket.
+      address: the IP address of the peer, without its port.
+      closed: why no more messages can be received; None while the connection is open.
+      is_silent: whether no byte was received yet.
+      is_authenticated: whether both peers have proved that they have the run's token.
+      is_rejected: whether the peers have different tokens.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take a connection; messages can be sent after `authenticate`."""
+        """Wrap a connected socket; messages can be sent after `authenticate`."""
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
         self.address = "unknown"
-        # It may be gone already.
+        # The peer may have disconnected already.
         with contextlib.suppress(OSError):
             self.address = connection.getpeername()[0]
         self.closed: str | None = None
@@ -80,11 +80,11 @@ class Link:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes wait until the connection takes them."""
+        """Whether sent messages are still in the write buffer."""
         return self._writer is not None and self._writer.transport.get_write_buffer_size() > 0
 
     async def authenticate(self, handshake: Handshake) -> bool:
-        """Run the handshake, which reads no byte more than it needs; False: `closed` says why."""
+        """Run the handshake; return whether it succeeded (if not, `closed` is the reason)."""
         loop = asyncio.get_running_loop()
         try:
             sent, wanted = next(handshake)
@@ -115,7 +115,7 @@ class Link:
         return received
 
     def send(self, message: Message) -> None:
-        """Send what the connection takes at once and queue the rest; after a break, nothing."""
+        """Send or queue a message without blocking; a closed connection drops it."""
         assert self._writer is not None
         body = json.dumps(message, separators=(",", ":")).encode()
         sending, _ = self._keys
@@ -123,7 +123,7 @@ class Link:
             self._writer.write(struct.pack("!I", len(body)) + sending.mark(body) + body)
 
     async def receive(self) -> Message | None:
-        """Return the next message; None at the end of the stream or at nonsense."""
+        """Return the next message; None at the end of the stream or for an invalid message."""
         if self.closed is not None:
             return None
         _, receiving = self._keys
@@ -145,12 +145,12 @@ class Link:
         return message
 
     def finish(self) -> None:
-        """Send nothing more; the other end may still read what was sent."""
+        """Close the sending direction; the peer can still read the messages sent before."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write_eof()
 
     def close(self) -> None:
-        """Close the connection, after what was sent."""
+        """Close the connection after the queued messages are sent."""
         if self._writer is None:
             self.socket.close()
         else:
@@ -175,10 +175,10 @@ def _parse(body: bytes) -> Message | None:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """`'node1:8476'` or `'[fe80::1]:8476'` as host and port.
+    """Split `'node1:8476'` or `'[fe80::1]:8476'` into host and port.
 
     Raises:
-      UserError: it is no HOST:PORT.
+      UserError: the address is not HOST:PORT.
     """
     match = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\s\[\]]+)):(\d{1,5})", address)
     if match is None or not 1 <= int(match[3]) <= 65535:
@@ -190,31 +190,31 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Host and port as `'node1:8476'` or `'[fe80::1]:8476'`."""
+    """Return host and port as `'node1:8476'` or `'[fe80::1]:8476'`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a coordinator on this host can be reached from the same machine only."""
+    """Return whether a host is a loopback address, which only the same machine can reach."""
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
 def bind_host(host: str) -> str:
-    """Where process 0 listens: at an address of this machine alone, for a name at all of them.
+    """Return the address to which process 0 binds: a local IP address, else all addresses.
 
-    A host's name may resolve elsewhere to another of its addresses (cloud machines, pods).
+    On other machines, a host name may resolve to another of its addresses (cloud machines, pods).
     """
     if is_loopback(host):
         return "127.0.0.1" if host == "localhost" else host
     with contextlib.suppress(ValueError):
-        # A link-local address means nothing without its interface.
+        # A link-local address is ambiguous without its interface.
         if not ipaddress.ip_address(host).is_link_local and is_local(host):
             return host
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether process 0 of a coordinator on `host` could listen on the port now."""
+    """Return whether process 0 can bind the port of a coordinator on `host` now."""
     try:
         listen(host, port).close()
     except OSError:
@@ -223,7 +223,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def free_port(host: str, after: int) -> int:
-    """Return a port that can be bound now: one of the twenty after `after`, else any."""
+    """Return a free port: one of the twenty after `after` if possible, else any."""
     for port in range(after + 1, min(after + 21, 65536)):
         if is_free(host, port):
             return port
@@ -232,7 +232,7 @@ def free_port(host: str, after: int) -> int:
 
 
 def is_local(host: str) -> bool:
-    """Return whether one of the host's addresses belongs to this machine, as far as is known."""
+    """Return whether one of the host's addresses, as resolved here, belongs to this machine."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -245,8 +245,7 @@ def is_local(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that takes connections at this port, of IPv4 too where all addresses are
-    meant."""
+    """Return a server socket at this port; one for all addresses accepts IPv4 and IPv6."""
     where = bind_host(host)
     if where == "::":
         return socket.create_server(
@@ -257,24 +256,24 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_taken(error: OSError) -> bool:
-    """Whether binding failed because somebody else has the port."""
+    """Return whether binding failed because the port is already in use."""
     return error.errno == errno.EADDRINUSE
 
 
-# For a handshake and a hello, from the first byte to the last: one byte a second does not do.
+# Timeout of the whole handshake and hello together, so that a slow client cannot extend it.
 _HELLO_SECONDS = 10.0
-# In addition to as many as there are processes, which may all come at once.
+# Pending connections in addition to one per process: all processes may connect at once.
 _ROOM_FOR_STRANGERS = 128
 _ACCEPT_RETRY_SECONDS = 0.05
 _LINE_SECONDS = 3600.0
 
 
 class RejectedClients:
-    """Counts who came to the port without the run's token; says so once in an hour at most.
+    """Counter of unauthenticated clients, which reports them at most once per hour.
 
     Attributes:
-      count: connections that were turned away.
-      last: the address of the last one.
+      count: the number of rejected connections.
+      last: the address of the last rejected client.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -284,7 +283,7 @@ class RejectedClients:
         self._next = -float("inf")
 
     def note(self, address: str, why: str) -> None:
-        """One more was turned away; nothing that he sent is repeated."""
+        """Count a rejected client; the report contains nothing that the client sent."""
         self.count, self.last = self.count + 1, address
         now = time.monotonic()
         if now < self._next:
@@ -300,12 +299,13 @@ class RejectedClients:
 
 
 class Listener:
-    """Admits clients that prove the token and send a hello, and drops others.
+    """Server socket that admits clients which prove the token and send a hello.
 
     Attributes:
-      admit: called with the link and the hello of a client; returns why it is rejected, or None.
-      waiting: connections that are not admitted yet, or that were rejected and may still read why.
-      rejected: the unauthenticated clients that were turned away.
+      admit: called with the link and the hello of a client; returns None to admit the client, or
+        the reason for the rejection.
+      waiting: connections that are not admitted yet, or are rejected and still reading the reason.
+      rejected: the counter of unauthenticated clients.
     """
 
     def __init__(
@@ -314,11 +314,12 @@ class Listener:
         """Bind the port; `start` accepts connections.
 
         Args:
-          host: where.
-          port: where.
-          token: the run's.
-          room: connections that are kept waiting at once, beside some for unauthenticated clients.
-          report: takes a line about unauthenticated clients.
+          host: the host of the coordinator.
+          port: the port of the coordinator.
+          token: the run's token.
+          room: the maximum number of pending connections, in addition to some for unauthenticated
+            clients.
+          report: called with each line about unauthenticated clients.
 
         Raises:
           OSError: the port cannot be bound.
@@ -332,16 +333,16 @@ class Listener:
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Accept connections from now on; the oldest go where there are too many."""
+        """Start to accept connections; if too many are pending, the oldest are dropped."""
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(0)  # clients that come one upon another shall not stop the others
+            await asyncio.sleep(0)  # yield to other tasks between consecutive clients
             try:
                 connection, _ = await loop.sock_accept(self._socket)
-            except OSError:  # gone before it was accepted, or no descriptor is left
+            except OSError:  # disconnected before the accept, or out of file descriptors
                 await asyncio.sleep(_ACCEPT_RETRY_SECONDS)
                 continue
             link = Link(connection)
@@ -371,7 +372,7 @@ class Listener:
             pass
         finally:
             del self.waiting[link]
-            # A client that leaves without a byte only checked whether somebody listens.
+            # A client that disconnects without sending a byte was only a port check.
             is_check = link.closed is not None and link.is_silent
             if self._accepting and not link.is_authenticated and not is_check:
                 why = link.closed or f"proved nothing within {_HELLO_SECONDS:g} s"
@@ -390,7 +391,7 @@ class Listener:
 
 
 def is_hello(message: Message) -> bool:
-    """Whether a message is a hello of this protocol with all that a hello says."""
+    """Return whether a message is a hello with all required fields."""
     return (
         message.get("kind") == "hello"
         and all(isinstance(message.get(name), int) for name in ("process_id", "num_processes"))
