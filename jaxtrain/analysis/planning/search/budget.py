@@ -1,4 +1,4 @@
-"""Compute-optimal model for a budget of FLOPs: its size, its tokens, its expected loss."""
+"""Compute-optimal model for a FLOP budget: its size, tokens and expected loss."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ from rich.table import Table
 from jaxtrain.analysis.planning.textbook import scaling
 from jaxtrain.config.errors import UserError
 
-# FLOPs of the runs that the fits were made on (arXiv 2203.15556, figure 3).
+# Range of FLOPs of the runs used in the fits (arXiv 2203.15556, figure 3).
 _FITTED = (6e18, 3e21)
 
 MOST_FLOPS = 1e28  # a hundred times the largest published runs
@@ -21,9 +21,9 @@ class Budget:
 
     Attributes:
       compute: training FLOPs.
-      params: by 20 tokens per parameter.
-      tokens: likewise.
-      loss: that Chinchilla's parametric fit predicts for these two, nats per token.
+      params: parameters, by 20 tokens per parameter.
+      tokens: tokens, by the same rule.
+      loss: prediction of Chinchilla's parametric fit for these two, in nats per token.
     """
 
     compute: float
@@ -33,13 +33,13 @@ class Budget:
 
 
 def plan_budget(compute: float) -> Budget:
-    """The model and the tokens that C FLOPs train best.
+    """Return the compute-optimal model size and tokens for C FLOPs.
 
     Args:
       compute: C, training FLOPs of the whole run.
 
     Raises:
-      UserError: the number is out of its range.
+      UserError: the number is out of range.
     """
     if not (math.isfinite(compute) and compute > 0):
         raise UserError(
@@ -53,7 +53,7 @@ def plan_budget(compute: float) -> Budget:
 
 
 def show(console: Console, budget: Budget) -> None:
-    """Prints the optimum by three rules, and under it formulas and sources."""
+    """Print the optimum by three rules, with formulas and sources."""
     table = Table(
         title=f"{budget.compute:.3g} training FLOPs, compute-optimal", title_justify="left"
     )
@@ -101,7 +101,7 @@ def _formula(fit: scaling.Fit) -> str:
 
 
 def amount(number: float) -> str:
-    """Three digits and a word: 2.89 billion."""
+    """Format a number with three digits and a word: 2.89 billion."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= size:
             return f"{number / size:.3g} {word}"

@@ -1,4 +1,4 @@
-"""Candidates of a layout search: their prices, ranks, kinds of parallelism and reasons."""
+"""Candidates of a layout search: their costs, ranks, kinds of parallelism and reasons."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,13 +15,13 @@ from jaxtrain.training.settings import Config
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-    """What a configuration costs on a target; an estimate.
+    """Estimated cost of a configuration on a target.
 
     Attributes:
-      memory: of one device.
-      time: of a step.
-      hbm_bytes: what a device has; None: as much as it takes.
-      devices: over which the configuration goes.
+      memory: memory of one device.
+      time: time of a step.
+      hbm_bytes: memory capacity of a device; None if unlimited.
+      devices: number of devices of the configuration.
     """
 
     memory: Memory
@@ -31,24 +31,24 @@ class Price:
 
     @property
     def fits(self) -> bool:
-        """Whether the estimate is within a device's memory."""
+        """Whether the estimate fits into a device's memory."""
         return self.hbm_bytes is None or self.memory.total <= self.hbm_bytes
 
     @property
     def seconds(self) -> float:
-        """Of a step; where the chip's speed is not known, 0: then memory alone decides."""
+        """Step time; 0 if the chip's speed is unknown: then only memory is compared."""
         return self.time.seconds or 0.0
 
 
 SHOWN, COMPILED = 10, 3
-# Kinds of layouts, by the mesh axis that they split over; FSDP (and data parallelism) is the rest.
+# Kinds of layouts, by the mesh axis that they use; FSDP (and data parallelism) is the remainder.
 AXIS_OF = {"tensor": "tensor", "expert": "expert", "context": "context", "pipeline": "pipe"}
 FSDP = "FSDP"
 # The best layout of each kind is searched up to this multiple of the fastest layout's time.
 FAR = 2.0
 # The fastest layout that does not fit is searched up to this multiple of a device's memory.
 NEAR = 2.0
-# Predictions closer than this are one: the layouts of one model share most of their error.
+# Predictions closer than this are ties: layouts of one model share most of their error.
 TIE = 0.01
 AS_FAST = f"as fast as any that fits within {TIE:.0%}, and the smallest of those"
 
@@ -63,14 +63,14 @@ class Candidate:
     """One configuration of a search.
 
     Attributes:
-      changes: binding -> value, over the user's configuration.
-      config: with them.
-      price: by closed forms.
-      reason: a sentence: why it stands where it does.
-      compiled_bytes: memory of a device as the compiler says; None where it was not compiled.
-      fits: by the compiler where it was compiled, else by the estimate.
-      rank: from 1; those that share it are as fast as the prediction can tell.
-      best_of: kinds of layouts (`kinds_of`) of which it is the best that was found.
+      changes: binding -> value, on top of the user's configuration.
+      config: the configuration with these changes.
+      price: its cost by closed forms.
+      reason: a sentence that explains its rank.
+      compiled_bytes: memory of a device as reported by the compiler; None if not compiled.
+      fits: whether it fits, by the compiler if compiled, else by the estimate.
+      rank: from 1; ties within the accuracy of the prediction share a rank.
+      best_of: kinds of layouts (`kinds_of`) of which it is the best one found.
     """
 
     changes: Mapping[str, Any]
@@ -89,17 +89,17 @@ class Candidate:
 
     @property
     def over(self) -> int:
-        """Bytes of a device that it lacks by the estimate; 0 or less where it fits."""
+        """Bytes by which the estimate exceeds a device's memory; 0 or less if it fits."""
         room = self.price.hbm_bytes
         return 0 if room is None else self.price.memory.total - room
 
     @property
     def bindings(self) -> list[str]:
-        """What to paste after -b."""
+        """Arguments to paste after -b."""
         return bindings_of(self.changes)
 
     def to_json(self) -> dict[str, Any]:
-        """For `plan --json`."""
+        """Return the object for `plan --json`."""
         return {
             "rank": self.rank,
             "best_of": list(self.best_of),
@@ -115,20 +115,20 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a layout search.
 
     Attributes:
-      candidates: the best first.
-      priced: configurations that were priced.
-      too_large: of these, which do not fit.
-      slower: layouts that were not priced: their products with what these read, and what their
-        mesh waits for in any case, take longer than all that are shown.
-      refused: reason -> configurations that `jaxtrain train` would reject.
+      candidates: best first.
+      priced: number of configurations that were priced.
+      too_large: number of those that do not fit.
+      slower: number of layouts pruned without a price: the lower bound from their matmuls, memory
+        traffic and exposed communication already exceeds the time of all that are shown.
+      refused: reason -> number of configurations that `jaxtrain train` would reject.
       unfit: the fastest layout that does not fit with any number of microbatches and needs at most
         `NEAR` times the memory, with the most microbatches; None if none is faster than the best
         that fits.
-      absent: kinds of layouts of which none that fits was found in `FAR` times the best's time.
-      left: layouts that were not looked at, since the search was interrupted.
+      absent: kinds of layouts without one that fits within `FAR` times the best time.
+      left: number of layouts not searched because of an interrupt.
       interrupted: whether it ended early (Ctrl-C): others may be better.
     """
 
@@ -144,8 +144,8 @@ class Found:
 
     @property
     def shown(self) -> list[Candidate]:
-        """The best of each mesh, at most `SHOWN` of them and the best of each kind, and what was
-        compiled, ranked among themselves; the best `SHOWN` where there is one mesh alone."""
+        """The best of each mesh, at most `SHOWN` of them and the best of each kind, and all
+        compiled ones, ranked among themselves; the best `SHOWN` if there is only one mesh."""
         meshes = {tuple(one.mesh.values()) for one in self.candidates}
         if len(meshes) == 1:
             return self.candidates[:SHOWN]
@@ -160,7 +160,7 @@ class Found:
         return [dataclasses.replace(one, rank=1 + ranks.index(one.rank)) for one in found]
 
     def to_json(self) -> dict[str, Any]:
-        """For `plan --json`."""
+        """Return the object for `plan --json`."""
         unfit = None
         if self.unfit is not None:
             unfit = {**self.unfit.to_json(), "over_bytes": self.unfit.over}
@@ -196,14 +196,14 @@ def order_of(candidate: Candidate) -> tuple[float, int, list[str]]:
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest first; of those within TIE of the fastest of them the
-    smallest first: what the prediction cannot tell apart, room in memory does."""
+    """Sort the candidates, fastest first; ties within TIE of the fastest of them by memory,
+    smallest first."""
     found = assign_ranks(sorted(candidates, key=order_of))
     return sorted(found, key=lambda one: (one.rank, one.price.memory.total, *order_of(one)))
 
 
 def assign_ranks(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """With their ranks in this order: 1, or 1, 1, 3 where the second is within TIE of the first."""
+    """Assign ranks in this order: 1, or 1, 1, 3 if the second is within TIE of the first."""
     found: list[Candidate] = []
     rank, first = 1, candidates[0].price.seconds
     for position, one in enumerate(candidates):
@@ -214,7 +214,8 @@ def assign_ranks(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]:
-    """The candidates, best first, each with the sentence why it stands there, and its kinds."""
+    """Return the candidates, best first, each with its kinds and a sentence that explains its
+    rank."""
     best, fastest = ranked[0], min(one.price.seconds for one in ranked)
     return with_kinds(
         [

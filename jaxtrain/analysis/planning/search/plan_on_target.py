@@ -1,4 +1,4 @@
-"""Plan of a budget's compute-optimal model on a machine."""
+"""Plan of a budget's compute-optimal model on a target machine."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from jaxtrain.analysis.planning.whole_run import sentence
 from jaxtrain.config.errors import count_of, nearest_multiple
 from jaxtrain.training.settings import load_config
 
-# Llama's shape: heads of 128, 128 numbers of width for each layer (7B to 70B have 102 to 128), a
-# gated mlp 8/3 as wide, so 12 D^2 parameters per layer.
+# Llama's shape: heads of 128, embed_dim of 128 per layer (7B to 70B have 102 to 128), a gated mlp
+# 8/3 as wide, so 12 D^2 parameters per layer.
 _HEAD, _WIDTH_PER_LAYER, _PER_LAYER = 128, 128, 12
 _LENGTH = 4096
 
 
 def bindings_for(budget: Budget, devices: int) -> list[str]:
-    """The bindings, over `llama_8b`, of a Llama of the budget's parameters without embeddings, and
-    of a batch that divides over the devices.
+    """Return the bindings, on top of `llama_8b`, of a Llama with the budget's non-embedding
+    parameters, and of a batch size that divides over the devices.
 
-    The batch is that of arXiv 2401.02954 (equation 1), B = 0.2920 C^0.3271 tokens.
+    The batch size is from arXiv 2401.02954 (equation 1), B = 0.2920 C^0.3271 tokens.
     """
     width = (budget.params * _WIDTH_PER_LAYER / _PER_LAYER) ** (1 / 3)
-    # Of large ones as many heads as `tensor` may split.
+    # In large models the number of heads is a multiple of 8, so that `tensor` can shard them.
     unit = 8 if width > 16 * _HEAD else 1
     heads = nearest_multiple(round(width / _HEAD), unit)
     width = heads * _HEAD
@@ -39,12 +39,12 @@ def bindings_for(budget: Budget, devices: int) -> list[str]:
 
 
 def plan_on_target(budget: Budget, target: Target, *, price: float | None = None) -> Plan:
-    """The plan of the fastest layout of that model, for all of the budget's tokens.
+    """Return the plan of the model's fastest layout, for all of the budget's tokens.
 
     Args:
       budget: from `plan_budget`.
-      target: the machine, whose speed is known.
-      price: dollars of one device for an hour.
+      target: the machine, whose speed must be known.
+      price: dollars per device-hour.
 
     Raises:
       UserError: no layout fits there.
@@ -63,8 +63,7 @@ def plan_on_target(budget: Budget, target: Target, *, price: float | None = None
 
 
 def sentences(budget: Budget, found: Plan) -> list[str]:
-    """Return lines that summarize a plan: what is trained, in which layout, and how long it
-    takes."""
+    """Return lines that summarize a plan: the model, its layout and the training time."""
     run, time, layout = found.whole_run, found.time, found.found
     assert run is not None, "the machine's speed is known"
     assert time.error_bar is not None

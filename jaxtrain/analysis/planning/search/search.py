@@ -68,8 +68,8 @@ from jaxtrain.training.setup import parameter_shapes
 def price(
     config: Config, target: Target, needed: Memory | None = None, layout: Layout | None = None
 ) -> Price:
-    """The price of a configuration that `variants.refusal` has nothing against; its memory and its
-    abstract layout, where they are known already, are not found again."""
+    """Return the cost of a configuration that `variants.refusal` accepts; its memory and abstract
+    layout are computed unless passed."""
     devices = target.devices * slices_of(config, target)
     layout = layouts.abstract_layout(config, devices) if layout is None else layout
     needed = memory(config, layout, target.chip.kind) if needed is None else needed
@@ -84,34 +84,35 @@ def price(
 def search(
     config: Config, target: Target, report: Callable[[str], None] = lambda words: None
 ) -> Found:
-    """Prices every layout of a configuration on a target by closed forms.
+    """Price every layout of a configuration on a target by closed forms.
 
-    The model, data, global batch and kernels stay unchanged. Of each mesh, ZeRO stage, remat
-    policy and schedule the fewest microbatches that fit are taken, since more repeat the weights'
-    traffic; of pipelines more, while that is worth their smaller bubble. Where there are several,
-    they are summed locally too, if that fits. The best `SHOWN` are among those found, and the best
-    of each kind of layout (`candidates.kinds_of`). The same question has the same answer.
+    The model, data, global batch and kernels stay unchanged. For each mesh, ZeRO stage, remat
+    policy and schedule the search takes the fewest microbatches that fit, since more of them repeat
+    the weight traffic. Pipelines take more while the smaller bubble is worth it. If there are
+    several microbatches, local accumulation is tried too, if it fits. The result includes the best
+    `SHOWN`, and the best of each kind of layout (`candidates.kinds_of`). The search is
+    deterministic.
 
-    KeyboardInterrupt ends the search early: what was found so far is returned
-    (`Found.interrupted`); it is raised again where nothing was found yet.
+    KeyboardInterrupt ends the search early and returns the result so far (`Found.interrupted`). It
+    is raised again if there is none yet.
 
     Args:
       config: the configuration.
       target: the machine.
-      report: called now and then with a sentence on how far the search is.
+      report: called from time to time with a sentence on the progress.
 
     Raises:
-      UserError: nothing fits, or nothing may run.
+      UserError: nothing fits, or every layout is rejected.
       KeyboardInterrupt: Ctrl-C before any layout was found.
     """
     slices = slices_of(config, target)
     _validate_hopeless(config, target, target.devices * slices)
     fitting: list[Candidate] = []
-    best: dict[str, float] = {}  # kind -> seconds of its fastest
+    best: dict[str, float] = {}  # kind -> seconds of its fastest layout
     refused: dict[str, int] = {}
-    heavy: dict[tuple[Any, ...], bool] = {}  # without their remat: whether the state is too large
+    heavy: dict[tuple[Any, ...], bool] = {}  # layout -> whether the state is too large
     priced = too_large = slower = done = 0
-    large: list[tuple[_Layout, _Sized | None]] = []  # without a size: that was not needed to tell
+    large: list[tuple[_Layout, _Sized | None]] = []  # None if it was not needed
     unpriced: list[_Layout] = []
     for layout in _list_layouts(config, target, slices, refused):
         unpriced.append(layout)
@@ -174,7 +175,7 @@ def search(
     )  # fmt: skip
 
 
-# Layouts between two reports of progress.
+# Number of layouts between two progress reports.
 _REPORT_EVERY = 50
 
 
@@ -191,7 +192,7 @@ def _progress(done: int, remaining: int, fitting: Sequence[Candidate]) -> str:
 def _may_be_shown(
     layout: "_Layout", fitting: Sequence[Candidate], best: Mapping[str, float]
 ) -> bool:
-    """Whether a layout may be among the best `SHOWN`, or the best of one of its kinds."""
+    """Return whether a layout may be among the best `SHOWN`, or the best of one of its kinds."""
     if len(fitting) < SHOWN or layout.least_seconds <= fitting[SHOWN - 1].price.seconds:
         return True
     if layout.least_seconds > FAR * fitting[0].price.seconds:
@@ -200,8 +201,8 @@ def _may_be_shown(
 
 
 def _validate_hopeless(config: Config, target: Target, devices: int) -> None:
-    """Before any layout is traced: in no layout and by no setting do the weights alone fit, each
-    in two bytes on one device."""
+    """Raise UserError, before any layout is traced, if no layout can fit: not even with the weights
+    alone, sharded over all devices in two bytes per element."""
     room = target.chip.hbm_bytes
     if room is None or config.offload.parameters != "none":
         return
@@ -216,7 +217,7 @@ def _validate_hopeless(config: Config, target: Target, devices: int) -> None:
 
 
 def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") -> str:
-    """Why nothing fits, and what would: other settings, or a number of devices."""
+    """Explain why nothing fits, and what would: other settings, or a number of devices."""
     size, room = smallest.memory.total, target.chip.hbm_bytes or 0
     bindings = bindings_of(essential(config, smallest.changes))
     ways = []
@@ -240,7 +241,7 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
     )
 
 
-# What makes any layout smaller, and is no layout.
+# Changes other than layouts that reduce the memory of any layout.
 LIGHTER: tuple[dict[str, Any], ...] = (
     {"Optimizer.moments": "bfloat16"},
     {"Precision.params": "bfloat16"},
@@ -252,13 +253,13 @@ LIGHTER: tuple[dict[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A layout that may run, but for the count of its microbatches.
+    """A valid layout, without its number of microbatches.
 
     Attributes:
       changes: its bindings.
-      counts: bindings of every possible count of microbatches, the fewest first.
-      least_seconds: of its products and what these read, what every layout of its mesh waits for
-        and its smallest bubble alone.
+      counts: bindings of every possible number of microbatches, fewest first.
+      least_seconds: lower bound of its time: its matmuls and their memory traffic, the exposed
+        communication of every layout of its mesh, and its smallest bubble.
     """
 
     changes: dict[str, Any]
@@ -267,11 +268,11 @@ class _Layout:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Which kinds of parallelism it has (`kinds_of`)."""
+        """Its kinds of parallelism (`kinds_of`)."""
         return kinds_of({axis: self.changes[f"Mesh.{axis}"] for axis in MESH_AXES})
 
     def __lt__(self, other: "_Layout") -> bool:
-        """In which order they are priced."""
+        """Order in which layouts are priced."""
         mine, theirs = ((one.least_seconds, str(one.changes)) for one in (self, other))
         return mine < theirs
 
@@ -279,7 +280,7 @@ class _Layout:
 def _list_layouts(
     config: Config, target: Target, slices: int, refused: dict[str, int]
 ) -> Iterator[_Layout]:
-    """All layouts that the checks let pass; the others are counted by reason."""
+    """Yield all valid layouts; count the rejected ones by reason."""
     devices, busy = target.devices * slices, dict[tuple[Any, ...], float]()
     waits: dict[tuple[Any, ...], float] = {}
     for mesh in meshes_and_schedules(config, target, devices):
@@ -309,11 +310,11 @@ def _list_layouts(
 
 
 def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -> float:
-    """Seconds of communication that no layout of a mesh goes without: what moves activations, of
-    stages that keep what they need and of layers that repeat nothing."""
+    """Return a lower bound of the exposed communication of all layouts of a mesh, in seconds: that
+    of activations, in stages that keep their residuals and layers without remat."""
     changes = {**mesh, "Remat.policy": POLICIES[0]}
     if mesh["Mesh.pipe"] > 1:
-        # Stages of other schedules are as long, or padded to more.
+        # Stages of other schedules are as long, or are padded to more.
         plain = {"Pipeline.schedule": "1f1b", "Pipeline.virtual_stages": 1}
         changes |= {**plain, "Pipeline.backward": "residuals"}
     variant = apply_changes(config, changes)
@@ -338,13 +339,13 @@ def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices:
 
 @dataclasses.dataclass(frozen=True)
 class _Sized:
-    """A layout with its microbatches, before its time is predicted.
+    """A layout with its number of microbatches, before its time is predicted.
 
     Attributes:
       changes: its bindings.
-      config: with them.
-      layout: the abstract one.
-      memory: of one device.
+      config: the configuration with these changes.
+      layout: the abstract layout.
+      memory: memory of one device.
     """
 
     changes: dict[str, Any]
@@ -354,14 +355,14 @@ class _Sized:
 
 
 def _lay_out(config: Config, layout: _Layout, target: Target) -> Layout:
-    """The abstract layout, which does not depend on microbatches."""
+    """Return the abstract layout, which does not depend on microbatches."""
     devices = target.devices * slices_of(config, target)
     return layouts.abstract_layout(
         apply_changes(config, {**layout.changes, **layout.counts[0]}), devices
     )
 
 
-# Settings that the state and the sums of gradients do not depend on.
+# Settings that do not affect the state or the gradient accumulators.
 _OF_ACTIVATIONS = ("Remat.", "Pipeline.backward")
 
 
@@ -372,9 +373,9 @@ def _is_hopeless(
     target: Target,
     heavy: dict[tuple[Any, ...], bool],
 ) -> bool:
-    """Whether not even the lower bound of the memory fits, with the most microbatches.
+    """Return whether the lower bound of the memory exceeds the device, with the most microbatches.
 
-    `heavy` says of layouts without their remat whether the state alone is too large, once each.
+    `heavy` caches, for layouts without their remat, whether the state alone is too large.
     """
     room, kind = target.chip.hbm_bytes, target.chip.kind
     if room is None:
@@ -389,7 +390,7 @@ def _is_hopeless(
 def _smallest(
     config: Config, target: Target, large: Sequence[tuple[_Layout, "_Sized | None"]]
 ) -> "_Sized":
-    """The first of those layouts that take the least memory; of all of them none fits."""
+    """Return the layout with the least memory, if none fits; the first one of several."""
     best: tuple[int, int] | None = None
     found: dict[int, _Sized] = {}
     for bound, number in sorted((_bound(config, target, *one), n) for n, one in enumerate(large)):
@@ -404,7 +405,7 @@ def _smallest(
 
 
 def _bound(config: Config, target: Target, layout: _Layout, sized: "_Sized | None") -> int:
-    """The memory of a layout with the most microbatches, or what it takes at least."""
+    """Return the memory of a layout with the most microbatches, or a lower bound of it."""
     if sized is not None:
         return sized.memory.total
     variant = apply_changes(config, {**layout.changes, **layout.counts[-1]})
@@ -438,8 +439,9 @@ def _fastest_unfit(
 def _fewest(
     config: Config, layout: _Layout, laid: Layout, target: Target
 ) -> tuple[_Sized, int, int]:
-    """The fewest microbatches that fit, by halves, since more of them never take more memory, else
-    the most there are; and how many were tried, and how many of those do not fit."""
+    """Return the fewest microbatches that fit, else the most possible, by bisection: memory never
+    increases with their number. Also return how many were tried, and how many of those do not
+    fit."""
     tried: dict[int, _Sized] = {}
     room = target.chip.hbm_bytes
 
@@ -465,9 +467,11 @@ def _candidate(config: Config, sized: _Sized, target: Target) -> Candidate:
 def _fastest(
     config: Config, layout: _Layout, target: Target, fewest: _Sized
 ) -> tuple[Candidate, int]:
-    """The candidate with these microbatches, or in a pipeline with more, as long as their smaller
-    bubble is worth the weights' traffic, and with larger chunks of the loss where the asked ones
-    wait for memory; and how many were tried besides."""
+    """Return the fastest candidate, and how many others were tried.
+
+    A pipeline gets more microbatches than `fewest` as long as the smaller bubble is worth the
+    weight traffic. The loss gets larger chunks if the configured ones are memory-bound.
+    """
 
     def grown(before: Candidate, changes: dict[str, Any]) -> Candidate | None:
         nonlocal tried
@@ -497,14 +501,17 @@ def _fastest(
 
 
 def _place(layout: _Layout, config: Config) -> int:
-    """Where among a layout's counts of microbatches a configuration's is."""
+    """Return the index of a configuration among a layout's numbers of microbatches."""
     return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
 
 
 def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
-    """A layout that was priced, its microbatches summed locally; None where it has one, or is so
-    already. That takes more memory, so no fewer fit, and no traffic of weights for each, so that in
-    a pipeline the most, with the smallest bubble, are the best."""
+    """Return a priced layout with local accumulation; None with one microbatch, or if it is local
+    already.
+
+    Local accumulation takes more memory, so no fewer microbatches fit. It has no weight traffic per
+    microbatch, so in a pipeline the most microbatches, with the smallest bubble, are the best.
+    """
     changes = accumulate_locally(config, layout.changes)
     if changes is None or passes == 1:
         return None

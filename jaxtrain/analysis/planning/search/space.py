@@ -17,20 +17,20 @@ from jaxtrain.training.preflight.named import activation_names
 from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.settings import Config
 
-# What is tried of each axis: wider ones lose everywhere on today's chips, or need a model that has
-# the heads and layers for it, in which case they are wider than a host's or torus's fast links.
+# Largest size tried for each axis: wider ones lose everywhere on today's chips, or need a model
+# with enough heads and layers, and are then wider than the fast links of a host or torus.
 MOST = {"pipe": 32, "context": 16, "tensor": 16, "expert": 64}
-# Sequences below this are not split over context.
+# Shorter sequences are not sharded over context.
 LONG = 4096
-# Stages on a rank that published runs have; more send more for a bubble that is small already.
+# Virtual stages per rank in published runs; more add traffic to reduce a bubble already small.
 CHUNKS = tuple(range(2, 13))
-# From the fastest step to the smallest.
+# From the fastest step to the least memory.
 POLICIES = ("none", "elementwise", "dots", "full")
-# What 'full' may have besides, by name: attention's kernel is the most expensive to run again and
-# gives little, queries, keys and values are what MaxText's recipes add.
+# Activations that 'full' may save in addition, by name: attention is the most expensive kernel to
+# recompute and its output is small; MaxText's recipes add queries, keys and values.
 KEPT = (("attention",), ("query", "key", "value", "attention"))
-# On the host: as few bytes as there are for a layer, what those recipes send there, and everything
-# whose products would run again.
+# Activations offloaded to the host: the fewest bytes per layer, those of MaxText's recipes, and all
+# whose matmuls would otherwise run again.
 ON_HOST = (
     ("residual",),
     ("residual", "query", "key", "value", "attention"),
@@ -39,10 +39,10 @@ ON_HOST = (
 
 
 def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterator[dict[str, Any]]:
-    """Bindings of every mesh for these devices, and of the schedules of its pipeline."""
+    """Yield the bindings of every mesh for these devices, and of its pipeline schedules."""
     whole = apply_changes(config, {"Attention.context_parallel": "ulysses"})
     in_ring = KERNELS[resolve_config(whole, target.chip.kind).attention.kernel].plain
-    # A schedule that the configuration names is rejected where there are no stages.
+    # A configured schedule is rejected if there are no stages.
     alone = {
         f"Pipeline.{name}": getattr(Pipeline(), name)
         for name in ("schedule", "virtual_stages", "backward", "microbatches")
@@ -50,13 +50,13 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
     }
     for sizes in _meshes(config, devices):
         mesh: dict[str, Any] = {f"Mesh.{axis}": size for axis, size in sizes.items()}
-        # Of layouts with microbatches 'local' is tried once they are priced (`accumulate_locally`).
+        # With microbatches, 'local' is tried after pricing (`accumulate_locally`).
         mesh["Sharding.accumulate"] = "shard"
         if (sizes["tensor"] > 1 and _in_sequence(config)) or config.sharding.sequence_parallel:
             mesh["Sharding.sequence_parallel"] = sizes["tensor"] > 1
         if sizes["context"] > 1 and not in_ring:
             mesh["Attention.context_parallel"] = "ulysses"
-        # One way around a torus of more has half of the links that a gather has.
+        # On a larger torus, one direction of a ring has half of the links of a gather.
         fast_rings = sizes["tensor"] > 1 and (target.chip.kind != "tpu" or sizes["tensor"] == 2)
         if sizes["pipe"] == 1:
             yield _with_rings(config, {**mesh, **alone}, devices, fast=fast_rings)
@@ -69,8 +69,8 @@ def meshes_and_schedules(config: Config, target: Target, devices: int) -> Iterat
 def _with_rings(
     config: Config, layout: dict[str, Any], devices: int, *, fast: bool
 ) -> dict[str, Any]:
-    """The layout, its products along `tensor` around rings (the same bytes, beside the products)
-    where these are fast and go together with the rest."""
+    """Return the layout with collective matmuls along `tensor` (the same bytes, overlapped with the
+    matmuls), if rings are fast and supported with the other settings."""
     setting = "Sharding.collective_matmul"
     rings, gathers = {**layout, setting: True}, {**layout, setting: False}
     if fast and _conflicts(config, rings, devices) <= _conflicts(config, gathers, devices):
@@ -83,7 +83,7 @@ def _conflicts(config: Config, layout: Mapping[str, Any], devices: int) -> set[s
 
 
 def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
-    """Schedules and stages on a rank; stages of as many layers each, where there is a choice."""
+    """Yield schedules and stages per rank, with equal numbers of layers per stage if possible."""
     yield "1f1b", 1
     yield "zero_bubble", 1
     layers = config.train.model.layers or 0
@@ -98,10 +98,11 @@ def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
 def stages_and_policies(
     config: Config, target: Target, mesh: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Bindings of ZeRO stages and remat policies on a mesh, and of what its stages keep."""
+    """Yield the bindings of ZeRO stages and remat policies on a mesh, and of what its stages
+    keep."""
     stages = (0,)
     if mesh["Mesh.fsdp"] > 1:
-        # Beside replicas only stage 3 is worth a name of its own (HSDP).
+        # With replicas, only stage 3 is tried (HSDP).
         stages = (3, 2, 1) if mesh["Mesh.data"] == 1 else (3,)
     for stage, remat in itertools.product(stages, _remats(config, target)):
         masters = _masters(config) if stage == 1 else "whole"
@@ -116,7 +117,7 @@ def stages_and_policies(
 
 @functools.lru_cache(maxsize=64)
 def _goes_with_residuals(config: Config, remat: tuple[tuple[str, Any], ...]) -> bool:
-    """Whether the stages of a pipeline can keep their residuals with this remat policy."""
+    """Return whether the stages of a pipeline can keep their residuals with this remat policy."""
     mesh = dict.fromkeys((f"Mesh.{axis}" for axis in MESH_AXES), 1)
     pipeline = {**mesh, "Mesh.pipe": 2, "Pipeline.backward": "recompute", **dict(remat)}
     residuals = {**pipeline, "Pipeline.backward": "residuals"}
@@ -124,16 +125,16 @@ def _goes_with_residuals(config: Config, remat: tuple[tuple[str, Any], ...]) -> 
 
 
 def _masters(config: Config) -> str:
-    """Of stage 1: whole weights in another dtype than the masters' replace these."""
+    """Return the stage 1 masters: sharded if the compute dtype differs from the master dtype."""
     return "whole" if config.precision.compute == config.precision.params else "sharded"
 
 
 def accumulate_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The layout with weights gathered and gradients reduced once per step; None where that is none
-    of its own: stages 0 and 1 have whole gradients anyway, and stage 2 would be stage 1.
+    """Return the layout with weights gathered and gradients reduced once per step.
 
-    Stage 3 is then stage 1 (`accumulate='local'` takes the step of sharded masters), which is tried
-    by itself where nothing is replicated.
+    None if it is not a layout of its own: stages 0 and 1 have whole gradients anyway, and stage 2
+    would be stage 1. Stage 3 becomes stage 1 (`accumulate='local'` has the step of sharded
+    masters), which is a candidate by itself if nothing is replicated.
     """
     if layout["Sharding.zero"] < 3 or layout["Mesh.data"] == 1:
         return None
@@ -141,15 +142,15 @@ def accumulate_locally(config: Config, layout: Mapping[str, Any]) -> dict[str, A
 
 
 def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:
-    """Bindings of remat policies, and of activations that are kept by their names unless the
-    configuration says which."""
+    """Yield the bindings of remat policies, and of activations saved by name unless the
+    configuration names some."""
     if config.train.model.layers is None:
         yield {"Remat.policy": config.remat.policy}
         return
     chosen = any(config.remat.named.values())
     for policy in POLICIES:
         if policy == "none" and chosen:
-            # It keeps what they name.
+            # 'none' keeps everything, including the named activations.
             yield {"Remat.policy": policy, "Remat.save": (), "Remat.offload": ()}
         else:
             yield {"Remat.policy": policy}
@@ -167,7 +168,7 @@ def _remats(config: Config, target: Target) -> Iterator[dict[str, Any]]:
 
 
 def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
-    """Every way to give the devices to the axes that this model and data can use."""
+    """Yield every assignment of the devices to the axes that this model and data can use."""
     model = config.train.model
     batch = config.train.data.abstract_batch(1)
     length = batch.inputs.shape[1] if kind_of(batch) == "tokens" else 1
@@ -199,21 +200,21 @@ def _meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
 
 
 def _in_sequence(config: Config) -> bool:
-    """Whether the model reads tokens one after the other."""
+    """Return whether the model's inputs are token sequences."""
     return config.train.model.inputs in ("tokens", "pairs")
 
 
 def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Bindings of microbatches, the fewest first: in a pipeline its own, elsewhere accumulation.
+    """Yield the bindings of microbatches, fewest first: pipeline microbatches or accumulation.
 
-    Where the batch does not divide over the devices, rows fill it, of each size of a microbatch
-    with as few as there can be.
+    If the batch does not divide over the devices, padding rows fill it, for each size of a
+    microbatch with the fewest microbatches.
     """
     split = layout["Mesh.data"] * layout["Mesh.fsdp"] * layout["Mesh.expert"]
     rows, left = divmod(config.train.global_batch_size, split)
     ranks = layout["Mesh.pipe"]
     if rows == 0:
-        # The check says why in its own words.
+        # The check reports the reason.
         yield {"Train.accumulation": 1}
         return
     fills: dict[str, Any] = {"Train.fill_batch": True} if left else {}
@@ -224,7 +225,7 @@ def counts(config: Config, layout: Mapping[str, Any]) -> Iterator[dict[str, Any]
         for count in possible:
             yield {"Train.accumulation": count, **fills}
         return
-    # A bubble of at most a third, where there are rows enough for that; whole rounds if there are.
+    # A bubble of at most a third, if there are enough rows; multiples of the ranks if possible.
     long = [count for count in possible if count >= 2 * ranks]
     enough = [count for count in long if count % ranks == 0]
     if not enough and layout.get("Pipeline.schedule") != "interleaved":

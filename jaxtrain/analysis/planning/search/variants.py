@@ -25,7 +25,7 @@ Changes = Mapping[str, Any]
 
 
 def apply_changes(config: Config, changes: Changes) -> Config:
-    """The configuration with some bindings set: {"Mesh.tensor": 2}."""
+    """Return the configuration with some bindings set: {"Mesh.tensor": 2}."""
     sections: dict[str, dict[str, Any]] = {}
     for binding, value in changes.items():
         section, field = binding.split(".")
@@ -40,18 +40,18 @@ def apply_changes(config: Config, changes: Changes) -> Config:
 
 
 def pipeline_of(config: Config, changes: Changes) -> Pipeline:
-    """The pipeline's settings with some bindings set."""
+    """Return the pipeline's settings with some bindings set."""
     own = {name.split(".")[1]: value for name, value in changes.items() if name[:9] == "Pipeline."}
     return dataclasses.replace(config.pipeline, **own)
 
 
 def bindings_of(changes: Changes) -> list[str]:
-    """What to paste after -b, one for each change."""
+    """Return the arguments to paste after -b, one for each change."""
     return [f"{name}={value!r}" for name, value in changes.items()]
 
 
 def essential(config: Config, changes: Changes) -> dict[str, Any]:
-    """The changes without those that a configuration has already."""
+    """Return the changes that differ from the configuration."""
     found = {}
     for binding, value in changes.items():
         section, field = binding.split(".")
@@ -61,8 +61,8 @@ def essential(config: Config, changes: Changes) -> dict[str, Any]:
 
 
 def refusal(config: Config, target: Target) -> str | None:
-    """Why `jaxtrain train` would reject a configuration on a target, or on as many of them as
-    Mesh.dcn joins; None where it would run."""
+    """Return why `jaxtrain train` would reject a configuration on a target, or on as many of them
+    as Mesh.dcn joins; None if it is valid."""
     try:
         preflight.check(
             config,
@@ -77,7 +77,7 @@ def refusal(config: Config, target: Target) -> str | None:
 
 
 def lighter_kernel(config: Config, target: Target) -> str | None:
-    """The kernel that keeps no scores where the configuration names one that does; else None."""
+    """Return a kernel that does not keep scores, if the configured one does; else None."""
     named = KERNELS.get(config.attention.kernel)
     if named is None or not named.plain:
         return None
@@ -86,7 +86,7 @@ def lighter_kernel(config: Config, target: Target) -> str | None:
 
 
 def fixes(config: Config, target: Target, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Changes that take memory off a device, before they are checked.
+    """Yield changes that reduce the memory of a device, before they are validated.
 
     Args:
       config: the configuration.
@@ -142,14 +142,15 @@ def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]
                     change: dict[str, Any] = {f"Mesh.{axis}": sizes[axis] * times}
                     change[f"Mesh.{giver}"] = sizes[giver] // times
                     if axis == "context":
-                        # A ring works with the kernels that do products block by block.
+                        # Ring attention requires kernels that compute block by block.
                         change["Attention.context_parallel"] = "ulysses"
                     yield change
                     break
 
 
 def slices_of(config: Config, target: Target) -> int:
-    """Slices that the data-centre network joins; the hosts of GPUs are in the target already."""
+    """Return the number of slices joined by the data-center network; GPU targets include all
+    hosts."""
     if target.chip.kind != "tpu":
         return 1
     product = 1
