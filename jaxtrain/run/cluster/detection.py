@@ -1,6 +1,6 @@
 """Cluster detection: environment variables of launchers (Slurm, MPI, Kubernetes) and TPU metadata.
 
-In a fixed order: flags, GKE and Kubernetes, TPU VMs, Open MPI, MPICH, Slurm.
+The order is fixed: flags, GKE and Kubernetes, TPU VMs, Open MPI, MPICH, Slurm.
 """
 
 import http.client
@@ -18,18 +18,18 @@ from jaxtrain.run.cluster.wire import join_address, split_address
 
 Environment = Mapping[str, str]
 
-# The first port of the range that JAX itself draws from, above the one that systems deal out.
+# The first port of JAX's own range, above the usual range of ephemeral ports.
 _FIRST_PORT = 61440
 _PORT_PAIRS = 2047
-# What JAX takes on TPUs and what their firewall rules name.
+# JAX's port on TPUs, which their firewall rules allow.
 DEFAULT_PORT = 8482
 
 
 def integer(environment: Environment, name: str) -> int:
-    """Return a variable as a number.
+    """Return an environment variable as an integer.
 
     Raises:
-      UserError: it is absent or no number.
+      UserError: the variable is not set or not an integer.
     """
     text = environment.get(name)
     if text is None or not text.strip().isdigit():
@@ -38,8 +38,7 @@ def integer(environment: Environment, name: str) -> int:
 
 
 def address(environment: Environment, host: str, port: int) -> str:
-    """Return the coordinator's address: JAX_COORDINATOR_ADDRESS and JAX_COORDINATOR_PORT come
-    first."""
+    """Return the coordinator's address; JAX_COORDINATOR_ADDRESS or _PORT override the arguments."""
     address_text = environment.get("JAX_COORDINATOR_ADDRESS")
     if address_text:
         split_address(address_text)
@@ -50,7 +49,7 @@ def address(environment: Environment, host: str, port: int) -> str:
 
 
 def sentence(kind: str, cluster_process: int, count: int, coordinator: str, more: str = "") -> str:
-    """`Slurm: process 2 of 4, coordinator node1:8476`; processes count from 0."""
+    """Return `Slurm: process 2 of 4, coordinator node1:8476`; process ids start at 0."""
     return f"{kind}: process {cluster_process} of {count}, coordinator {coordinator}{more}"
 
 
@@ -77,14 +76,15 @@ def _make(
     )
 
 
-# -- said by hand ----------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 
 def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None:
-    """Return the three flags, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    """Return the cluster of the three flags, or of the variables JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID.
 
     Raises:
-      UserError: some of the flags, or of what JAX_NUM_PROCESSES asks for, are missing.
+      UserError: some of the flags are missing, or variables that JAX_NUM_PROCESSES requires.
     """
     given = {
         "--coordinator": flags.coordinator,
@@ -103,7 +103,7 @@ def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None
         assert flags.num_processes is not None
         assert flags.process_id is not None
         split_address(flags.coordinator)
-        # Checked even for one process, whose Cluster has no id of its own.
+        # Validate the flags also for a single process, whose Cluster ignores the id.
         Cluster(
             kind="flags",
             coordinator=flags.coordinator,
@@ -127,15 +127,15 @@ def cluster_from_flags(environment: Environment, flags: Flags) -> Cluster | None
 
 
 def kubernetes(environment: Environment) -> Cluster | None:
-    """Return an indexed Job or a JobSet of one job: Kubernetes sets JOB_COMPLETION_INDEX in its
-    pods.
+    """Detect an indexed Job or a JobSet with one job, by JOB_COMPLETION_INDEX in its pods.
 
-    The number of pods is in no variable that Kubernetes sets: JAX_NUM_PROCESSES says it. The first
-    pod is JAX_COORDINATOR_ADDRESS, or follows from JOBSET_NAME and REPLICATED_JOB_NAME, which
-    manifests fill from the pod's labels jobset.sigs.k8s.io/jobset-name and /replicatedjob-name.
+    Kubernetes sets no variable for the number of pods; JAX_NUM_PROCESSES is required. The address
+    of the first pod is JAX_COORDINATOR_ADDRESS, or follows from JOBSET_NAME and
+    REPLICATED_JOB_NAME, which manifests set from the pod's labels
+    jobset.sigs.k8s.io/jobset-name and /replicatedjob-name.
 
     Raises:
-      UserError: pods of one run, by these names, whose number or first pod is not said.
+      UserError: these variables are set, but the number of pods or the first pod is missing.
     """
     if "JOB_COMPLETION_INDEX" not in environment:
         return None
@@ -144,7 +144,7 @@ def kubernetes(environment: Environment) -> Cluster | None:
     named = "JAX_COORDINATOR_ADDRESS" in environment or jobset is not None
     if "JAX_NUM_PROCESSES" not in environment:
         if not named:
-            # Pods of an indexed Job alone may be independent runs.
+            # Without these variables, the pods of an indexed Job may be independent runs.
             return None
         raise UserError(
             "Kubernetes: JOB_COMPLETION_INDEX is set but not the number of pods; set "
@@ -176,13 +176,13 @@ def kubernetes(environment: Environment) -> Cluster | None:
 
 
 def open_mpi(environment: Environment) -> Cluster | None:
-    """Processes of Open MPI's mpirun; process 0 is taken to run where mpirun was called.
+    """Detect processes of Open MPI's mpirun; assume that process 0 is on the host of mpirun.
 
-    That host is in OMPI_MCA_orte_hnp_uri (Open MPI 4: `ID;tcp://10.0.0.1,...:PORT`) and in
+    That host is in OMPI_MCA_orte_hnp_uri (Open MPI 4: `ID;tcp://10.0.0.1,...:PORT`) or in
     PMIX_NAMESPACE (Open MPI 5: `prterun-HOST-PID@1`).
 
     Raises:
-      UserError: it is in neither.
+      UserError: neither variable contains the host.
     """
     if "OMPI_COMM_WORLD_SIZE" not in environment:
         return None
@@ -212,12 +212,13 @@ def open_mpi(environment: Environment) -> Cluster | None:
 
 
 def mpich(environment: Environment) -> Cluster | None:
-    """Detect MPICH's or Intel's mpiexec, which also sets the number of processes on this machine.
+    """Detect processes of MPICH's or Intel's mpiexec.
 
-    Without MPI_LOCALNRANKS the variables are those of Slurm's own PMI: srun started them.
+    If MPI_LOCALNRANKS is not set within Slurm, the variables come from Slurm's own PMI, and srun
+    started the processes.
 
     Raises:
-      UserError: they are on several machines, and where process 0 runs is not said.
+      UserError: there are several machines, and no variable has the host of process 0.
     """
     if "PMI_SIZE" not in environment or "PMI_RANK" not in environment:
         return None
@@ -243,15 +244,14 @@ def _mpi_coordinator(environment: Environment, kind: str, host: str, job: int, c
 
 
 def _port(job: int) -> int:
-    """Return a port by the job's number, so that jobs on one machine differ; the next one is
-    JAX's."""
+    """Return a port that differs between jobs on one machine; the next port is JAX's."""
     return _FIRST_PORT + 2 * (job % _PORT_PAIRS)
 
 
 def _own_accelerator(environment: Environment, name: str, on_host: int) -> tuple[int, ...] | None:
-    """One accelerator each where several processes share a machine; None: all that are visible."""
+    """Return the accelerator of a process that shares its machine; None for all visible ones."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", environment.get("ROCR_VISIBLE_DEVICES"))
-    # The launcher has given each process its own already, and each sees it as number 0.
+    # The launcher already assigned each process its own accelerator, visible as number 0.
     bound = visible is not None and "," not in visible
     if on_host < 2 or bound or name not in environment:
         return None
@@ -262,10 +262,9 @@ def _own_accelerator(environment: Environment, name: str, on_host: int) -> tuple
 
 
 def slurm(environment: Environment) -> Cluster | None:
-    """Return the tasks of a step that srun started; a shell or a batch script in an allocation is
-    alone.
+    """Detect the tasks of an srun step; a shell or batch script in an allocation does not count.
 
-    One task a node takes all of its accelerators, of several each takes its own.
+    A single task per node uses all accelerators of the node; otherwise each task uses its own.
     """
     names = ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST")
     if any(name not in environment for name in names):
@@ -283,14 +282,14 @@ def slurm(environment: Environment) -> Cluster | None:
     if set(per_node) == {1} or (per_node and spread == "block"):
         filled = [node for node, tasks in zip(nodes, per_node, strict=True) for _ in range(tasks)]
         hosts = dict(enumerate(filled))
-    # Steps of one job may run side by side.
+    # Steps of one job may run concurrently.
     number = integer(environment, "SLURM_JOB_ID") + int(environment.get("SLURM_STEP_ID", "0"))
     coordinator = address(environment, nodes[0], _port(number))
     return _make("Slurm", coordinator, count, process, local=local, hosts=hosts)
 
 
 def _tasks_per_node(environment: Environment, nodes: int, count: int) -> list[int]:
-    """Tasks on each node from `2(x3),1`; empty where it is not said."""
+    """Return the number of tasks of each node, from text like `2(x3),1`; empty if unknown."""
     if nodes == count:
         return [1] * nodes
     tasks = []
@@ -303,10 +302,12 @@ def _tasks_per_node(environment: Environment, nodes: int, count: int) -> list[in
 
 
 def expand_nodes(text: str) -> list[str]:
-    """`gpu[01-03,7],login` as `gpu01 gpu02 gpu03 gpu7 login`, several brackets too.
+    """Expand a Slurm node list: `gpu[01-03,7],login` to `gpu01 gpu02 gpu03 gpu7 login`.
+
+    A name may have several brackets.
 
     Raises:
-      UserError: it is no node list.
+      UserError: the text is not a node list.
     """
     nodes = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
@@ -335,10 +336,10 @@ _METADATA_SECONDS = 2.0
 
 
 def gke_tpu(environment: Mapping[str, str]) -> Cluster | None:
-    """TPU_WORKER_HOSTNAMES and TPU_WORKER_ID, with MEGASCALE_* where slices are joined.
+    """Detect TPUs on GKE by TPU_WORKER_HOSTNAMES, TPU_WORKER_ID, and MEGASCALE_* for multislice.
 
     Raises:
-      UserError: one of them is missing or no number.
+      UserError: a variable is missing or not an integer.
     """
     names = environment.get("TPU_WORKER_HOSTNAMES", "")
     if not names:
@@ -348,11 +349,11 @@ def gke_tpu(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def tpu_vm(environment: Mapping[str, str], root: Path = Path("/")) -> Cluster | None:
-    """Return the workers that the metadata server of a Cloud TPU VM names.
+    """Detect the workers of a Cloud TPU VM by its metadata server.
 
-    Asked only on what looks like a TPU VM: chips as device files, or GCE_METADATA_HOST set. The
-    attributes are `worker-network-endpoints` (host names, or old `name:id:address` triples),
-    `agent-worker-number` and, for joined slices, `tpu-env`.
+    The server is queried only if there are device files of TPU chips or GCE_METADATA_HOST is set.
+    The attributes are `worker-network-endpoints` (host names, or old `name:id:address` triples),
+    `agent-worker-number` and, for multislice, `tpu-env`.
     """
     host = environment.get("GCE_METADATA_HOST", "metadata.google.internal")
     if "GCE_METADATA_HOST" not in environment and (
@@ -380,7 +381,7 @@ def _slices(
     worker: int,
     megascale: Mapping[str, str],
 ) -> Cluster:
-    """Processes count through the slices; the first of the first slice is the coordinator."""
+    """Return the cluster of all slices, with ids by slice; process 0 of slice 0 coordinates."""
     slices, own = 1, 0
     first = workers[0]
     if megascale.get("MEGASCALE_COORDINATOR_ADDRESS"):
@@ -410,12 +411,12 @@ def _slices(
 
 
 def _ask(host: str, name: str) -> str | None:
-    """Return an attribute of this virtual machine; None: it has none of this name."""
+    """Return an attribute of this virtual machine from the metadata server; None if not set."""
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
     )
-    # The server is on the machine's own link: a proxy could not reach it.
+    # The metadata server is link-local: a proxy cannot reach it.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_METADATA_SECONDS) as answer:
@@ -436,7 +437,7 @@ def _worker_address(entry: str) -> str:
 
 
 def _read_tpu_env(text: str) -> dict[str, str]:
-    """Lines such as `MEGASCALE_NUM_SLICES: '2'`."""
+    """Parse lines such as `MEGASCALE_NUM_SLICES: '2'` into a dict."""
     found = re.findall(r"^\s*(\w+)\s*:\s*'?([^'\n]*?)'?\s*$", text, re.MULTILINE)
     return dict(found)
 
@@ -444,20 +445,20 @@ def _read_tpu_env(text: str) -> dict[str, str]:
 def detect(
     environment: Mapping[str, str], flags: Flags | None = None, *, root: Path = Path("/")
 ) -> Cluster:
-    """Return the processes that this one belongs to; one process where nothing says otherwise.
+    """Detect the cluster that this process belongs to; a single process if there is none.
 
-    Asked in this order: flags; JAX_NUM_PROCESSES; the variables of GKE's TPUs; a Kubernetes job;
-    the metadata server of a TPU VM; Open MPI and MPICH; Slurm. MPI comes before Slurm because
-    mpirun in an allocation leaves in every process the variables of the step that started mpirun's
-    daemons, while srun sets none of mpirun's.
+    The order is: flags; JAX_NUM_PROCESSES; the variables of TPUs on GKE; a Kubernetes job; the
+    metadata server of a TPU VM; Open MPI and MPICH; Slurm. MPI comes before Slurm: within an
+    allocation, processes of mpirun inherit the Slurm variables of mpirun's daemons, while srun sets
+    no variables of MPI.
 
     Args:
-      environment: `os.environ`, or one made for a test.
-      flags: the command line's cluster options.
-      root: where device files are looked for.
+      environment: `os.environ`, or a mapping in tests.
+      flags: the cluster options of the command line.
+      root: the root folder of device files.
 
     Raises:
-      UserError: half of what is needed is there.
+      UserError: the settings of a launcher are incomplete.
     """
     return (
         cluster_from_flags(environment, flags or Flags())
