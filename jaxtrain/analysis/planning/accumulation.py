@@ -1,4 +1,4 @@
-"""Comparison of both values of `Sharding.accumulate`: traffic over fsdp, and memory."""
+"""Comparison of both values of `Sharding.accumulate`: fsdp traffic and memory."""
 
 import dataclasses
 from typing import Literal, get_args
@@ -17,13 +17,13 @@ _Name = Literal["shard", "local"]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What one of the two costs; an estimate by closed forms.
+    """Estimated costs of one value of `Sharding.accumulate`, in closed form.
 
     Attributes:
       name: the value of `Sharding.accumulate`.
-      moved: payload bytes of a device in a step's collectives over fsdp, of weights and gradients.
-      memory: bytes of a device.
-      fits: whether the machine has as many.
+      moved: payload bytes of one device per step in fsdp collectives of weights and gradients.
+      memory: memory of one device in bytes.
+      fits: whether it fits on the machine.
     """
 
     name: _Name
@@ -33,18 +33,18 @@ class Way:
 
 
 def ways(config: Config, target: Target, layout: Layout) -> list[Way]:
-    """Both, the configured one first; none where a step has nothing to choose between.
+    """Return the costs of both values, the configured one first; empty if there is no choice.
 
     Args:
       config: the configuration.
       target: the machine.
-      layout: the configuration's.
+      layout: the configuration's layout.
     """
     facts = Facts(config, layout)
     if layout.zero < 2 or facts.size("fsdp") == 1 or facts.passes == 1 or facts.replicas_alone:
         return []
     if config.offload.gradients == "host":
-        return []  # summed there, in their shards alone
+        return []  # accumulated there, in shards only
     found = []
     for name in sorted(get_args(_Name), key=lambda name: name != layout.accumulate):
         other = apply_changes(config, {"Sharding.accumulate": name})
@@ -60,7 +60,7 @@ def ways(config: Config, target: Target, layout: Layout) -> list[Way]:
 
 
 def sentence(config: Config, target: Target, layout: Layout) -> str | None:
-    """Both ways in words; None where there is but one."""
+    """Return a sentence that compares both values; None if there is no choice."""
     found = ways(config, target, layout)
     if not found:
         return None

@@ -31,7 +31,7 @@ from jaxtrain.run.show.report import human_bytes
 from jaxtrain.training.layouts import notes
 from jaxtrain.training.settings import Config
 
-# Fixes that are shown, and up to how many are combined where one alone does not suffice.
+# Maximum number of fixes shown, and of fixes combined if none suffices alone.
 MOST = 6
 TOGETHER = 4
 FRACTION = "Train.gpu_memory_fraction"
@@ -39,13 +39,13 @@ FRACTION = "Train.gpu_memory_fraction"
 
 @dataclasses.dataclass(frozen=True)
 class Fix:
-    """Bindings that take memory off a device.
+    """Bindings that reduce the memory of a device.
 
     Attributes:
       changes: binding -> value.
-      saved: bytes of one device, estimated.
+      saved: estimated bytes saved on one device.
       slower: relative change of the predicted step time; negative is faster.
-      fits: whether it is enough.
+      fits: whether it suffices.
     """
 
     changes: Mapping[str, Any]
@@ -55,12 +55,12 @@ class Fix:
 
     @property
     def bindings(self) -> list[str]:
-        """What to paste after -b."""
+        """Arguments to paste after -b."""
         return bindings_of(self.changes)
 
     @property
     def sentence(self) -> str:
-        """For the terminal."""
+        """A sentence for the terminal."""
         pasted = " ".join(f'-b "{binding}"' for binding in self.bindings)
         enough = "fits" if self.fits else "not enough alone"
         if FRACTION in self.changes:
@@ -72,10 +72,10 @@ class Fix:
 
 
 def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
-    """Ways to make a configuration fit, the cheapest in step time first.
+    """Return changes that make a configuration fit, ordered by the increase in step time.
 
-    Single changes come first; where none is enough alone, the best of them are combined one after
-    the other until the estimate says that they are.
+    Single changes come first. If none suffices alone, the best are combined one after the other
+    until the estimate fits.
 
     Args:
       config: a configuration that does not fit.
@@ -88,13 +88,13 @@ def fixes_for(config: Config, target: Target, *, over: int) -> list[Fix]:
     first: list[Fix] = []
     most = most_memory(target)
     if most is not None and (more := most - (target.chip.hbm_bytes or 0)) >= over:
-        # Memory that is there, at no cost.
+        # Memory that is available at no cost.
         first = [Fix({FRACTION: MOST_OF_A_GPU}, more, 0.0, True)]
     for changes in fixes(config, target, sizes):
         found = _try(config, changes, target, before, over)
         if found is not None:
             tried.append(found)
-    # Of the values of one binding the mildest that is enough.
+    # The mildest sufficient value of each binding.
     enough: dict[tuple[str, ...], Fix] = {}
     for fix in sorted((fix for fix in tried if fix.fits), key=lambda fix: (fix.slower, fix.saved)):
         enough.setdefault(tuple(sorted(fix.changes)), fix)
@@ -112,7 +112,7 @@ def _try(
     before: Price,
     over: int,
 ) -> Fix | None:
-    """The change with its saving; None where it is rejected or saves nothing."""
+    """Return the change with its saving; None if it is rejected or saves nothing."""
     variant = _apply_changes(config, changes)
     if variant is None or refusal(variant, target) is not None:
         return None
@@ -127,7 +127,7 @@ def _try(
 def _apply_changes(config: Config, changes: Mapping[str, Any]) -> Config | None:
     try:
         return apply_changes(config, changes)
-    except ValueError:  # a UserError is one: the sections themselves reject some values
+    except ValueError:  # includes UserError: the sections themselves reject some values
         return None
 
 
@@ -138,7 +138,7 @@ def _combine(
     before: Price,
     over: int,
 ) -> list[Fix]:
-    """One combination of changes to different bindings that is enough, or nothing."""
+    """Return one sufficient combination of changes to different bindings, or an empty list."""
     together: dict[str, Any] = {}
     by_worth = sorted(tried, key=lambda fix: -fix.saved / (1 + max(fix.slower, 0.0) * 4))
     for fix in by_worth:
@@ -160,7 +160,7 @@ def remarks(
     rows: Iterable[Row],
     warnings: Iterable[str],
 ) -> list[str]:
-    """Sentences on what an audit flagged, what lies where it need not, and what is left unused."""
+    """Return sentences on audit findings, replicated parameters and unused options."""
     found = notes(config, layout)
     found += [
         f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
@@ -178,7 +178,7 @@ def remarks(
         found.append(both)
     if (small := _small_chunks(config, target, layout)) is not None:
         found.append(small)
-    # The CPU's compiler writes collectives in its own ways: its traffic proves nothing.
+    # The CPU compiler rewrites collectives: its traffic proves nothing.
     flagged = [row for row in rows if not row.explained and target.chip.kind != "cpu"]
     has_form = config.train.model.layers is not None
     of_layers = [row for row in flagged if "tensor" in row.axis and not has_form]
@@ -200,7 +200,7 @@ def remarks(
 
 
 def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
-    """What chunks of the loss cost, and the smallest that cost next to nothing and fit."""
+    """Report the cost of small loss chunks, and the smallest that cost little and fit."""
     now = price(config, target)
     if now.time.chunks <= chunks.WORTH * now.seconds:
         return None
@@ -220,37 +220,37 @@ def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
     return text if best is None else f'{text}; -b "{bindings_of(best)[0]}" is faster'
 
 
-# Parts that are named.
+# Number of memory parts to name.
 _LARGEST = 4
-# libtpu's words where tiles do not fit, whatever the size of the model.
+# libtpu's message if tiles do not fit, regardless of the model's size.
 _OF_ONE_OPERATION = "memory space vmem"
 
 
 class OutOfMemory(Exception):  # noqa: N818 - what happened, as the user calls it
-    """The devices do not hold a run; the message says why and what to do."""
+    """Out-of-memory error of a run; the message has the cause and possible fixes."""
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether XLA gave up for want of memory, while compiling or running."""
+    """Return whether XLA ran out of memory, while compiling or running."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def explain_error(config: Config, error: Exception) -> Exception:
-    """The error to raise for one of JAX's: what is too large and what to do, or the error itself.
+    """Return the error to raise for one of JAX's: an explained OutOfMemory, or the error itself.
 
     Args:
-      config: of the run that failed, on this process's devices.
-      error: what JAX raised.
+      config: configuration of the failed run, on this process's devices.
+      error: the error that JAX raised.
     """
     return OutOfMemory(explain(config, str(error))) if is_out_of_memory(error) else error
 
 
 def explain(config: Config, message: str) -> str:
-    """What fills a device by closed forms, and the cheapest fixes as bindings to paste.
+    """Explain what fills a device, by closed forms, with the cheapest fixes as bindings to paste.
 
     Args:
-      config: of the run that failed, on this process's devices.
-      message: XLA's words.
+      config: configuration of the failed run, on this process's devices.
+      message: XLA's message.
     """
     if _OF_ONE_OPERATION in message:
         return _explain_vector_memory(message)
@@ -266,7 +266,7 @@ def explain(config: Config, message: str) -> str:
     text = ", ".join(f"{name} {human_bytes(size)}" for name, size in largest)
     room = target.chip.hbm_bytes
     capacity = "" if room is None else f" of {human_bytes(room)}"
-    # The estimate may be below the room while XLA's own needs are not: then a tenth has to go.
+    # The estimate may be below capacity although XLA's own is not: then save at least a tenth.
     over = max(needed.total - (room or needed.total), needed.total // 10)
     lines = [
         f"out of memory: {message.splitlines()[0]}",
@@ -280,7 +280,7 @@ def explain(config: Config, message: str) -> str:
 
 
 def _explain_vector_memory(message: str) -> str:
-    """A TPU's vector memory holds tiles of the operations that run: nothing of a model's size."""
+    """Explain that a TPU's vector memory holds tiles of operations, regardless of model size."""
     line = next(line for line in message.splitlines() if _OF_ONE_OPERATION in line)
     return (
         f"out of vector memory, which holds what a TPU works on at the moment, not the model: "
@@ -291,7 +291,7 @@ def _explain_vector_memory(message: str) -> str:
 
 
 def _this_machine(config: Config) -> Target:
-    """The devices of this process, GPUs with the memory that JAX has taken."""
+    """Return a target of this process's devices, GPUs with the memory that JAX has reserved."""
     device, count = jax.devices()[0], jax.device_count()
     chip = chip_of(device.device_kind) or CHIPS["cpu"]
     if chip.kind != "gpu":

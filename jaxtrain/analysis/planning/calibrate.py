@@ -1,4 +1,4 @@
-"""Calibrate a target by one measured step: `plan --measured SECONDS` and `plan --calibrate RUN`."""
+"""Calibration of a target by a measured step: `plan --measured SECONDS`, `plan --calibrate RUN`."""
 
 import dataclasses
 import math
@@ -20,9 +20,9 @@ from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
 from jaxtrain.training.settings import Config, load_config
 
-# Lines of a run's metrics that are left out: those steps wait for the compiler and the first data.
+# Leading lines of a run's metrics to skip: those steps wait for the compiler and the first batch.
 FIRST_LINES = 2
-# Lines after these of which a median is taken.
+# Minimum number of further lines for a median.
 LEAST_LINES = 3
 
 
@@ -30,10 +30,10 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
     """Return the target, calibrated by a measured step of this configuration on it.
 
     Args:
-      config: what ran, with its own layout.
-      target: where it ran.
-      seconds: of a step.
-      source: where these are from, for the plan's assumptions.
+      config: the configuration of the measured run, with its own layout.
+      target: the machine of the measured run.
+      seconds: measured step time.
+      source: origin of the measurement, for the plan's assumptions.
 
     Raises:
       UserError: the configuration cannot run there, or no time is predicted for the chip.
@@ -59,7 +59,7 @@ def by_measured(config: Config, target: Target, seconds: float) -> Target:
     """Return the target, calibrated by a step of `config` that took `seconds`.
 
     Raises:
-      UserError: as `calibrate`; or `seconds` is not a finite number above 0.
+      UserError: see `calibrate`; or `seconds` is not a finite number above 0.
     """
     source = f"--measured={seconds:g}"
     if not (math.isfinite(seconds) and seconds > 0):
@@ -74,11 +74,11 @@ def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -
 
     Args:
       folder: the run's workdir, with its `config.gin` and `metrics.jsonl`.
-      target: a machine of the chips on which the run was trained.
+      target: a machine with the chips on which the run was trained.
       allow_imports: whether the run's configuration may import modules.
 
     Raises:
-      UserError: as `calibrate`; or it is no run, has too few steps, or ran on simulated devices.
+      UserError: see `calibrate`; or it is not a run, has too few steps, or used simulated devices.
     """
     source = f"--calibrate {folder}"
     workdir = place(str(folder))
@@ -109,7 +109,7 @@ def median_step(lines: Sequence[Mapping[str, Any]], source: str) -> float:
     """Return the median `step_seconds` of a run's metrics after the first lines.
 
     Raises:
-      UserError: there are too few.
+      UserError: there are too few lines.
     """
     steps = [line["step_seconds"] for line in lines if line.get("step_seconds")]
     least = FIRST_LINES + LEAST_LINES
@@ -123,7 +123,7 @@ def median_step(lines: Sequence[Mapping[str, Any]], source: str) -> float:
 
 
 def _machine(config: Config, target: Target, source: str) -> Target:
-    """The target of a run: as many of the same chips as its mesh has; all where it has -1."""
+    """Return the target of a run: as many of its chips as its mesh has; all if it has -1."""
     sizes = [getattr(config.mesh, axis) for axis in MESH_AXES]
     count = math.prod(sizes)
     slices = slices_of(config, target)

@@ -1,8 +1,8 @@
 """Detection of loss chunks that are too small: each chunk reads the whole output matrix.
 
-A device reads the output matrix [V, D] twice for a chunk's products and adds to its gradient in
-float32: 2 e V D + 8 V D bytes with e bytes per value, against 6 R V D FLOPs of R positions. On v5p
-some 300 positions take as long in matmuls as in memory.
+A device reads the output matrix [V, D] twice for a chunk's matmuls and accumulates its gradient in
+float32: 2 e V D + 8 V D bytes with e bytes per value, against 6 R V D FLOPs for R positions. On
+v5p, about 300 positions take as long in matmuls as in memory traffic.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from jaxtrain.models.model import reads_tokens
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config
 
-# A loss that waits for memory for less of a step than this is left alone.
+# The smallest memory-bound fraction of a step that is worth a remark.
 WORTH = 0.01
 
 
 def work(config: Config, layout: Layout) -> tuple[int, int]:
-    """Bytes and FLOPs of a step's loss, made chunk by chunk, on a device that computes it: those of
-    a pipeline's last stage, for which the other ranks wait. None where logits are made at once."""
+    """Return the bytes and FLOPs of a step's chunked loss on a device that computes it: one of a
+    pipeline's last stage, for which the other ranks wait. 0, 0 without chunks."""
     facts = Facts(config, layout).of_microbatches
     if not facts.is_text or config.loss.chunk_size is None:
         return 0, 0
@@ -29,13 +29,13 @@ def work(config: Config, layout: Layout) -> tuple[int, int]:
 
 
 def places(config: Config, layout: Layout) -> int:
-    """Of a chunk on one device: R."""
+    """Return R, the number of positions of a chunk on one device."""
     facts = Facts(config, layout).of_microbatches
     return facts.B * facts.T // facts.chunks
 
 
 def larger(config: Config) -> Iterator[dict[str, Any]]:
-    """Bindings of larger chunks than are asked for, up to a sequence in one."""
+    """Yield bindings of chunks larger than the configured ones, up to a whole sequence."""
     chunk = config.loss.chunk_size
     if chunk is None or not reads_tokens(config.train.model):
         return

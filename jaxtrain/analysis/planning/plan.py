@@ -33,10 +33,10 @@ from jaxtrain.config.errors import NoCompilerError, UserError
 from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config
 
-# How hard the target's compiler tries; "none" leaves everything to closed forms.
+# Effort of the target's compiler; "none" uses only closed forms.
 Effort = Literal["none", "quick", "thorough"]
-# Called with what is going to be done; entered for the time that takes, it gives a function that
-# replaces those words.
+# Called with a description of the next task. The context manager covers its duration and yields a
+# function that replaces the description.
 Progress = Callable[[str], contextlib.AbstractContextManager[Callable[[str], None]]]
 
 
@@ -66,37 +66,38 @@ def plan(
     advise: bool = True,
     progress: Progress = silent,
 ) -> Plan:
-    """What the train step of a configuration needs on a machine that need not be there.
+    """Predict memory, traffic and time of a configuration's train step on an absent machine.
 
     Args:
       config: from `load_config`.
       target: "v5p:4x4x4", "h100:2x8", "cpu:8"; with `Mesh.dcn`, one of the slices.
-      compile: whether to run the target's compiler; otherwise, and where that is not installed,
+      compile: whether to run the target's compiler; otherwise, or if it is not installed,
         everything is a closed-form estimate.
-      thorough: whether a TPU's compiler takes as long as for the run itself, about ten times as
-        long as for a plan.
-      search: whether to look for the best mesh, ZeRO stage, remat policy, accumulation and schedule
-        for this target and global batch; the plan is then the winner's. Ctrl-C ends the search
-        early: the plan is then the best so far, and its `found.interrupted` is True.
-      price: dollars of one device for an hour, for what the whole run costs.
-      tokens: of the whole run, in place of Train.steps' (images or vectors, where it reads those).
-      network: Gb/s of each device between hosts or slices; None: as the chip's makers build it.
-      disk: GB/s that each device has of its host's disks, for a state in files; None: 5.
-      goodput: whether to show the whole run under failures. The plan's `goodput` has it with `mtbf`
-        and from 64 devices on anyway.
+      thorough: whether a TPU's compiler uses the full effort of a run, which takes about ten times
+        as long as for a plan.
+      search: whether to search for the best mesh, ZeRO stage, remat policy, accumulation and
+        schedule for this target and global batch; the plan is then that of the best. Ctrl-C ends
+        the search early: the plan is then the best so far, and its `found.interrupted` is True.
+      price: dollars per device-hour, for the cost of the whole run.
+      tokens: tokens of the whole run, instead of those of Train.steps (images or vectors for such
+        models).
+      network: Gb/s of each device between hosts or slices; None: as the chip's vendor builds it.
+      disk: GB/s of its host's disks for each device, for state on disk; None: 5.
+      goodput: whether to show the whole run under failures. The plan always has `goodput` with
+        `mtbf` and from 64 devices on.
       mtbf: device-hours per interruption of the job; None: Checkpoint.mtbf, else
         the median of the published rates.
-      storage: GB/s of checkpoints that each host reads or writes; None: 1.
-      measured: seconds of a step of this configuration, as it is, on the target: all times are
-        multiplied by what it is over the closed forms' prediction.
-      calibrate: the folder of a run on the target's chips, whose median step is taken instead; its
-        layout, model and number of chips may be others.
+      storage: GB/s at which each host reads or writes checkpoints; None: 1.
+      measured: measured seconds of a step of this configuration on the target: all times are
+        multiplied by its ratio to the closed-form prediction.
+      calibrate: the workdir of a run on the target's chips, whose median step is used instead; its
+        layout, model and number of chips may differ.
       allow_imports: whether that run's configuration may import modules.
-      advise: whether to look for changes that make a plan fit which does not.
-      progress: called with what is going to be done, for the time that takes.
+      advise: whether to look for changes that make a plan fit, if it does not.
+      progress: called with a description of the next task, for its duration.
 
     Raises:
-      UserError: the target is unknown, its compiler is missing and was to be thorough, the
+      UserError: the target is unknown, its compiler is missing although `thorough` is set, the
         configuration cannot run, or a number is not finite and above 0.
     """
     validate_amounts(price, tokens)
@@ -126,13 +127,13 @@ def plan(
 
 
 def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: Progress) -> Plan:
-    """The plan of the best candidate: of those that compile, where any is compiled.
+    """Return the plan of the best candidate, from the compiled ones if any.
 
-    As many are compiled as it takes until `COMPILED` of them fit, or twice as many with one that
-    does, or four times as many; their own traffic then ranks them. A program that fits because its
-    compiler does work again is none of those: with a little less memory the next may be faster.
-    Where none of them fits, the first of the others stands there as an estimate. Ctrl-C ends it
-    with those that are compiled.
+    Candidates are compiled until `COMPILED` of them fit, or twice as many with at least one that
+    does, or four times as many. They are then ranked by their own traffic. A program that fits only
+    because its compiler rematerializes does not count: with slightly less memory the next one may
+    be faster. If none fits, the first of the others is returned as an estimate. Ctrl-C ends the
+    loop with those compiled so far.
     """
     plans: list[tuple[Candidate, Plan]] = []
     rest = list(found.candidates)
@@ -149,7 +150,7 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
                 break
             made = _plan(one.config, machine, effort, progress=progress, advise=False)
         del rest[0]
-        if made.compiled is None:  # the closed forms' order stands
+        if made.compiled is None:  # keep the order of the closed forms
             made = _plan(one.config, machine, effort, progress=progress)
             return dataclasses.replace(made, found=found)
         done = dataclasses.replace(one, compiled_bytes=made.total, fits=made.fits)
@@ -159,7 +160,7 @@ def _best_compiled(found: Found, machine: Target, effort: Effort, *, progress: P
     plans.sort(key=lambda pair: (not pair[1].fits, pair[1].time.seconds or 0.0))
     fitting = [one for one, made in plans if made.fits]
     large = [one for one, made in plans if not made.fits]
-    # What was compiled stands first: of the others an estimate alone is known.
+    # Compiled candidates come first: the others have only an estimate.
     order = assign_ranks([*fitting, *rest, *large])
     candidates = with_reasons(order, machine)
     first = (
@@ -200,7 +201,7 @@ def _plan(
     if moved is None:
         rows = [_textbook_row(one, beyond) for one in textbook]
     else:
-        # Between slices a TPU's compiler sends through the hosts, which is no collective.
+        # Between slices a TPU's compiler sends through the hosts, without a collective.
         sent = [one for one in textbook if slices > 1 and beyond & set(names_of(one.axis))]
         seen = [one for one in textbook if one not in sent]
         widens = machine.chip.kind == "cpu" and config.precision.compute == "bfloat16"
@@ -237,14 +238,14 @@ def _textbook_row(one: Expected, beyond: set[str], how: str = "") -> Row:
 
 
 def _check(config: Config, count: int, machine: Target) -> None:
-    """As a run would be checked, but for the data; sizes that do not divide get their padding."""
+    """Validate as for a run, except the data; propose padding for sizes that do not divide."""
     refused = refusal(config, machine)
     if refused is None:
         return
     try:
         padded = paddings(config, layouts.abstract_layout(config, count))
     except UserError:
-        padded = []  # there is no such mesh at all
+        padded = []  # the mesh does not exist
     pasted = " ".join(f'-b "{one.binding}"' for one in padded)
     more = f"\nPadded so, the sizes divide: {pasted}" if padded else ""
     raise UserError(f"{refused}{more}")

@@ -33,29 +33,30 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.settings import Config
 
-# Our loop takes this long for a step of next to no arithmetic (benchmarks/history/cpu.md, "Our loop
+# Minimum step time of our loop, with next to no compute (benchmarks/history/cpu.md, "Our loop
 # against a bare jitted step": 1.9 ms, 1.5 of them in JAX).
 DISPATCH_SECONDS = 2e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The answer of `jaxtrain plan`; bytes are of one device, traffic and time of one step.
+    """Result of `jaxtrain plan`; bytes are of one device, traffic and time of one step.
 
     Attributes:
       config: the configuration.
       target: the machine.
-      layout: on its devices, or abstract where nothing was compiled.
+      layout: the layout, on its devices, or abstract if nothing was compiled.
       estimate: memory by closed forms.
-      compiled: what the compiler made of the step; None for an estimate.
-      expected: the textbook's collectives.
-      rows: the compiled program's, each with its reason; of an estimate the textbook's.
-      time: the prediction.
-      fixes: where it does not fit, what makes it fit, the cheapest first.
-      no_compiler: why nothing was compiled that was to be; None: it was, or was not to be.
-      found: what a search found; its best is `config`.
-      price: dollars of one device for an hour; None: not said.
-      tokens: of the run, in place of those of Train.steps; of images and vectors their number.
+      compiled: result of the compiler; None for an estimate.
+      expected: expected collectives in closed form.
+      rows: collectives of the compiled program with their causes; for an estimate the expected
+        ones.
+      time: the predicted step time.
+      fixes: changes that make it fit if it does not, cheapest first.
+      no_compiler: why the requested compile was not possible; None if it was, or not requested.
+      found: result of the search; its best is `config`.
+      price: dollars per device-hour; None if not set.
+      tokens: tokens (images, vectors) of the run, instead of those of Train.steps.
       reliability: failure rate and storage, for the goodput of the whole run.
     """
 
@@ -76,7 +77,8 @@ class Plan:
 
     @property
     def attention(self) -> Choice | None:
-        """The attention kernel on the target, and why; None for a model without attention."""
+        """The attention kernel on the target, with the reason; None for a model without
+        attention."""
         return resolve_kernel(self.config, self.target.chip.kind)
 
     # -- memory ---------------------------------------------------------------------------------
@@ -90,14 +92,14 @@ class Plan:
 
     @property
     def temporaries(self) -> int:
-        """What the step takes beside them, as the compiler reports it, else as estimated."""
+        """Bytes in addition to the arguments, as reported by the compiler, else as estimated."""
         if self.compiled is None or self.compiled.temp_bytes is None:
             return self.estimate.temporaries
         return self.compiled.temp_bytes
 
     @property
     def total(self) -> int:
-        """All memory of the step."""
+        """Total memory of the step."""
         return (
             self.arguments
             + self.temporaries
@@ -106,7 +108,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the step runs in the memory of a device."""
+        """Whether the step fits into the memory of a device."""
         if self.compiled is not None and self.compiled.refusal is not None:
             return False
         if self.compiled is not None and self.target.chip.kind == "tpu":
@@ -115,12 +117,12 @@ class Plan:
 
     @property
     def repeated(self) -> int:
-        """Operations that the compiler does again by itself, for want of memory."""
+        """Number of operations that the compiler rematerializes by itself to save memory."""
         return 0 if self.compiled is None else self.compiled.repeated
 
     @property
     def verdict(self) -> str:
-        """`fits` in words; a compiler that takes a program does not say that it fits too."""
+        """`fits` in words; a program that compiles does not necessarily fit."""
         if self.fits:
             return "fits"
         if self.compiled is None or self.compiled.refusal is not None:
@@ -129,17 +131,17 @@ class Plan:
 
     @functools.cached_property
     def buffers(self) -> list[Buffer]:
-        """The arrays alive at the program's memory peak, largest first; [] for an estimate."""
+        """The arrays live at the program's memory peak, largest first; [] for an estimate."""
         return fullest(self.compiled.text) if self.compiled and self.compiled.text else []
 
     @property
     def is_text(self) -> bool:
-        """Whether examples are tokens in a row."""
+        """Whether examples are token sequences."""
         return self.config.train.model.inputs == "tokens"
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens, images or vectors that a device gets through in a second; None without a time."""
+        """Tokens, images or vectors per second and device; None without a time."""
         if self.time.seconds is None:
             return None
         return self.per_step / self.time.seconds / self.devices
@@ -153,7 +155,7 @@ class Plan:
 
     @functools.cached_property
     def whole_run(self) -> WholeRun | None:
-        """All steps together; None without a time."""
+        """Duration and cost of all steps; None without a time."""
         if self.time.seconds is None:
             return None
         return project_run(
@@ -168,20 +170,19 @@ class Plan:
 
     @functools.cached_property
     def goodput(self) -> Goodput | None:
-        """The whole run under failures, where it was asked for or has 64 devices and more; None
-        without a time."""
+        """The whole run under failures, if requested or from 64 devices on; None without a time."""
         if not self.reliability.is_requested and self.devices < LEAST_DEVICES:
             return None
         return goodput_of(self, self.reliability)
 
     @property
     def devices(self) -> int:
-        """Devices of all slices."""
+        """Number of devices of all slices."""
         return self.layout.mesh.size
 
     @functools.cached_property
     def advice(self) -> list[str]:
-        """Sentences: how to make it fit, what was flagged, what is left unused."""
+        """Sentences on how to make it fit, audit findings and unused options."""
         warnings = self.compiled.warnings if self.compiled else ()
         why = [] if self.no_compiler is None else [f"nothing was compiled: {self.no_compiler}"]
         if self.repeated:
@@ -292,14 +293,14 @@ class Plan:
         ]
 
     def table(self) -> str:
-        """The tables of the terminal, as text."""
+        """Return the tables of the terminal as text."""
         console = Console(width=110, no_color=True, force_terminal=False)
         with console.capture() as captured:
             show.show(console, self)
         return captured.get()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Memory against capacity, time and traffic as a matplotlib figure; saved if `path` is
+        """Plot memory against capacity, time and traffic with matplotlib; save it if `path` is
         given."""
         figure = show.plan_figure(self)
         if path is not None:
@@ -310,10 +311,11 @@ class Plan:
         return f"<pre>{html.escape(self.table(), quote=False)}</pre>"
 
     def __repr__(self) -> str:
-        # Not the fields: a notebook keeps this text, and the compiled program has megabytes.
+        # Without the fields: a notebook stores this text, and the compiled program has megabytes.
         return f"Plan({self.target.name}, {self.total:,} bytes a device, {self.verdict})"
 
 
 def collectives_of(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
-    """The collectives of a compiled step: bytes per device and step, loops multiplied out."""
+    """Return the collectives of a compiled step: bytes per device and step, loops multiplied
+    out."""
     return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

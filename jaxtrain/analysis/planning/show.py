@@ -25,7 +25,7 @@ _ROWS, _BUFFERS = 14, 8
 
 
 def show(console: Console, plan: "Plan") -> None:
-    """Memory, traffic, time, a search's ranking, and what to do."""
+    """Print memory, traffic, time, the ranking of a search, and advice."""
     _head(console, plan)
     _memory(console, plan)
     _buffers(console, plan)
@@ -63,7 +63,8 @@ def _head(console: Console, plan: "Plan") -> None:
 
 
 def memory_parts(plan: "Plan") -> dict[str, int]:
-    """What fills a device at the memory peak, by closed forms, largest parts of a kind first."""
+    """Return what fills a device at the memory peak, by closed forms, largest parts of a kind
+    first."""
     arguments = plan.estimate.arguments
     return {
         "parameters": arguments.params,
@@ -140,7 +141,7 @@ def _traffic(console: Console, plan: "Plan") -> None:
         textbook = "-" if row.textbook_bytes is None else human_bytes(row.textbook_bytes)
         why = row.cause
         if not row.explained:
-            # Its compiler rewrites collectives, so that they prove nothing.
+            # The CPU compiler rewrites collectives: they prove nothing.
             cpu = plan.target.chip.kind == "cpu"
             why = f"{'the CPU compiler' if cpu else 'NOT EXPLAINED'}: {row.cause}"
         table.add_row(
@@ -161,7 +162,7 @@ def _time(console: Console, plan: "Plan") -> None:
     if time.seconds is None:
         print_lines(console, f"Time: {'; '.join(time.assumptions)}")
         return
-    # Where a program was compiled, its schedule counts; the closed forms stand beside it.
+    # A compiled program's schedule is shown next to the closed forms.
     closed = time.estimate
     by = "" if plan.target.calibration is None else f", calibrated by {plan.target.factor:.3g}"
     table = Table(title=f"Time of one step (predicted{by})", title_justify="left")
@@ -283,7 +284,7 @@ def _describe_unpriced(found: "Found") -> str:
 
 
 def _others(one: "Candidate") -> str:
-    """The bindings but for the mesh."""
+    """Return the bindings other than the mesh's."""
     return " ".join(b for b in one.bindings if not b.startswith("Mesh."))
 
 
@@ -299,9 +300,9 @@ def _advice(console: Console, plan: "Plan") -> None:
         print_lines(console, f"- {advice}")
 
 
-# The part of a device's memory below which a bar could not be seen next to the capacity.
+# Fraction of a device's memory below which a bar would be invisible next to the capacity.
 _SMALL = 0.05
-# Distinguished by lightness and hatching, so that a greyscale print can be read.
+# Distinguished by lightness and hatching, so that they are legible in grayscale.
 _FILLS: list[dict[str, Any]] = [
     {"color": shade, "hatch": hatch, "edgecolor": "white"}
     for hatch in ("", "//", "..", "xx")
@@ -317,7 +318,7 @@ _GREYS: list[dict[str, Any]] = [
 
 
 def compiled_parts(compiled: "Compiled") -> dict[str, int]:
-    """What the compiler gives to a step on one device, in bytes, from the bottom of a bar up."""
+    """Return the compiler's memory of a step on one device, in bytes, in the order of the bar."""
     live = compiled.live_bytes or compiled.temp_bytes or 0
     parts = {"arguments": compiled.argument_bytes, "alive beside them": live}
     rest = (compiled.temp_bytes or 0) - live
@@ -325,7 +326,7 @@ def compiled_parts(compiled: "Compiled") -> dict[str, int]:
 
 
 def traffic_by_axis(plan: "Plan") -> dict[str, int]:
-    """Bytes that one device sends in a step along each mesh axis."""
+    """Return the bytes that one device sends in a step along each mesh axis."""
     together: dict[str, int] = {}
     for row in plan.rows:
         together[row.axis] = together.get(row.axis, 0) + row.bytes
@@ -333,8 +334,8 @@ def traffic_by_axis(plan: "Plan") -> dict[str, int]:
 
 
 def plan_figure(plan: "Plan") -> "Picture":
-    """A stacked bar of one device's memory beside the compiler's figure and the capacity, the
-    pieces of a step's time, and the traffic by mesh axis."""
+    """Plot one device's memory next to the compiler's figure and the capacity, the components of
+    the step time, and the traffic by mesh axis."""
     from jaxtrain.run.show.figures import Picture
 
     figure = Picture(11, 5)

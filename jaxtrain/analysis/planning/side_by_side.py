@@ -19,12 +19,12 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of the plans.
+    """One plan of a comparison.
 
     Attributes:
-      target: as it is written after --target.
-      values: of the settings that differ between the plans, as they were written.
-      plan: None where the configuration cannot run there.
+      target: the value of --target.
+      values: values of the settings that differ between the plans, as written by the user.
+      plan: the plan; None if the configuration cannot run there.
       refusal: why it cannot.
     """
 
@@ -39,7 +39,7 @@ class Entry:
         return " ".join([self.target, *(f"{name}={value}" for name, value in self.values.items())])
 
     def to_json(self) -> dict[str, Any]:
-        """What `plan --json` writes of it."""
+        """Return its object for `plan --json`."""
         content: dict[str, Any] = {"target": self.target, "values": self.values}
         if self.plan is None:
             return {**content, "refused": self.refusal}
@@ -47,7 +47,7 @@ class Entry:
 
 
 def show(console: Console, entries: Sequence[Entry]) -> None:
-    """One row a plan, the fastest run marked; under them why the others cannot run."""
+    """Print one row per plan, the fastest run marked, then why the others cannot run."""
     made = [entry.plan for entry in entries if entry.plan is not None]
     table = Table(title="Plans side by side (predicted)", title_justify="left")
     table.add_column("target", no_wrap=True)
@@ -118,14 +118,14 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _short(number: float | None) -> str:
-    """Three digits, or all of those before the point."""
+    """Format a number with three digits, or with all digits before the decimal point."""
     if number is None:
         return "-"
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def figure(entries: Sequence[Entry]) -> Picture:
-    """Memory against capacity, days, and device-hours (dollars, where all have a price), as bars.
+    """Plot memory against capacity, days, and device-hours (dollars, if all have a price) as bars.
 
     Raises:
       ValueError: none of them has a plan.

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """A unit: how many seconds or bytes it has, and its name."""
+    """A unit: its size in seconds or bytes, and its name."""
 
     size: float
     name: str
@@ -15,22 +15,24 @@ _SECONDS = (
     Unit(86_400.0, "days"),
 )  # fmt: skip
 _BYTES = tuple(Unit(1024.0**n, name) for n, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
-_NOTHING = 1e-9  # seconds below this are rounding
+_NOTHING = 1e-9  # seconds below this are rounding errors
 
 
 def time_unit(seconds: float) -> Unit:
-    """The largest unit of which a duration has at least one; minutes and hours from two on."""
+    """Return the largest unit of which a duration has at least one; minutes and hours from two
+    on."""
     fitting = [one for one in _SECONDS if seconds >= one.size * (2 if one.size > 1 else 1)]
     return fitting[-1] if fitting else _SECONDS[0]
 
 
 def byte_unit(size: float) -> Unit:
-    """The largest binary unit of which a size has at least one."""
+    """Return the largest binary unit of which a size has at least one."""
     return [_BYTES[0], *(one for one in _BYTES if size >= one.size)][-1]
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration in four figures: `13.7 us`, `2.5 ms`, `12.5 days`; `0` below a nanosecond."""
+    """Format a duration with up to four digits: `13.7 us`, `2.5 ms`, `12.5 days`; `0` below 1
+    ns."""
     if abs(seconds) < _NOTHING:
         return "0"
     unit = time_unit(abs(seconds))

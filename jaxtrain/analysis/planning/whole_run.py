@@ -8,21 +8,21 @@ from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError, count_of
 
 _DAY, _HOUR = 86_400.0, 3_600.0
-LEAST_HOURS = 0.01  # device-hours below which nobody counts cost and energy
+LEAST_HOURS = 0.01  # device-hours below which cost and energy are not shown
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeRun:
-    """All steps of a run, each as long as predicted; starts, checkpoints and failures left out.
+    """All steps of a run at the predicted step time, without launches, checkpoints and failures.
 
     Attributes:
-      examples: tokens, or images or vectors, that are trained on.
-      steps: optimizer steps.
-      days: from the first to the last.
-      device_hours: of all devices together.
-      dollars: None without a price.
-      kilowatt_hours: all devices at their power limit, which no run exceeds; without hosts, network
-        and cooling. None where no limit is published.
+      examples: number of tokens (images, vectors) trained on.
+      steps: number of optimizer steps.
+      days: duration in days.
+      device_hours: device-hours of all devices.
+      dollars: cost; None without a price.
+      kilowatt_hours: energy of all devices at their power limit, an upper bound, without hosts,
+        network and cooling. None if no limit is published.
     """
 
     examples: int
@@ -43,16 +43,16 @@ def project_run(
     price: float | None = None,
     watts: float | None = None,
 ) -> WholeRun:
-    """Multiplies a step out.
+    """Multiply the step time by the number of steps.
 
     Args:
-      step_seconds: of one optimizer step.
-      devices: that take it together.
+      step_seconds: seconds of one optimizer step.
+      devices: number of devices.
       per_step: tokens, images or vectors of the global batch.
-      steps: of the run.
-      examples: trained on in place of those of `steps`; the last step is a whole one.
-      price: dollars of one device for an hour.
-      watts: the power limit of one device.
+      steps: number of steps of the run.
+      examples: trained on instead of those of `steps`, rounded up to whole steps.
+      price: dollars per device-hour.
+      watts: power limit of one device.
     """
     if examples is not None:
         steps = math.ceil(examples / per_step)
@@ -68,7 +68,7 @@ def project_run(
 
 
 def validate_amounts(price: float | None, tokens: float | None) -> None:
-    """Raises: UserError: one of them is not a finite number above 0."""
+    """Raise UserError if one of them is not a finite number above 0."""
     for name, value, example in (("--price", price, "2.5"), ("--tokens", tokens, "15e12")):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UserError(f"{name}={value:g}; use a finite number above 0, such as {example}")
