@@ -527,7 +527,7 @@ def _vectors(config: Config, own: Config, model: VectorModel) -> Config:
     )
 
 
-# -- what changed ---------------------------------------------------------------------------------
+# -- changed settings ------------------------------------------------------------------------------
 
 
 def _differences(own: Any, small: Any) -> Iterator[Change]:

@@ -38,7 +38,7 @@ def integer(environment: Environment, name: str) -> int:
 
 
 def address(environment: Environment, host: str, port: int) -> str:
-    """Return the coordinator's address; JAX_COORDINATOR_ADDRESS or _PORT override the arguments."""
+    """Return the coordinator's address; JAX_COORDINATOR_ADDRESS or _PORT takes precedence."""
     address_text = environment.get("JAX_COORDINATOR_ADDRESS")
     if address_text:
         split_address(address_text)
