@@ -1,7 +1,7 @@
-"""Sizes of a configured step that the closed forms of traffic read.
+"""Sizes of a configured step, as inputs of the closed forms of traffic.
 
-Letters: B the rows that a device computes with at once, T its part of the sequence, D embed,
-N query heads, K kv heads, H head_dim, V vocab, L layers on a device.
+Letters: B rows that a device computes at once, T its shard of the sequence, D embed, N query heads,
+K kv heads, H head_dim, V vocab, L layers on a device.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from jaxtrain.training.transforms import biases
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Collectives of one kind that move arrays of one size for one reason.
+    """Expected collectives of one kind, with arrays of one size and one cause.
 
     Attributes:
       kind: as in `collectives.KINDS`.
-      axis: the mesh axis, or several joined by "+", in the mesh's order.
-      count: runs per step, loops, microbatches and recomputation multiplied out.
-      bytes: payload of one run: what one device puts in.
+      axis: the mesh axis, or several joined with "+", in the mesh's order.
+      count: runs per step, including loops, microbatches and recomputation.
+      bytes: payload bytes of one device per run.
       cause: what is moved, and why.
-      formula: the textbook form.
-      every: in one of how many steps it runs, on average.
+      formula: the closed form in the literature.
+      every: number of steps per execution, on average.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Expected:
 
     @property
     def total_bytes(self) -> int:
-        """What one device puts in during the step."""
+        """Payload bytes of one device during the step."""
         return self.count * self.bytes
 
 
@@ -61,11 +61,11 @@ class Weight:
 
     Attributes:
       name: path in the model.
-      shape: of one layer, without the layers.
+      shape: shape in one layer, without the layers dimension.
       axes: logical axes of these dimensions.
       is_layer: whether every layer has one.
-      is_matrix: whether it is computed with in the compute dtype; scales and biases are cast.
-      role: what it is for, as its model declared it.
+      is_matrix: whether it is used in the compute dtype; scales and biases are cast.
+      role: its role, as declared by the model.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Weight:
 
 @functools.lru_cache(maxsize=64)
 def weights_of(model: Model) -> tuple[Weight, ...]:
-    """The parameters of a model, from their shapes alone."""
+    """Return the parameters of a model, from their shapes alone."""
     found = []
     for name, variable in by_name(parameter_shapes(model.build)).items():
         shape, axes = variable.get_value().shape, logical_axes(variable)
@@ -90,17 +90,17 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _places(model: Model, ranks: int, chunks: int) -> int:
-    """Places for layers on one rank, those of padding among them: all are computed."""
+    """Return the slots for layers on one rank, including padding, which is computed too."""
     return deal(parameter_shapes(model.build), ranks, chunks).longest * chunks
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A configuration on a mesh, as numbers.
+    """Sizes of a configuration on a mesh.
 
     Attributes:
       config: the configuration.
-      layout: on a mesh, or on an abstract one.
+      layout: its layout, on a mesh or on an abstract one.
     """
 
     config: Config
@@ -112,15 +112,16 @@ class Facts:
         return dict(self.layout.mesh.shape)
 
     def size(self, axis: str) -> int:
-        """Devices along one axis; 1 where the mesh has no such axis."""
+        """Return the devices along one axis; 1 if the mesh has no such axis."""
         return self.sizes.get(axis, 1)
 
     def axis_name(self, axes: Collection[str]) -> str:
-        """These axes as a collective names them: in the mesh's order, those of size 1 left out."""
+        """Return the axis of a collective over these: joined in the mesh's order, without size
+        1."""
         return "+".join(name for name, size in self.sizes.items() if size > 1 and name in axes)
 
     def devices(self, axes: Collection[str]) -> int:
-        """Devices along several axes."""
+        """Return the number of devices along several axes."""
         return math.prod(self.size(axis) for axis in axes)
 
     @functools.cached_property
@@ -130,7 +131,7 @@ class Facts:
 
     @property
     def text_model(self) -> TokenModel:
-        """The same, where it reads tokens."""
+        """The model's settings, if it reads tokens."""
         return token_model(self.model)
 
     @functools.cached_property
@@ -150,46 +151,46 @@ class Facts:
 
     @functools.cached_property
     def value_bytes(self) -> int:
-        """Bytes of one number that is computed with."""
+        """Bytes per element in the compute dtype."""
         return jnp.dtype(self.config.precision.compute).itemsize
 
     @functools.cached_property
     def master_bytes(self) -> int:
-        """Bytes of one number of the parameters at rest."""
+        """Bytes per element of the master parameters."""
         return jnp.dtype(self.config.precision.params).itemsize
 
     @functools.cached_property
     def sum_bytes(self) -> int:
-        """Bytes of one number of a sum of microbatches' gradients."""
+        """Bytes per element of the gradient accumulators."""
         return jnp.dtype(self.config.precision.gradients).itemsize
 
     def gradient_bytes(self, weight: Weight) -> int:
-        """Bytes of one number of a weight's gradient when it is reduced: norms, routers and what
-        is added to scores compute in float32."""
+        """Return the bytes per element of a weight's gradient in its reduction: norms, routers and
+        biases of attention scores compute in float32."""
         in_scores = weight.role == "position" and "heads" in weight.axes
         return 4 if weight.role in ("norm", "router") or in_scores else self.value_bytes
 
     def reduced_bytes(self, weight: Weight) -> int:
-        """Bytes of one number of a weight's gradient when it crosses once per step: those of the
-        sum, where microbatches were summed, else as it is computed with."""
+        """Return the bytes per element of a weight's gradient that is reduced once per step: of the
+        accumulator if there are microbatches, else of the dtype in which it is computed."""
         if self.passes > 1 or self.size("pipe") > 1:
             return self.sum_bytes
         return self.value_bytes if weight.is_matrix else self.master_bytes
 
     @functools.cached_property
     def summed_once(self) -> tuple[str, ...]:
-        """Mesh axes that gradients cross once per step and not once per pass."""
+        """Mesh axes over which gradients are reduced once per step instead of once per pass."""
         return () if self.replicas_alone else reduce_once_axes(self.layout, self.passes)
 
     @functools.cached_property
     def of_microbatches(self) -> "Facts":
-        """The same on the layout that microbatches see, itself where that is the step's."""
+        """The same with the layout of the microbatches; itself if that is the step's layout."""
         within = self.layout.of_microbatches
         return self if within is self.layout else dataclasses.replace(self, layout=within)
 
     @functools.cached_property
     def micros(self) -> int:
-        """Microbatches that go through the pipeline for each gradient."""
+        """Microbatches of the pipeline for each gradient."""
         return self.config.pipeline.microbatches if self.size("pipe") > 1 else 1
 
     @functools.cached_property
@@ -208,12 +209,12 @@ class Facts:
 
     @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes that split the rows."""
+        """Mesh axes that shard the batch."""
         return parts_of(self.layout.activation(("batch",))[0])
 
     @functools.cached_property
     def B(self) -> int:  # noqa: N802
-        """Rows that a device computes with at once."""
+        """Rows that a device computes at once."""
         rows = rows_held(self.config, self.layout)
         return max(rows // (self.devices(self.batch_axes) * self.passes), 1)
 
@@ -224,23 +225,23 @@ class Facts:
 
     @functools.cached_property
     def T(self) -> int:  # noqa: N802
-        """A device's part of the sequence."""
+        """A device's shard of the sequence."""
         return self.length // self.size("context")
 
     @functools.cached_property
     def is_tied(self) -> bool:
-        """Whether logits are made with the embedding: no other parameter is the output."""
+        """Whether embedding and output matrix are tied: no other parameter is the output."""
         return all(weight.role != "output" for weight in self.weights)
 
     @functools.cached_property
     def chunks(self) -> int:
-        """Parts of the sequence whose logits are made one after the other."""
+        """Number of sequence chunks of the loss, computed one after the other."""
         size = self.config.loss.chunk_size
         return 1 if size is None or not self.is_text else self.length // size
 
     @functools.cached_property
     def output_numbers(self) -> int:
-        """Numbers of the output matrix (or embedding) on a device that computes with it."""
+        """Elements of the output matrix (or embedding) on a device, as used in compute."""
         for weight in self.weights:
             if "vocab" in weight.axes:
                 placed = self.layout.sharding_of(self.layout.weight(weight.axes))
@@ -249,31 +250,32 @@ class Facts:
 
     @functools.cached_property
     def stream_bytes(self) -> int:
-        """Of the residual stream between blocks, whole along the sequence: B T D."""
+        """Bytes of the residual stream between blocks, not sharded along the sequence: B T D."""
         return self.B * self.T * self.text_model.embed_dim * self.value_bytes
 
     @functools.cached_property
     def replicas_alone(self) -> bool:
-        """Whether each replica along data takes its gradients for itself (see `Exchange`)."""
+        """Whether gradients are not all-reduced over data (see `Exchange`)."""
         together = ("synchronous", "asynchronous")
         return self.config.exchange.method not in together and self.size("data") > 1
 
     @functools.cached_property
     def gathers_weights(self) -> bool:
-        """Whether layers gather their weights over fsdp: then no gathered array is kept."""
+        """Whether layers all-gather their weights over fsdp: no gathered array is then saved."""
         return self.layout.splits_parameters and self.size("fsdp") > 1
 
     @functools.cached_property
     def recomputes(self) -> bool:
-        """Whether a layer's forward pass, its last product aside, runs again for the backward."""
+        """Whether a layer's forward pass, except its last matmul, is recomputed in the backward
+        pass."""
         return self.config.remat.kept.repeats_products
 
     def repeats(self, name: str) -> bool:
-        """Whether what makes the activation of this name runs again for the backward pass."""
+        """Return whether the activation with this name is recomputed in the backward pass."""
         return self.recomputes and name not in self.config.remat.kept.names
 
     def crossings(self) -> dict[str, dict[str, int]]:
-        """`steady.crossings` of the configured pipeline."""
+        """Return `steady.crossings` of the configured pipeline."""
         pipeline = self.config.pipeline
         return crossings(
             pipeline.schedule, self.size("pipe"), pipeline.microbatches, pipeline.virtual_stages,
@@ -282,13 +284,13 @@ class Facts:
 
     @property
     def travels(self) -> Mapping[str, int]:
-        """What goes from stage to stage of a pipeline: `Parts.travels`."""
+        """Arrays that pipeline stages send to each other: `Parts.travels`."""
         parts = {"pairs": PairParts, "images": ImageParts}.get(self.model.inputs, TextParts)
         return parts.travels
 
 
 def split_over(spec: P) -> Iterator[tuple[int, str]]:
-    """Dimension and mesh axis of everything that a spec splits."""
+    """Yield the dimension and mesh axis of every sharded dimension of a spec."""
     for dim, part in enumerate(spec):
         for axis in parts_of(part):
             yield dim, axis

@@ -1,8 +1,8 @@
 """FLOP counter of a traced program: matmuls exactly, loops and recomputation included.
 
-A jaxpr says what the mathematics asks for on global shapes, before a compiler rearranges it, so the
-count is of the whole program over all devices. Compiled programs are no such source: their loop
-bodies are counted once, and TPU compilers for many devices give no count at all.
+A jaxpr describes the computation on global shapes, before a compiler rearranges it, so the count
+is of the whole program over all devices. Compiled programs do not provide it: their loop bodies are
+counted once, and TPU compilers for many devices give no count at all.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jaxtrain.nn.remat import is_grouped
 
-# Primitives that hold no products but only move, name or compare: they cost no arithmetic.
+# Primitives without arithmetic, which only move, name or compare values: no FLOPs.
 _MOVES = frozenset(
     {
         "all_gather", "all_to_all", "bitcast_convert_type", "broadcast_in_dim", "concatenate",
@@ -29,7 +29,7 @@ _MOVES = frozenset(
         "slice", "sort", "split", "squeeze", "stop_gradient", "swap", "transpose",
     }
 )  # fmt: skip
-# Code that a jaxpr does not show.
+# Primitives whose code is not part of the jaxpr.
 _OPAQUE = ("callback", "custom_call", "dot_product_attention", "ffi_call")
 
 
@@ -38,15 +38,15 @@ class Flops:
     """Floating-point operations of a program over all devices; a multiply-add is two.
 
     Attributes:
-      matmul: of matrix products and convolutions. Where a `cond` could go either way, of the
-        most expensive branch, so at most this.
-      matmul_least: the same with the cheapest branches; equal to `matmul` where all cost the same.
-      chosen: the part of `matmul` whose scope the caller's predicate picked.
-      narrow: the part of `matmul` whose operands are all of 8 bits, float8 or int8.
-      elementwise: roughly, of everything else: one for each element that an arithmetic operation
-        makes, or that a reduction reads, whatever the operation.
-      unknown_loops: scopes of `while` loops that compute and do not say how often: counted once.
-      opaque: primitives met whose code a jaxpr does not show: counted as nothing.
+      matmul: FLOPs of matmuls and convolutions, with the most expensive branch of each `cond`: an
+        upper bound.
+      matmul_least: the same with the cheapest branches; equal to `matmul` if all cost the same.
+      chosen: the part of `matmul` in scopes selected by the caller's predicate.
+      narrow: the part of `matmul` whose operands are all 8-bit, float8 or int8.
+      elementwise: approximate FLOPs of everything else: one for each element that an arithmetic
+        operation produces, or that a reduction reads, whatever the operation.
+      unknown_loops: scopes of `while` loops with FLOPs but unknown trip count: counted once.
+      opaque: primitives whose code is not part of the jaxpr: counted as zero.
     """
 
     matmul: int = 0
@@ -59,7 +59,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Products and the rest together."""
+        """Matmul and elementwise FLOPs."""
         return self.matmul + self.elementwise
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -74,7 +74,7 @@ class Flops:
         )
 
     def times(self, count: int) -> "Flops":
-        """The same, done `count` times."""
+        """Return the FLOPs of `count` repetitions."""
         return dataclasses.replace(
             self,
             matmul=self.matmul * count,
@@ -86,35 +86,36 @@ class Flops:
 
 
 def count_flops(program: ClosedJaxpr, choose: Callable[[str], bool] | None = None) -> Flops:
-    """What a program, traced by `jax.make_jaxpr`, computes.
+    """Count the FLOPs of a program traced by `jax.make_jaxpr`.
 
     - `dot_general`: 2 x elements of the result x length of the contraction.
-    - `conv_general_dilated`: 2 x multiply-adds of real values. Products with padding, and with the
-      holes that dilation leaves (`lhs_dilation` in the gradient of a strided convolution's input),
-      are not counted, so that both gradients cost exactly what the forward pass does.
+    - `conv_general_dilated`: 2 x multiply-adds of real values. Multiplications with padding, and
+    with
+      the holes of a dilation (`lhs_dilation` in the input gradient of a strided convolution), are
+      not counted, so that both gradients cost exactly as much as the forward pass.
     - `ragged_dot_general`: 2 x rows x contraction x columns, as if the groups covered all rows.
-    - A `scan` counts its body as often as it runs, a `pallas_call` once per grid point
-      (a kernel that skips blocks shows it in `matmul_least`), that of experts' products by what it
-      says of itself (as `ragged_dot_general`), a `shard_map`, whose shapes are one
-      device's, once for each device along its manual axes.
-    - What recomputes (`jax.checkpoint`) is in the jaxpr twice and so counted twice; what XLA may
-      merge later, or drop as dead code, is not considered.
+    - A `scan` counts its body once per iteration, and a `pallas_call` once per grid point (a kernel
+      that skips blocks shows this in `matmul_least`). Expert matmul kernels count by their own cost
+      estimate (like `ragged_dot_general`). A `shard_map`, whose shapes are one device's, counts
+      once for each device along its manual axes.
+    - Recomputation (`jax.checkpoint`) is in the jaxpr twice and so counted twice; later merging or
+      dead code elimination by XLA is not considered.
 
     Args:
       program: the traced function.
-      choose: picks scopes for `Flops.chosen`. A scope is the path of `jax.named_scope` names and
+      choose: selects scopes for `Flops.chosen`. A scope is the path of `jax.named_scope` names and
         transformations around an operation, like 'transpose(jvp(attention))/BTD,DNH->BTNH'.
     """
     return _walk(program.jaxpr, "", choose or (lambda scope: False))
 
 
 class Product(NamedTuple):
-    """A matrix product or a convolution of a traced program.
+    """A matmul or convolution of a traced program.
 
     Attributes:
-      scope: as of `count_flops`.
+      scope: as in `count_flops`.
       equation: the operation.
-      times: how often the loops around it run it.
+      times: number of runs in the loops around it.
     """
 
     scope: str
@@ -123,7 +124,7 @@ class Product(NamedTuple):
 
 
 def products_of(program: ClosedJaxpr) -> Iterator[Product]:
-    """The matrix products and convolutions of a traced program at any depth."""
+    """Yield the matmuls and convolutions of a traced program at any depth."""
     waiting = [("", program.jaxpr, 1)]
     while waiting:
         outer, jaxpr, times = waiting.pop()
@@ -175,7 +176,7 @@ def _equation(equation: JaxprEqn, outer: str, choose: Callable[[str], bool]) -> 
 
 
 def _jaxprs(parameters: dict[str, Any]) -> Iterator[Jaxpr]:
-    """The programs among an equation's parameters: loop bodies, branches, called functions."""
+    """Yield the jaxprs in an equation's parameters: loop bodies, branches, called functions."""
     for value in parameters.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, ClosedJaxpr):
@@ -210,12 +211,12 @@ def _elementwise(equation: JaxprEqn) -> int:
 
 
 def shape_of(variable: Any) -> tuple[int, ...]:
-    """Of what goes into an equation, or comes out."""
+    """Return the shape of an input or output of an equation."""
     return variable.aval.shape
 
 
 def _is_float(variable: Any) -> bool:
-    # Tokens, which order effects, have no dtype; keys have one that NumPy does not know.
+    # Effect tokens have no dtype; PRNG keys have one that NumPy does not support.
     dtype = getattr(variable.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -233,8 +234,8 @@ def _ragged_dot(equation: JaxprEqn) -> int:
     left, result = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     flops = 2 * math.prod(result)
     flops *= math.prod(left[axis] for axis in contracted)
-    # Groups along the contraction (the gradient of the weights): the result has one matrix a
-    # group, and a row contributes to that of its own group alone.
+    # Groups along the contraction (the gradient of the weights): the result has one matrix per
+    # group, to which only the rows of that group contribute.
     if set(numbers.lhs_ragged_dimensions) & set(contracted):
         flops //= result[0]
     return flops
@@ -246,7 +247,7 @@ def _convolution(equation: JaxprEqn) -> int:
     result = shape_of(equation.outvars[0])
     numbers = parameters["dimension_numbers"]
     products = result[numbers.out_spec[0]] * result[numbers.out_spec[1]]
-    # Channels that one output value reads: with feature groups the kernel has just those.
+    # Input channels per output value: with feature groups, only those of the kernel.
     products *= right[numbers.rhs_spec[1]]
     for i, axis in enumerate(numbers.lhs_spec[2:]):
         products *= meeting_places(
@@ -272,7 +273,8 @@ def meeting_places(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Along one dimension, pairs of an output and a kernel element that read a real input."""
+    """Return the pairs of output and kernel elements that read a real input, along one
+    dimension."""
     start = np.arange(outputs)[:, None] * stride - before
     position = start + np.arange(kernel)[None, :] * kernel_dilation
     inside = (position >= 0) & (position < (inputs - 1) * input_dilation + 1)

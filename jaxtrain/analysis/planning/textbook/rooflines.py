@@ -8,30 +8,31 @@ from jaxtrain.analysis.planning.textbook.formulas import wire_bytes
 
 
 def arithmetic_intensity(flops: float, moved_bytes: float) -> float:
-    """FLOPs for each byte that memory moves."""
+    """Return FLOPs per byte of memory traffic."""
     return flops / moved_bytes
 
 
 def ridge_point(peak_flops: float, bandwidth: float) -> float:
-    """FLOPs per byte from which on a device can be busy: below it, it waits for memory.
+    """Return the FLOPs per byte above which an operation is compute-bound; below, memory-bound.
 
     Args:
       peak_flops: FLOP/s.
-      bandwidth: of memory, bytes/s.
+      bandwidth: memory bandwidth in bytes/s.
     """
     return peak_flops / bandwidth
 
 
 def attainable_flops(intensity: float, *, peak_flops: float, bandwidth: float) -> float:
-    """The roofline: FLOP/s that a device can reach at this intensity."""
+    """Return the roofline: the FLOP/s that a device can reach at this intensity."""
     return min(peak_flops, intensity * bandwidth)
 
 
 def matmul_intensity(m: int, k: int, n: int, *, element_bytes: float) -> float:
-    """Of [m, k] x [k, n], every element read or written once: 2 m k n / (e (m k + k n + m n)).
+    """Return the intensity of [m, k] x [k, n], every element read or written once:
+    2 m k n / (e (m k + k n + m n)).
 
-    With m far below k and n that is 2 m / e: tokens per device decide whether weights are worth
-    reading.
+    With m far below k and n that is 2 m / e: with few tokens per device, reading the weights
+    dominates.
     """
     moved = element_bytes * (m * k + k * n + m * n)
     return arithmetic_intensity(2 * m * k * n, moved)
@@ -43,17 +44,17 @@ def matmul_intensity(m: int, k: int, n: int, *, element_bytes: float) -> float:
 def ring_seconds(
     kind: str, payload: int, devices: int, *, latency: float, bandwidth: float
 ) -> float:
-    """A collective round a ring, neighbours sending at the same time.
+    """Return the seconds of a ring collective, with all neighbors sending concurrently.
 
     k - 1 messages one after the other, for an all-reduce 2 (k - 1): a reduce-scatter and an
     all-gather (arXiv 1810.11112, section 2; Thakur et al. 2005, "Optimization of Collective
-    Communication Operations in MPICH", doi 10.1177/1094342005051521). An all-to-all sends its part
+    Communication Operations in MPICH", doi 10.1177/1094342005051521). An all-to-all sends a part
     to each of the others in turn.
 
     Args:
-      kind: as XLA calls it: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
+      kind: XLA's name: 'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
         'collective-permute'.
-      payload: bytes that one device puts in, as in `formulas.wire_bytes`: for an all-gather its
+      payload: payload bytes of one device, as in `formulas.wire_bytes`: for an all-gather its
         shard.
       devices: k.
       latency: seconds before the first byte of a message arrives.
@@ -68,11 +69,12 @@ def ring_seconds(
 def doubling_seconds(
     kind: str, payload: int, devices: int, *, latency: float, bandwidth: float
 ) -> float:
-    """A collective by recursive doubling and halving: fewer messages, for a power of two devices.
+    """Return the seconds of a collective by recursive doubling and halving, with fewer messages.
 
-    log2 k messages, for an all-reduce 2 log2 k (Rabenseifner's), and no more bytes than the ring;
-    an all-to-all (Bruck's) sends half of its payload in each (Thakur et al.
-    2005). Arguments as in `ring_seconds`; distances between the devices are not looked at.
+    The number of devices is a power of two. log2 k messages, for an all-reduce 2 log2 k
+    (Rabenseifner's), and no more bytes than the ring; an all-to-all (Bruck's) sends half of its
+    payload in each (Thakur et al. 2005). Arguments as in `ring_seconds`; distances between the
+    devices are ignored.
     """
     rounds = _rounds(devices)
     assert devices == 2**rounds, "halves are paired"
@@ -85,9 +87,10 @@ def doubling_seconds(
 def tree_all_reduce_seconds(
     payload: int, devices: int, *, latency: float, bandwidth: float
 ) -> float:
-    """A binomial tree: reduced to its root and broadcast, 2 ceil(log2 k) messages of everything.
+    """Return the seconds of a binomial tree: reduce to its root and broadcast, 2 ceil(log2 k)
+    messages of the whole payload.
 
-    The way of small payloads, where latency is all (Thakur et al. 2005).
+    It is the algorithm for small payloads, which are latency-bound (Thakur et al. 2005).
     """
     return 2 * _rounds(devices) * (latency + payload / bandwidth)
 

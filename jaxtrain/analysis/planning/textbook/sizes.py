@@ -8,15 +8,16 @@ from collections.abc import Iterable
 
 
 def transformer_parameters(L: int, D: int) -> int:
-    """12 L D^2: the rule of thumb for blocks with an mlp of 4 D, embeddings aside.
+    """Return 12 L D^2: the rule of thumb for blocks with an mlp of 4 D, without embeddings.
 
-    Attention 4 D^2 and mlp 8 D^2 a layer (arXiv 2001.08361, table 1).
+    Attention 4 D^2 and mlp 8 D^2 per layer (arXiv 2001.08361, table 1).
     """
     return 12 * L * D**2
 
 
 def gpt_parameters(*, V: int, L: int, D: int, C: int) -> int:
-    """All of a GPT-2's: 12 L D^2, biases and norms 13 D a layer, tied embeddings, the last norm.
+    """Return the parameters of a GPT-2: 12 L D^2, biases and norms 13 D per layer, tied embeddings,
+    the last norm.
 
     A layer's vectors: two norms of 2 D, biases of qkv 3 D, out D, up 4 D, down D.
     """
@@ -24,14 +25,14 @@ def gpt_parameters(*, V: int, L: int, D: int, C: int) -> int:
 
 
 def attention_parameters(*, D: int, N: int, K: int, H: int) -> int:
-    """Of one layer's grouped-query attention (arXiv 2305.13245): queries and outputs D N H each,
-    keys and values D K H each."""
+    """Return the parameters of a layer's grouped-query attention (arXiv 2305.13245): queries and
+    outputs D N H each, keys and values D K H each."""
     return 2 * D * (N + K) * H
 
 
 def llama_parameters(*, V: int, L: int, D: int, N: int, K: int, F: int, tied: bool = False) -> int:
-    """All of a Llama's: attention, gate, up and down of D F, two norms per layer; two tables of
-    V D unless they are tied, the last norm (arXiv 2302.13971)."""
+    """Return the parameters of a Llama: attention, gate, up and down of D F, two norms per layer;
+    two tables of V D unless they are tied, the last norm (arXiv 2302.13971)."""
     layer = attention_parameters(D=D, N=N, K=K, H=D // N) + 3 * D * F + 2 * D
     return L * layer + (1 if tied else 2) * V * D + D
 
@@ -39,9 +40,10 @@ def llama_parameters(*, V: int, L: int, D: int, N: int, K: int, F: int, tied: bo
 def mixtral_parameters(
     *, V: int, L: int, D: int, N: int, K: int, F: int, E: int, tied: bool = False
 ) -> int:
-    """All of a Mixtral's: a Llama with E mlps a layer and a router of D E (arXiv 2401.04088).
+    """Return the parameters of a Mixtral: a Llama with E mlps per layer and a router of D E (arXiv
+    2401.04088).
 
-    With the k experts that a token goes through instead of E in the mlps it is what a token uses:
+    With the k experts of a token instead of E in the mlps, these are its active parameters:
     `mixtral_active_parameters`.
     """
     dense = llama_parameters(V=V, L=L, D=D, N=N, K=K, F=F, tied=tied)
@@ -51,7 +53,7 @@ def mixtral_parameters(
 def mixtral_active_parameters(
     *, V: int, L: int, D: int, N: int, K: int, F: int, E: int, k: int, tied: bool = False
 ) -> int:
-    """Those of `mixtral_parameters` that one token goes through."""
+    """Return the active parameters of `mixtral_parameters` for one token."""
     total = mixtral_parameters(V=V, L=L, D=D, N=N, K=K, F=F, E=E, tied=tied)
     return total - L * (E - k) * 3 * D * F
 
@@ -59,16 +61,17 @@ def mixtral_active_parameters(
 def latent_attention_parameters(
     *, D: int, N: int, Q: int | None, C: int, P: int, R: int, H: int
 ) -> int:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1), the norms of its latents too.
+    """Return the parameters of multi-head latent attention (arXiv 2405.04434, section 2.1),
+    including the norms of its latents.
 
     Args:
       D: embed_dim.
       N: heads.
-      Q: width of the queries' latent; None: there is none.
+      Q: width of the query latent; None without one.
       C: width of the latent of keys and values.
-      P: width of the part of a key that positions do not turn.
-      R: of the part that they turn.
-      H: of a head's values.
+      P: width of the part of a key without RoPE.
+      R: width of the part with RoPE.
+      H: width of a head's values.
     """
     queries = D * N * (P + R) if Q is None else Q * (D + 1 + N * (P + R))
     return queries + D * (C + R) + C + C * N * (P + H) + N * H * D
@@ -78,15 +81,16 @@ def deepseek_parameters(
     *, V: int, L: int, D: int, F: int, f: int, E: int, shared: int, dense: int, attention: int,
     biases: bool, tied: bool = False,
 ) -> int:  # fmt: skip
-    """All of a DeepSeek's (arXiv 2405.04434, 2412.19437), without the prediction of more tokens.
+    """Return the parameters of a DeepSeek (arXiv 2405.04434, 2412.19437), without multi-token
+    prediction.
 
     Args:
       V, L, D: as above.
       F: mlp_dim of a dense layer.
       f: mlp_dim of an expert.
-      E: experts that tokens are routed to; what a token uses with the k that it goes through, and
-        (L - dense) D (E - k) for the router's other rows.
-      shared: experts that every token goes through.
+      E: routed experts; for the active parameters use k per token, and add (L - dense) D (E - k)
+        for the router's other rows.
+      shared: shared experts, used by every token.
       dense: layers without experts.
       attention: parameters of a layer's attention.
       biases: whether each expert has one.
@@ -97,8 +101,9 @@ def deepseek_parameters(
 
 
 def prediction_module_parameters(*, D: int, layer: int) -> int:
-    """Of a module that predicts one more token (arXiv 2412.19437, section 2.2): its layer, the
-    projection of 2 D to D, three norms. The embedding and the output matrix are the model's.
+    """Return the parameters of a multi-token prediction module (arXiv 2412.19437, section 2.2): its
+    layer, the projection of 2 D to D, three norms. It shares the model's embedding and output
+    matrix.
 
     Args:
       D: embed_dim.
@@ -108,38 +113,38 @@ def prediction_module_parameters(*, D: int, layer: int) -> int:
 
 
 def lstm_parameters(*, V: int, L: int, D: int) -> int:
-    """All of an LSTM language model's, as wide as its embedding: two matrices of D times 4 D and a
-    bias of 4 D a layer, the table and the output matrix (arXiv 1409.2329)."""
+    """Return the parameters of an LSTM language model, as wide as its embedding: two matrices of D
+    times 4 D and a bias of 4 D per layer, the table and the output matrix (arXiv 1409.2329)."""
     return L * (8 * D**2 + 4 * D) + 2 * V * D
 
 
 def lora_parameters(rank: int, weights: Iterable[tuple[int, int]]) -> int:
-    """rank (in + out) for each adapted weight: A of in x rank and B of rank x out (arXiv
+    """Return rank (in + out) for each adapted weight: A of in x rank and B of rank x out (arXiv
     2106.09685, section 4.1).
 
     Args:
-      rank: of the adapters.
-      weights: what each sums over, and the numbers of its result.
+      rank: rank of the adapters.
+      weights: input and output size of each weight.
     """
     return rank * sum(inside + outside for inside, outside in weights)
 
 
 def attention_flops_per_token(*, L: int, D: int, T: int, causal: bool) -> int:
-    """Training FLOPs per token of the products with keys and values, D = N H.
+    """Return the training FLOPs per token of the matmuls with keys and values, D = N H.
 
-    Two products of 2 D FLOPs for each key, forward once and backward twice: 12 L D T with all T
-    keys (arXiv 2204.02311, appendix B), and half of it with the T / 2 that a causal query sees on
-    average.
+    Two matmuls of 2 D FLOPs for each key, forward once and backward twice: 12 L D T with all T
+    keys (arXiv 2204.02311, appendix B), and half of it with the T / 2 keys that a causal query
+    attends to on average.
     """
     return (6 if causal else 12) * L * D * T
 
 
 def flops_per_token(matmul_parameters: int, *, L: int, D: int, T: int, causal: bool) -> int:
-    """Training FLOPs per token: 6 for each parameter in a matrix product, and attention's.
+    """Return the training FLOPs per token: 6 for each parameter in a matmul, and attention's.
 
     Args:
-      matmul_parameters: those that multiply every token: the output matrix is one, the table that
-        tokens are looked up in is not, of experts the active ones.
+      matmul_parameters: parameters that multiply every token: the output matrix included, the
+        embedding table excluded, and of the experts only the active ones.
       L, D, T, causal: as in `attention_flops_per_token`.
     """
     return 6 * matmul_parameters + attention_flops_per_token(L=L, D=D, T=T, causal=causal)
