@@ -1,4 +1,4 @@
-"""Memory of a train step on one device: its state exactly, what the step makes by closed forms."""
+"""Memory of a train step on one device: exact state, temporary buffers in closed form."""
 
 import dataclasses
 import functools
@@ -44,18 +44,18 @@ from jaxtrain.training.settings import Config
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """A step's memory on one device, at the moment it is largest.
+    """A step's memory on one device, at its peak.
 
     Attributes:
       arguments: the state and the batch, exact.
       gradients: accumulators and the gradients of one microbatch.
-      parts: everything else that is alive then: name -> bytes.
-      activations_on_host: what the backward pass has in the memory of the device's host.
-      sent: what of them a step sends there, and reads again.
-      gradients_on_host: accumulators and gradients of microbatches there.
-      gradients_read: what a step reads of these, to sum them and to update with the sum.
-      left_out: what is in none of the others, and others measure with it: name -> bytes.
-      logits: of a microbatch in the compute dtype, all positions at once.
+      parts: all other live buffers at the peak: name -> bytes.
+      activations_on_host: activations offloaded to host memory until the backward pass.
+      sent: bytes of them that a step sends to the host, and reads again.
+      gradients_on_host: accumulators and gradients of microbatches in host memory.
+      gradients_read: bytes of these that a step reads, to accumulate and for the update.
+      left_out: bytes that are not part of the others but of measurements elsewhere: name -> bytes.
+      logits: logits of a microbatch in the compute dtype, all positions at once.
     """
 
     arguments: Arguments
@@ -70,39 +70,39 @@ class Memory:
 
     @property
     def host(self) -> int:
-        """All that lies in the memory of the device's host."""
+        """Total bytes in the memory of the device's host."""
         return self.arguments.host + self.activations_on_host + self.gradients_on_host
 
     @property
     def to_host(self) -> tuple[int, int]:
-        """Bytes of a step to and from the host: of activations, and what of a state and of
-        gradients is read."""
+        """Bytes per step to and from the host: offloaded activations, and the state and gradients
+        that are read."""
         return self.sent, self.arguments.read + self.gradients_read
 
     @property
     def temporaries(self) -> int:
-        """All that the step makes beside its arguments."""
+        """Temporary bytes of the step, in addition to its arguments."""
         return self.gradients + sum(self.parts.values())
 
     @property
     def total(self) -> int:
-        """Everything."""
+        """Arguments and temporary buffers."""
         return self.arguments.total + self.temporaries
 
     @property
     def update_bytes(self) -> int:
-        """What the update reads, and writes again: parameters, gradients, optimizer state."""
+        """Bytes that the update reads and writes: parameters, gradients, optimizer state."""
         held = self.arguments
         return held.params + held.optimizer + held.host + held.disk + self.gradients
 
 
 def memory(config: Config, layout: Layout, platform: str) -> Memory:
-    """The estimate for a configuration on a layout (which may be abstract).
+    """Estimate the memory of a configuration on a layout (which may be abstract).
 
     Args:
       config: the configuration.
       layout: its layout.
-      platform: 'tpu', 'gpu' or 'cpu', which decides what kernels keep.
+      platform: 'tpu', 'gpu' or 'cpu', which decides the residuals of kernels.
     """
     config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
@@ -112,10 +112,10 @@ def memory(config: Config, layout: Layout, platform: str) -> Memory:
 
 
 def state_memory(config: Config, layout: Layout, platform: str) -> int:
-    """Bytes of `memory(...).total` that no remat policy changes: state, batch, accumulators, and
-    the parameters' copy in the compute dtype.
+    """Return the part of `memory(...).total` that is independent of the remat policy: state, batch,
+    accumulators, and the copy of the parameters in the compute dtype.
 
-    Args: as `memory`.
+    Args: see `memory`.
     """
     config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
@@ -125,10 +125,10 @@ def state_memory(config: Config, layout: Layout, platform: str) -> int:
 
 
 def least_memory(config: Config, layout: Layout, platform: str) -> int:
-    """A lower bound of `memory(...).total` for which one layer is traced for all meshes: state,
-    batch, accumulators, the copy in the compute dtype, gradients, logits, and what layers keep.
+    """Return a lower bound of `memory(...).total` that traces one layer for all meshes: state,
+    batch, accumulators, the copy in the compute dtype, gradients, logits, and residuals of layers.
 
-    Args: as `memory`.
+    Args: see `memory`.
     """
     config = resolve_config(config, platform)
     if not reads_tokens(config.train.model):
@@ -138,9 +138,9 @@ def least_memory(config: Config, layout: Layout, platform: str) -> int:
 
 
 def _step(config: Config, layout: Layout, platform: str) -> "_Step":
-    """The step of a configuration that is resolved for the platform."""
+    """Return the step of a configuration that is resolved for the platform."""
     within = layout.of_microbatches
-    # Weights that are split at rest and whole for all microbatches are a copy of their own.
+    # Weights that are sharded at rest and gathered for all microbatches need a separate copy.
     local = layout.splits_parameters and not within.splits_parameters
     local = local and layout.mesh.shape["fsdp"] > 1
     copied = local or config.offload.parameters != "none"
@@ -151,7 +151,7 @@ _LOGITS = "float32 logits and their gradient (PyTorch's loss)"
 # 1,271 MiB on a V100 and 1,573 on an A100: bigscience-workshop/bigscience, train/tr11-176B-ml/
 # chronicles-prequel.md.
 _OF_LIBRARIES = {"CUDA's context and libraries": 1573 * 2**20}
-# Of schedules that take a stage's gradients in two halves.
+# For schedules that split a stage's backward pass into input and weight gradients.
 _STASH = "pipeline: for gradients of weights"
 _TABLES = "collective buffers: embedding and output matrix"
 
@@ -162,11 +162,12 @@ class _Step:
 
     Attributes:
       config: the configuration.
-      layout: the one that microbatches see.
+      layout: the layout of microbatches.
       platform: 'tpu', 'gpu' or 'cpu'.
       arguments: the state and the batch.
-      copied: whether microbatches compute with a copy of the parameters whatever its dtype.
-      sums_locally: whether fsdp splits the parameters at rest, and neither the copy nor sums.
+      copied: whether microbatches use a copy of the parameters whatever its dtype.
+      sums_locally: whether fsdp shards the parameters at rest, but neither the copy nor the
+        accumulators.
     """
 
     config: Config
@@ -199,17 +200,17 @@ class _Step:
             self._left_out, self._logits_at_once,
         )  # fmt: skip
 
-    # -- what is alive all the time --------------------------------------------------------------
+    # -- live in all phases ----------------------------------------------------------------------
 
     @property
     def standing(self) -> int:
-        """Bytes beside the arguments in every phase."""
+        """Bytes in addition to the arguments in every phase."""
         return self._accumulators + self._copies
 
     @property
     def least(self) -> int:
-        """Bytes beside these in the largest phase, of each no more than is known without a trace
-        of this layout: a layer keeps its input at least, unless that is in host memory."""
+        """Lower bound of the bytes in addition to these in the largest phase, without a trace of
+        this layout: a layer saves at least its input, unless that is offloaded."""
         sizes, model = self.layout.mesh.shape, self._model
         length = self.config.train.data.abstract_batch(1).inputs.shape[1] // sizes["context"]
         stream = self._compute * length * model.embed_dim
@@ -245,12 +246,12 @@ class _Step:
         return shapes_of_state(without_layout(self.config, self.layout))
 
     def _gradients(self, *, itemsize: int, layers: bool | None = None) -> int:
-        """Bytes of gradients as they are accumulated; only the layers', or only the others'."""
+        """Return the bytes of gradient accumulators; only the layers', or only the others'."""
         return itemsize * elements(self._state, self.layout, "gradient", "trained", layers)
 
     @property
     def _numbers_on_host(self) -> int:
-        """Gradients that lie there while they are taken."""
+        """Elements of gradients that are offloaded to host memory."""
         if self.config.offload.gradients == "none":
             return 0
         return elements(self._state, self.layout, "gradient", "layers' matrices", True)
@@ -265,7 +266,7 @@ class _Step:
 
     @property
     def _summed(self) -> int:
-        """Bytes of one number of a sum of microbatches' gradients."""
+        """Bytes per element of the gradient accumulators."""
         return jax.numpy.dtype(self.config.precision.gradients).itemsize
 
     @property
@@ -303,7 +304,7 @@ class _Step:
         if self._ranks == 1:
             whole = self._gradients(itemsize=self._summed)
             return whole - self._summed * self._numbers_on_host
-        # A pipeline's ranks each keep accumulators for the embedding and the head.
+        # Each pipeline rank has accumulators for the embedding and the head.
         outer = self._gradients(itemsize=self._summed, layers=False)
         own = self._gradients(itemsize=self._summed, layers=True)
         return (own + outer) * (2 if self.config.train.accumulation > 1 else 1)
@@ -316,7 +317,7 @@ class _Step:
 
     @functools.cached_property
     def _kept(self) -> dict[str, int]:
-        """Activations that wait for the backward pass of the layers."""
+        """Activations saved for the backward pass of the layers."""
         layers = self._model.layers
         kept = {f"activations: {k}": round(v * self._rows) for k, v in self._profile.kept}
         if self._ranks == 1:
@@ -336,7 +337,7 @@ class _Step:
 
     @property
     def _offloaded(self) -> int:
-        """The same in host memory; of a pipeline's stages, which compute again, one's at a time."""
+        """Activations offloaded to host memory; with a pipeline, which recomputes, of one stage."""
         layers = self._model.layers
         if self._ranks > 1:
             layers = self._layers_of_stage
@@ -344,7 +345,7 @@ class _Step:
 
     @property
     def _sent(self) -> int:
-        """What goes there in a step: of all microbatches, and of all stages of a rank."""
+        """Bytes offloaded in a step: of all microbatches, and of all stages of a rank."""
         stages = self.config.pipeline.virtual_stages if self._ranks > 1 else 1
         return self._offloaded * self._microbatches * stages
 
@@ -358,7 +359,7 @@ class _Step:
 
     @property
     def _table(self) -> int:
-        """The output matrix (or embedding) as it is computed with, on one device."""
+        """Bytes of the output matrix (or embedding) in the compute dtype, on one device."""
         return self._compute * Facts(self.config, self.layout).output_numbers
 
     @property
@@ -366,20 +367,20 @@ class _Step:
         return self.layout.splits_parameters and self.layout.mesh.shape["fsdp"] > 1
 
     def _tables(self) -> dict[str, int]:
-        """The output matrix gathered, and its gradient before and after it is summed."""
+        """Return the gathered output matrix, and its gradient before and after its reduction."""
         return {_TABLES: self._table * (1 + self._gathers) + self._table_gradient}
 
     @property
     def _table_gradient(self) -> int:
-        """The output matrix's gradient on one device, before it is summed over fsdp."""
+        """Bytes of the output matrix's gradient on one device, before its reduction over fsdp."""
         if self.config.loss.chunk_size is None:
             return self._table
-        return self._table // self._compute * 4  # summed over the chunks in float32
+        return self._table // self._compute * 4  # accumulated over the chunks in float32
 
     @property
     def _waiting_table(self) -> dict[str, int]:
-        """While the layers run backward, the head's gradient of an embedding that both ends have
-        waits for the other end's: the two are summed over fsdp together."""
+        """The head's gradient of a tied embedding, which is live during the backward pass of the
+        layers: it is reduced over fsdp together with the gradient of the lookup."""
         tied = Facts(self.config, self.layout).is_tied and self._gathers and self._ranks == 1
         return {_TABLES: self._table_gradient * tied}
 
@@ -389,11 +390,11 @@ class _Step:
         chunk, itemsize = self.config.loss.chunk_size, self._compute
         if chunk is not None:
             length = min(length, chunk // self.layout.mesh.shape["context"])
-            # A loop over chunks keeps them in float32; in one piece that form lives in fusions.
+            # A loop over chunks stores them in float32; without chunks that form is fused away.
             itemsize = 4
         tokens = self._rows * length
         whole = self._table / self._compute / self._model.embed_dim
-        late = "vocab" in self.layout.whole  # of the table, not of the logits
+        late = "vocab" in self.layout.whole  # the table is not sharded, the logits are
         devices = self.layout.size(self.layout.activation(("vocab",))[0]) if late else 1
         vocabulary = math.ceil(whole / devices)
         return round(tokens * vocabulary * itemsize)
@@ -406,8 +407,8 @@ class _Step:
 
     @property
     def _left_out(self) -> dict[str, int]:
-        """A PyTorch loss keeps the logits of all positions in the compute dtype, and in float32
-        with their gradient."""
+        """Additional bytes of a PyTorch loss, which keeps the logits of all positions in the
+        compute dtype, and in float32 with their gradient."""
         if self.platform != "gpu":
             return {}
         others = self._logits_at_once // self._compute * (self._compute + 2 * 4)
@@ -430,7 +431,7 @@ class _Step:
     def _layers(self) -> dict[str, int]:
         of_layers = self._gradients(itemsize=self._compute, layers=True)
         of_layers -= self._compute * self._numbers_on_host
-        # Gradients of one kind's products at a time; where the layer runs again all results too.
+        # Gradients of one kind of matmul at a time; with recomputation also all matmul results.
         results = self._profile.products if self.config.remat.kept.repeats_products else 0
         products = round((results + self._profile.widest) * self._rows)
         return {
@@ -445,15 +446,16 @@ class _Step:
 
     @property
     def _gathered_layer(self) -> int:
-        """Bytes of one layer's weights, gathered, and of the next one's."""
+        """Bytes of one layer's gathered weights, and of the next layer's."""
         held = elements(self._state, self.layout, "weight", "weights", layers=True)
         return 2 * (self._compute * held // self._model.layers) * self._gathers
 
     def _scores(self) -> int:
-        """Bytes of one layer's attention scores in its backward pass, of a kernel that makes all.
+        """Return the bytes of one layer's attention scores in its backward pass, if the kernel
+        materializes them.
 
         The probabilities, their gradient and the scores' are float32 arrays; the probabilities may
-        be kept from the forward pass. Where they are recomputed, a TPU's compiler needs two of the
+        be saved from the forward pass. If they are recomputed, a TPU's compiler needs two of the
         three at once, and a byte of mask for each score (Llama 1B on v5e:4x4 and GPT-2 124M on
         v5e:2x4, jaxlib 0.10.2).
         """
@@ -475,13 +477,13 @@ class _Step:
 
     @property
     def _in_ring(self) -> bool:
-        """Whether keys travel around `context`, and meet a chunk of queries at a time."""
+        """Whether attention is a ring over `context`, with chunks of queries."""
         ring = self.config.attention.context_parallel == "ring"
         return ring and self.layout.mesh.shape["context"] > 1
 
     def _sums_in_ring(self) -> int:
-        """Bytes of a ring's float32 gradients in one layer: of the queries, and of keys and values
-        at home, on their way and of the block at hand."""
+        """Return the bytes of ring attention's float32 gradients in one layer: of the queries, and
+        of keys and values at home, in flight and in the current block."""
         attention = self._model.attention
         if attention is None or not self._in_ring:
             return 0
@@ -493,19 +495,19 @@ class _Step:
         return round(4 * tokens * of_token / sizes["tensor"])
 
     def _streaming(self) -> dict[str, int]:
-        """The update: what it reads is sharded differently from what it writes, and both wait."""
+        """Return the buffers of the update, whose inputs and outputs are sharded differently."""
         gradients = self._gradients(itemsize=4)
         return {"gradients": gradients, "state on its way": 2 * self.arguments.streamed}
 
     @property
     def _holds_both_sums(self) -> bool:
-        """A TPU's compiler holds the sums before and after a microbatch's gradients are added where
-        the weights were gathered; a GPU's adds in place."""
+        """Whether the accumulators are live twice, before and after adding a microbatch's
+        gradients: on TPUs if the weights were gathered; GPUs accumulate in place."""
         one_stage = self._ranks == 1 and self._accumulators
         return bool(self.sums_locally and one_stage and self.platform != "gpu")
 
     def _summing(self) -> dict[str, int]:
-        """A microbatch's whole gradients are added."""
+        """Return the buffers for adding a microbatch's unsharded gradients."""
         return {"gradients": self._gradients(itemsize=self._summed)}
 
     def _embedding(self) -> dict[str, int]:
@@ -515,8 +517,8 @@ class _Step:
 
 
 def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
-    """A model without a loop over equal layers, or with two: what the objective's backward pass
-    keeps, of a pipeline's stage its part of it."""
+    """Return the memory of a model without a loop over equal layers, or with two such loops: the
+    residuals of the objective, divided by the stages of a pipeline."""
     rows = rows_held(config, layout) // config.train.accumulation
     sizes, pipeline, own = dict(layout.mesh.shape), config.pipeline, layout
     if sizes["pipe"] > 1:
@@ -544,7 +546,7 @@ def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Ar
         "pipeline: inputs and gradients of stages": (table.inputs + table.gradients)
         * sum(stream_bytes(facts, name) for name in facts.travels),
     }
-    if table.stash:  # beside each product's input, which is kept, its output's gradient
+    if table.stash:  # each matmul's input is saved already: add its output gradient
         waits[_STASH] = activations * table.stash // stages
     sent = on_host * config.train.accumulation * pipeline.microbatches // sizes["pipe"]
     return Memory(arguments, gradients, waits, on_host // stages, sent)

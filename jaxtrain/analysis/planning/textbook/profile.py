@@ -1,7 +1,7 @@
-"""Activations that one layer keeps for its backward pass, from the residuals that JAX derives.
+"""Activations that one layer saves for its backward pass, from the residuals that JAX derives.
 
-No formula knows the model: `jax.vjp` of the very layer that is trained is traced from shapes, and
-what it keeps is counted with its sharding. Any model, kernel and remat policy is covered so.
+This is independent of the model: `jax.vjp` of the trained layer itself is traced from shapes, and
+its residuals are counted with their sharding. It supports any model, kernel and remat policy.
 """
 
 import dataclasses
@@ -30,23 +30,22 @@ from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.state import with_shardings
 from jaxtrain.training.step import train_all
 
-# Named scopes of a layer; what stands in none of them belongs to the residual stream.
+# Named scopes of a layer; residuals outside of them belong to the residual stream.
 KINDS = ("attention", "mlp", "experts", "router", "lstm")
 STREAM = "residual stream"
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """Bytes that one row of a batch takes on a device, in one layer.
+    """Bytes of one row of a batch on a device, in one layer.
 
     Attributes:
-      kept: what the backward pass keeps on the device, by the scope that made it.
-      offloaded: what it has in the memory of the device's host.
-      products: the results of its matrix products with weights, which elementwise work between
-        them is fused into.
-      widest: those of the kind that has most, such as the MLP's, whose gradients live together.
-      stream: the activation that goes from layer to layer.
-      hidden: the same where it is whole along the sequence's tensor axis (sequence parallelism).
+      kept: residuals of the backward pass on the device, by the scope that created them.
+      offloaded: residuals in the memory of the device's host.
+      products: results of matmuls with weights, into which elementwise operations are fused.
+      widest: the largest of these by scope, such as the MLP's, whose gradients are live together.
+      stream: the residual stream between layers.
+      hidden: the same, gathered along the sequence over tensor (sequence parallelism).
     """
 
     kept: tuple[tuple[str, int], ...]
@@ -58,12 +57,12 @@ class LayerProfile:
 
     @property
     def kept_bytes(self) -> int:
-        """All that is kept on the device."""
+        """Total residual bytes on the device."""
         return sum(size for _, size in self.kept)
 
 
 def on_platform(layout: Layout, platform: str, device_kind: str) -> Layout:
-    """An abstract layout that says what its devices are, so that kernels know where they run."""
+    """Return an abstract layout with a device kind, so that kernels can select by platform."""
     mesh = layout.mesh
     assert isinstance(mesh, jax.sharding.AbstractMesh)
     device = jax.sharding.AbstractDevice(device_kind, 1, platform)
@@ -71,27 +70,27 @@ def on_platform(layout: Layout, platform: str, device_kind: str) -> Layout:
 
 
 def shard_bytes(aval: Any) -> int:
-    """Bytes of one device's part of an abstract array."""
+    """Return the bytes of one device's shard of an abstract array."""
     shape = aval.sharding.shard_shape(aval.shape) if aval.sharding is not None else aval.shape
     return math.prod(shape) * aval.dtype.itemsize
 
 
 def is_on_host(aval: Any) -> bool:
-    """Whether an abstract array lies in the memory of a device's host."""
+    """Return whether an abstract array is in host memory."""
     return aval.memory_space == jax.memory.Space.Host
 
 
 def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile:
-    """The profile of a layer of this configuration on this layout.
+    """Return the profile of a layer of this configuration on this layout.
 
-    It depends on few of the settings, and is traced once for each combination of them.
+    It depends on few of the settings, and each combination of them is traced once.
     """
     plain, platform = _of_a_layer(config, layout, platform)
     products = _residuals_of(plain, platform, Remat(policy="dots"))
     found = _residuals_of(plain, platform, config.remat)
     kinds = dict(products.kept)
     if config.train.model.experts is not None:
-        # 'dots' has none of the products of experts, which are several at a time.
+        # 'dots' excludes expert matmuls, which are batched.
         of_experts = _residuals_of(plain, platform, Remat(policy="elementwise")).kept
         kinds["experts"] = dict(of_experts).get("experts", 0)
     total, widest = sum(kinds.values()), max(kinds.values())
@@ -101,17 +100,17 @@ def layer_profile(config: Config, layout: Layout, platform: str) -> LayerProfile
 
 
 def least_profile(config: Config, layout: Layout, platform: str) -> tuple[int, int]:
-    """Lower bounds of what a layer keeps on the device, and of the results that its backward pass
-    has at once, in bytes of a row.
+    """Return lower bounds of a layer's residuals on the device, and of the simultaneous results in
+    its backward pass, in bytes per row.
 
-    They are those without `context`, in equal parts: it splits an array at most so. A ring keeps
-    no scores, so of a kernel that does they are 0.
+    They are those without `context`, divided evenly, which is the most that it can shard an array.
+    Ring attention keeps no scores, so for a kernel that does the bounds are 0.
     """
     config, sizes = resolve_config(config, platform), layout.mesh.shape
     plain = KERNELS[config.attention.kernel].plain and sizes["context"] > 1
     if plain or config.sharding.tensor_layout != "1d":
         return 0, 0
-    # Without a capacity more ranks have more slots.
+    # Without a capacity, more ranks have more slots.
     expert = _expert_ranks(config, sizes["expert"]) if _has_capacity(config) else 1
     mesh = Mesh(fsdp=2, expert=expert, tensor=sizes["tensor"])
     alone = dataclasses.replace(config, mesh=mesh)
@@ -127,26 +126,27 @@ def _has_capacity(config: Config) -> bool:
 
 
 def _expert_ranks(config: Config, ranks: int) -> int:
-    """As many ranks along `expert` as a row's bytes are the same with: with a capacity they have
-    as many slots for each row, however many they are from two on."""
+    """Return the fewest ranks along `expert` with the same bytes per row: with a capacity the slots
+    per row are the same for any number of ranks from two on."""
     if not _has_capacity(config):
         return ranks
     return next((d for d in range(2, ranks + 1) if ranks % d == 0), 1)
 
 
 def layer_stash(config: Config, layout: Layout, platform: str) -> int:
-    """Bytes of a row that wait in one layer for its weights' gradients, on a device, where a
-    schedule takes them later than its input's."""
+    """Return the bytes per row that one layer holds on a device for its weight gradients, in a
+    schedule that computes them later than its input gradient."""
     plain, platform = _of_a_layer(config, layout, platform)
     return _stash(plain, platform, config.remat, config.pipeline.backward == "residuals")
 
 
 def _of_a_layer(config: Config, layout: Layout, platform: str) -> tuple[Config, str]:
-    """The configuration without what one layer does not depend on, and where it is traced."""
+    """Return the configuration without settings that one layer is independent of, and the platform
+    for its trace."""
     config = resolve_config(config, platform)
     sizes = layout.mesh.shape
     mesh = Mesh(
-        # Weights are gathered, so that what is kept of them is known from what is not.
+        # Weights are gathered, which distinguishes them from the residuals.
         fsdp=2,
         expert=_expert_ranks(config, sizes["expert"]),
         context=sizes["context"],
@@ -169,8 +169,10 @@ def _of_a_layer(config: Config, layout: Layout, platform: str) -> tuple[Config, 
 
 
 def _with_flash_kernel_that_traces(config: Config) -> Config:
-    """JAX traces cuDNN's attention only where it finds cuDNN. The TPU's keeps the same: queries,
-    keys, values, output and a float32 a query; it takes whole tiles, so the length is rounded up.
+    """Replace cuDNN's attention, which JAX traces only if cuDNN is installed, by the TPU's kernel.
+
+    It has the same residuals: queries, keys, values, output and a float32 per query. It requires
+    whole tiles, so the length is rounded up.
     """
     data: Any = config.train.data
     length = -(-data.sequence_length // TILE) * TILE
@@ -216,14 +218,14 @@ def _residuals_of(config: Config, platform: str, settings: Remat) -> _Kept:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The first layer of a program, in shapes, under its layout.
+    """The first layer of a program, as shapes, under its layout.
 
     Attributes:
-      weights: of the layer, as they are computed with.
+      weights: the layer's weights, in the compute dtype.
       x: its input.
-      positions: of the tokens.
-      mask: what attention may see.
-      finished: its output where the head reads it.
+      positions: positions of the tokens.
+      mask: the attention mask.
+      finished: the final hidden states that the head reads.
       run: (weights, x, positions, mask) -> its output and auxiliary losses.
     """
 
@@ -237,7 +239,7 @@ class _Layer:
 
 @functools.lru_cache(maxsize=256)
 def _first_layer(config: Config, platform: str) -> tuple[Layout, _Layer]:
-    """The first layer with one row a device, and its layout: the same for every remat policy."""
+    """Return the first layer with one row per device, and its layout, for all remat policies."""
     mesh = config.mesh
     devices = mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     layout = on_platform(abstract_layout(config, devices), platform, "planned")
@@ -248,7 +250,7 @@ def _first_layer(config: Config, platform: str) -> tuple[Layout, _Layer]:
 
 
 def _layer_of(setup: Setup, config: Config, rows: int) -> _Layer:
-    """Called where the layout is current."""
+    """Return the first layer of a setup; call it under the layout."""
     execution, objective = setup.execution, setup.objective
     assert isinstance(objective, TokenObjective), "a loop over equal layers has tokens go through"
     shapes, whole = parameter_shapes(setup.build), train_all(setup)
@@ -289,8 +291,8 @@ def _residuals(layout: Layout, one: _Layer, policy: Policy) -> _Kept:
             return jax.tree.leaves(jax.vjp(remat(run, policy, prevent_cse=False), layer, x)[1])
 
         closed = jax.make_jaxpr(forward)(one.weights, one.x, one.positions, one.mask)
-    # A layer's weights are there anyway, in another shape too; positions and masks are the same for
-    # all layers. What is kept is the stream, and what is made of it.
+    # A layer's weights are part of the arguments, also if reshaped; positions and masks are shared
+    # by all layers. Count only the residual stream and what depends on it.
     of_stream = {closed.jaxpr.invars[len(jax.tree.leaves(one.weights))]}
     for equation in closed.jaxpr.eqns:
         if any(isinstance(var, Var) and var in of_stream for var in equation.invars):
@@ -310,12 +312,12 @@ def _residuals(layout: Layout, one: _Layer, policy: Policy) -> _Kept:
 
 
 def parameter_model(setup: Setup) -> Any:
-    """The model with shapes in place of arrays."""
+    """Return the model with shapes instead of arrays."""
     return nnx.eval_shape(lambda: setup.build(jax.random.key(0)))
 
 
 def _kind(jaxpr: Any, var: Var) -> str:
-    """The named scope of the equation that makes a variable, inside calls too."""
+    """Return the named scope of the equation that creates a variable, including inside calls."""
     for equation in jaxpr.eqns:
         if var in equation.outvars:
             found = [kind for kind in KINDS if kind in str(equation.source_info.name_stack)]

@@ -1,6 +1,6 @@
-"""Activations that a whole model keeps for its backward pass, from the residuals that JAX derives.
+"""Activations that a whole model saves for its backward pass, from the residuals that JAX derives.
 
-For models that are no loop over equal layers; `profile` has those that are.
+For models without a loop over equal layers; `profile` is for the others.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from jaxtrain.training.step import base_step
 
 
 def of_forward(config: Config) -> Config:
-    """The configuration without what a forward pass on a given layout does not depend on, but for
-    its rows: a key for many layouts."""
+    """Return the configuration without settings that a forward pass on a given layout is
+    independent of, except the rows: a cache key for many layouts."""
     return dataclasses.replace(
         config,
         mesh=Mesh(fsdp=1),
@@ -37,8 +37,8 @@ def of_forward(config: Config) -> Config:
 
 
 def of_weights(layout: Layout) -> Layout:
-    """A layout of which a forward pass reads the same: stages 1 and 2 split what it does not read,
-    and up to them fsdp splits what data does, the batch alone."""
+    """Return an equivalent layout for the forward pass: ZeRO stages 1 and 2 shard what it does not
+    read, and up to stage 2 fsdp shards only the batch, like data."""
     if layout.splits_parameters:
         return layout
     sizes = dict(layout.mesh.shape)
@@ -49,7 +49,8 @@ def of_weights(layout: Layout) -> Layout:
 
 
 def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """As `kept`, of any number of rows from two that are traced: each row adds as much."""
+    """Return `residual_bytes` for any number of rows, extrapolated from two traces: it is
+    linear."""
     devices = layout.batch_devices()
     one, two = (residual_bytes(config, layout, times * devices) for times in (1, 2))
     first, host = (a + (rows // devices - 1) * (b - a) for a, b in zip(one, two, strict=True))
@@ -58,7 +59,7 @@ def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[i
 
 @functools.lru_cache(maxsize=4096)
 def residual_bytes(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """Return the bytes that `rows` keep for the backward pass, on a device and on its host."""
+    """Return the bytes that `rows` save for the backward pass, on a device and on its host."""
     setup = compose(config, layout).setup
     assert isinstance(layout.mesh, jax.sharding.AbstractMesh)
     with jax.sharding.use_abstract_mesh(layout.mesh), layout.current():
@@ -82,14 +83,14 @@ def residual_bytes(config: Config, layout: Layout, rows: int) -> tuple[int, int]
     return sum(map(shard_bytes, found)) - on_host, on_host
 
 
-# Results that a compiler makes again where they are used, in the fusion that reads them: a mask out
-# of what it compares, and constants.
+# Results that a compiler recomputes in the fusion that reads them: a mask from its operands, and
+# constants.
 _MADE_AGAIN = frozenset({"broadcast_in_dim", "eq", "ge", "gt", "iota", "le", "lt", "ne"})
 
 
 def _of_examples(jaxpr: Any, count: int) -> list[Any]:
-    """The outputs, each once, that depend on the last `count` inputs and are none of them: weights
-    are there anyway, in another shape too."""
+    """Return the outputs, without duplicates, that depend on the last `count` inputs but are not
+    inputs themselves: weights are part of the arguments, also if reshaped."""
     depends, made_again = set(jaxpr.invars[len(jaxpr.invars) - count :]), set()
     inputs = set(depends)
     for equation in jaxpr.eqns:

@@ -1,4 +1,4 @@
-"""What a train step is given and gives back, in bytes on one device: the state and the batch."""
+"""Arguments and results of a train step, in bytes on one device: the state and the batch."""
 
 import dataclasses
 import functools
@@ -23,16 +23,16 @@ from jaxtrain.training.state import with_shardings
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """Bytes on one device of what a step is given and gives back.
+    """Bytes on one device of a step's arguments, which are also its results.
 
     Attributes:
       params: the master parameters, trained or frozen.
-      optimizer: the optimizer's state, and what an exchange keeps beside it.
+      optimizer: the optimizer state, and the state of an exchange.
       other: the batch, counters, running statistics.
-      host: what of a state lies in the memory of the device's host, and in none of the others.
-      streamed: the most of both that is on the device at a time, to be updated.
-      disk: what of a state lies in files of the device's host, and in no memory.
-      read: what a step reads of `host`, an array as often as it is requested.
+      host: state in the memory of the device's host, not part of the others.
+      streamed: the most of host and disk state that is on the device at once, for the update.
+      disk: state in files on the device's host, not in memory.
+      read: bytes of `host` that a step reads, counting each read of an array.
     """
 
     params: int
@@ -45,13 +45,13 @@ class Arguments:
 
     @property
     def total(self) -> int:
-        """All that is on the device."""
+        """Total bytes on the device."""
         return self.params + self.optimizer + self.other
 
 
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
-    """The state and the batch on one device; equal to what a compiled step says of its arguments
-    up to the padding of its tiles."""
+    """Return the state and the batch on one device, which equal a compiled step's arguments up to
+    tile padding."""
     held = _arguments(shapes_of_state(without_layout(config, layout)), layout, config.offload)
     batch = config.train.data.abstract_batch(rows_held(config, layout))
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
@@ -63,8 +63,9 @@ def _value(leaf: Any) -> Any:
 
 
 def without_layout(config: Config, layout: Layout) -> Config:
-    """The configuration without what a state's shapes do not depend on: a key for many layouts."""
-    sizes = layout.mesh.shape  # of an axis of -1 what is left
+    """Return the configuration without settings that a state's shapes are independent of: a cache
+    key."""
+    sizes = layout.mesh.shape  # an axis of -1 is resolved
     mesh = Mesh(pipe=sizes["pipe"], data=sizes["data"], fsdp=1)
     if config.exchange.method == "synchronous":
         mesh = dataclasses.replace(mesh, data=1)
@@ -87,11 +88,11 @@ def without_layout(config: Config, layout: Layout) -> Config:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StateShapes:
-    """The shapes of a state that many layouts share; itself what their figures are kept by.
+    """Shapes of a state that many layouts share; the object itself is the cache key.
 
     Attributes:
       config: from `without_layout`.
-      shapes: the state's.
+      shapes: the state's shapes.
     """
 
     config: Config
@@ -99,29 +100,29 @@ class StateShapes:
 
     @functools.cached_property
     def weights(self) -> list[Any]:
-        """The parameters as named variables, stages padded as a pipeline holds them."""
+        """The parameters as named variables, with stages padded as in a pipeline."""
         return jax.tree.leaves(self.shapes.weights, is_leaf=is_variable)
 
     @functools.cached_property
     def trained(self) -> list[Any]:
-        """Those of them that have a gradient."""
+        """The parameters that have a gradient."""
         return jax.tree.leaves(self.shapes.params, is_leaf=is_variable)
 
 
 @functools.lru_cache(maxsize=64)
 def shapes_of_state(config: Config) -> StateShapes:
-    """Shapes of a configuration's state, whose mesh is that of `without_layout`."""
+    """Return the shapes of a configuration's state, whose mesh is that of `without_layout`."""
     layout = abstract_layout(config, config.mesh.pipe * config.mesh.data)
     return StateShapes(config, compose(config, layout).shapes())
 
 
-# Parameters in host memory: for the copy to compute with, for the sum of squares, for the rule.
+# Reads of parameters in host memory: for the compute copy, the sum of squares, and the update.
 _READS = {"params": 3}
 
 
 @functools.lru_cache(maxsize=4096)
 def _arguments(state: StateShapes, layout: Layout, offload: Offload) -> Arguments:
-    """The arguments of a step without its batch."""
+    """Return the arguments of a step without its batch."""
     shapes = state.shapes
     program = compose(dataclasses.replace(state.config, offload=offload), layout)
     placed = program.shardings(shapes)
@@ -149,14 +150,14 @@ def _arguments(state: StateShapes, layout: Layout, offload: Offload) -> Argument
     optimizer = held.pop("opt_state") + held.pop("exchange")
     streamed = max(together.values(), default=0)
     if disk:
-        # Blocks on their way: each is in the host's memory too.
+        # Blocks in flight: each is in host memory too.
         whole = with_shardings(shapes, placed)
         blocks = BLOCKS_ALIVE * largest_block(whole.params, whole.opt_state)
-        streamed, host = streamed + blocks // 2, host + blocks  # `_streaming` has them both ways
+        streamed, host = streamed + blocks // 2, host + blocks  # `_streaming` counts it twice
     return Arguments(params, optimizer, sum(held.values()), host, streamed, disk, read)
 
 
-# What a sum of parameters is over, and how they lie.
+# Which parameters to count, and by which sharding.
 _Which = Literal["weights", "cast", "trained", "layers' matrices"]
 _Way = Literal["gradient", "weight", "parameter"]
 
@@ -165,7 +166,8 @@ _Way = Literal["gradient", "weight", "parameter"]
 def elements(
     state: StateShapes, layout: Layout, way: _Way, which: _Which, layers: bool | None
 ) -> int:
-    """Numbers on one device of parameters that lie so; only the layers', or only the others'."""
+    """Return the elements of parameters on one device in that sharding; only the layers', or only
+    the others'."""
     spec = {"gradient": layout.gradient, "weight": layout.weight, "parameter": layout.parameter}
     total = 0
     for variable in state.weights if which in ("weights", "cast") else state.trained:

@@ -1,9 +1,9 @@
 """Duration and bubble of a pipeline schedule; long schedules extrapolated from two short ones.
 
-After its first microbatches a schedule but GPipe repeats itself: each further round of as many
-microbatches as there are ranks adds the same ticks, and nothing waits longer than before. So what
-is counted for many microbatches follows from two and from three rounds (tested against the tables
-themselves), and a search does not draw a table of every length.
+After its first microbatches every schedule except GPipe is periodic: each further round of as many
+microbatches as ranks adds the same ticks, and buffers are held no longer than before. So the counts
+for many microbatches follow from those of two and three rounds (tested against the tables
+themselves), and a search does not need a table of every length.
 """
 
 import collections
@@ -23,13 +23,13 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Waiting:
-    """Places on a rank for what waits for its turn.
+    """Buffer slots of a rank for pending work.
 
     Attributes:
-      inputs: of stages' inputs.
-      gradients: of gradients of stages' outputs.
-      residuals: of what backward passes need.
-      stash: of what the gradients of weights need that are taken later than those of inputs.
+      inputs: of stage inputs.
+      gradients: of gradients of stage outputs.
+      residuals: of residuals for backward passes.
+      stash: of what weight gradients need if they are computed later than input gradients.
     """
 
     inputs: int
@@ -39,22 +39,22 @@ class Waiting:
 
 
 def waiting(pipeline: Pipeline, ranks: int, passes: int = 1) -> Waiting:
-    """The slots that such a schedule needs."""
+    """Return the buffer slots that a schedule needs."""
     name, count = pipeline.schedule, pipeline.microbatches
     short = _ROUNDS * ranks if _repeats(name, count, ranks) else count
     return _waiting(name, ranks, short, pipeline.virtual_stages, passes, pipeline.backward)
 
 
 def bubble_fraction(pipeline: Pipeline, ranks: int, costs: tuple[float, ...] = (1.0,)) -> float:
-    """The idle share of the schedule on this many ranks, in lockstep; 0 without a pipeline.
+    """Return the idle fraction of the schedule on these ranks, in lockstep; 0 without a pipeline.
 
-    A backward pass costs two forward passes, and one more where stages are recomputed.
+    A backward pass costs two forward passes, and one more if stages are recomputed.
 
     Args:
       pipeline: the settings.
       ranks: devices along `pipe`.
-      costs: of a stage of each pass around the ring, in any unit: a tick lasts as long as the
-        longest stage that is run in it.
+      costs: cost of a stage in each pass around the ring, in any unit: a tick lasts as long as the
+        longest stage in it.
     """
     if ranks == 1:
         return 0.0
@@ -79,14 +79,14 @@ def crossings(
     chunks: int,
     travels: tuple[tuple[str, int], ...] = (("stream", 0),),
 ) -> dict[str, dict[str, int]]:
-    """`parts.crossing` -> name of a pattern of edges, as the engine calls it -> ticks that use it.
+    """Return `parts.crossing` -> name of an edge pattern in the engine -> ticks that use it.
 
-    Patterns in which nothing leaves its rank are left out.
+    Patterns without traffic between ranks are left out.
 
     Args:
       schedule, ranks, microbatches: of the table.
       chunks: virtual stages of a rank in a pass around the ring.
-      travels: the items of `Parts.travels`; the last part travels in the last pass.
+      travels: the items of `Parts.travels`; the last part is sent in the last pass.
     """
     if not _repeats(schedule, microbatches, ranks):
         return _crossings(schedule, ranks, microbatches, chunks, travels)
@@ -101,7 +101,7 @@ def crossings(
 
 
 def _repeats(schedule: str, microbatches: int, ranks: int) -> bool:
-    """Whether it is long enough to follow from shorter ones."""
+    """Return whether the schedule is long enough to extrapolate from shorter ones."""
     return schedule != "gpipe" and microbatches % ranks == 0 and microbatches > _ROUNDS * ranks
 
 
@@ -133,7 +133,7 @@ def _time(
     again: float,
     of_stages: tuple[float, ...],
 ) -> tuple[float, float]:
-    """What all ticks take, in forward passes of a stage, and the part of it that a rank idles."""
+    """Return the time of all ticks, in forward passes of a stage, and a rank's idle part of it."""
     costs: Any = {"backward": 2 + again, "backward_input": 1 + again}
     table = _table(schedule, ranks, microbatches, chunks, len(of_stages))
     each = [cost for cost in of_stages for _ in range(ranks * chunks)]

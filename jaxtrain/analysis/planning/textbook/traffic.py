@@ -1,7 +1,7 @@
 """Expected collectives of one train step, for a configuration and a mesh.
 
-Arithmetic on the parameters' shapes and the layout's table alone: nothing is traced twice and no
-device is asked, so that a search over meshes can price thousands of them.
+It is arithmetic on the parameters' shapes and the layout's table alone: nothing is traced twice and
+no device is needed, so that a search over meshes can price thousands of them.
 """
 
 import math
@@ -20,10 +20,10 @@ from jaxtrain.training.settings import Config
 
 
 def expect_traffic(config: Config, layout: Layout) -> list[Expected]:
-    """What the step moves, by reason; vectors are there, single numbers are not.
+    """Return the expected collectives of a step by cause; vectors are included, scalars are not.
 
-    Of a pipeline this is what the busiest rank does: what only the first or the last rank does
-    (embedding, loss) is counted as if one rank did both.
+    For a pipeline this is the traffic of the busiest rank: what only the first or the last rank
+    does (embedding, loss) is counted as if one rank did both.
 
     Args:
       config: the configuration.
@@ -36,10 +36,10 @@ def expect_traffic(config: Config, layout: Layout) -> list[Expected]:
 
 
 def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]:
-    """How often what stands in a branch runs: for `collectives.collectives`.
+    """Return the run count of branches by op_name, for `collectives.collectives`.
 
     A stage's actions run once for each of its microbatches, a permute in the ticks that use its
-    pattern of edges.
+    edge pattern.
     """
     facts = Facts(config, layout)
     if facts.size("pipe") == 1:
@@ -60,9 +60,10 @@ def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]
 
 
 def exchange_traffic(facts: Facts) -> Iterator[Expected]:
-    """Collectives over `data` in place of the sum of gradients; nothing in a synchronous step.
+    """Yield the collectives over `data` that replace the all-reduce of gradients; none if
+    synchronous.
 
-    What does not run at every step says so in `Expected.every`.
+    If they do not run in every step, `Expected.every` is the interval.
     """
     if not facts.replicas_alone:
         return
@@ -101,7 +102,7 @@ def exchange_traffic(facts: Facts) -> Iterator[Expected]:
 
 
 def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
-    """Of each matrix P and Q, of a vector itself."""
+    """Yield the all-reduces of P and Q of each matrix, and of each vector itself."""
     for weight in facts.weights:
         narrowed, axes = narrow(weight.shape, weight.axes, rank), weight.axes
         parts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [(weight.shape, axes)]
@@ -123,21 +124,21 @@ def _narrow_matrices(facts: Facts, rank: int) -> Iterator[Expected]:
 
 
 def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
-    """Parameters, and what the optimizer keeps for each where that is averaged too.
+    """Yield the all-reduces of parameters, and of optimizer state if that is averaged too.
 
-    Of the parameters per step sends one fragment at most, as much of each array.
+    At most one fragment of the parameters is sent per step: the same fraction of each array.
     """
     settings, optimizer = facts.config.exchange, facts.config.optimizer
     moments = settings.method == "local_sgd"
     what = "parameters and moments" if moments else "parameters"
     fragments = settings.fragments
     every = settings.period / fragments
-    # A row's bytes are those of a step in which it runs; without this it would read as every step.
+    # The bytes of a row are those of a step in which it runs: name the interval.
     cause = f"replicas: {what}, every {every:g} steps" if every != 1 else f"replicas: {what}"
     for weight in facts.weights:
         own = Kept(weight.shape, weight.axes)
         kept = (own, *optimizer.keeps(weight.shape, weight.axes)) if moments else (own,)
-        for array in kept:  # each on its own, as compiled: three of one size are not three layers
+        for array in kept:  # one by one, as compiled: three of equal size are not three layers
             size = (facts.L if weight.is_layer else 1) * _shard(facts, array.shape, array.axes)
             yield Expected(
                 "all-reduce", "data", 1, 4 * math.ceil(size / fragments), cause,
@@ -146,7 +147,7 @@ def _means_of_replicas(facts: Facts) -> Iterator[Expected]:
 
 
 def _shards(facts: Facts) -> list[int]:
-    """Numbers of each parameter's array on the device that updates it, all layers in one."""
+    """Return the elements of each parameter on the device that updates it, all layers in one."""
     return [
         (facts.L if weight.is_layer else 1) * _shard(facts, weight.shape, weight.axes)
         for weight in facts.weights
@@ -154,6 +155,6 @@ def _shards(facts: Facts) -> list[int]:
 
 
 def _shard(facts: Facts, shape: tuple[int, ...], axes: tuple[str, ...]) -> int:
-    """Numbers on one device of an array that lies as the optimizer's state does."""
+    """Return the elements on one device of an array that is sharded like the optimizer state."""
     split = [axis for _, axis in split_over(facts.layout.moment(axes))]
     return math.prod(shape) // facts.devices(split)

@@ -12,7 +12,7 @@ from jaxtrain.models.model import passes_of
 
 
 def weight_traffic(facts: Facts) -> Iterator[Expected]:
-    """Collectives of every parameter, its gradient and its update."""
+    """Yield the collectives of every parameter, its gradient and its update."""
     within = facts.of_microbatches
     for weight in facts.weights:
         one, inside = _Weight(facts, weight), _Weight(within, weight)
@@ -35,7 +35,7 @@ class _Weight:
 
     @property
     def elements(self) -> int:
-        """Numbers of one layer's weight on a device that computes with it."""
+        """Elements of one layer's weight on a device, as used in compute."""
         spec = self.facts.layout.weight(self.weight.axes)
         return math.prod(self.weight.shape) // self.facts.devices([a for _, a in split_over(spec)])
 
@@ -48,7 +48,7 @@ class _Weight:
         return self.facts.L if self.weight.is_layer else 1
 
     def extra(self, spec_of) -> list[str]:  # noqa: ANN001 - one of the layout's methods
-        """Mesh axes that split it there but not while it is computed with, outermost first."""
+        """Return the mesh axes that shard it there but not in compute, outermost first."""
         computed = {axis for _, axis in split_over(self.facts.layout.weight(self.weight.axes))}
         kept = [axis for _, axis in split_over(spec_of(self.weight.axes))]
         return [axis for axis in kept if axis not in computed and self.facts.size(axis) > 1]
@@ -60,7 +60,7 @@ class _Weight:
         axes = self.extra(facts.layout.parameter)
         within = [axis for axis in axes if axis != "pipe"]
         if "pipe" in axes:
-            # Whole along pipe once for all microbatches, before fsdp gathers it for each.
+            # All-gather over pipe once for all microbatches, before fsdp gathers it for each.
             held = self.elements // facts.devices(axes) * self.value_bytes
             times = facts.config.train.accumulation
             yield Expected(
@@ -75,7 +75,8 @@ class _Weight:
             )  # fmt: skip
 
     def gather_once(self) -> Iterator[Expected]:
-        """What `accumulate='local'` and `masters='sharded'` gather before the first microbatch."""
+        """Yield the gathers of `accumulate='local'` and `masters='sharded'` before the first
+        microbatch."""
         facts = self.facts
         axes = self.extra(facts.layout.parameter)
         if "fsdp" not in axes:
@@ -87,40 +88,40 @@ class _Weight:
         yield Expected("all-gather", "fsdp", self.layers, held, cause, "N (k-1)/k a step")
 
     def uses(self) -> int:
-        """How often a pass gathers one weight."""
+        """Return how often a pass gathers one weight."""
         facts = self.facts
         pipelined = facts.size("pipe") > 1
         if self.weight.is_layer:
-            # Forward, and again for the backward pass; a pipeline's stage that is recomputed from
-            # its input goes forward once more.
+            # Forward, and again for the backward pass; a pipeline stage that recomputes from its
+            # input runs forward once more.
             once_more = pipelined and facts.config.pipeline.backward == "recompute"
             return 1 + once_more + self.is_gathered_again
         if not pipelined:
             return 1  # no loop, no recomputation: one gather serves lookups and logits
-        # Stage 0 looks its rows up again, or embeds its patches, where it recomputes.
+        # Stage 0 repeats the embedding lookup (or patch embedding) if it recomputes.
         again = facts.config.pipeline.backward == "recompute"
         return (1 + again) * self.lookups + self.makes_logits
 
     @property
     def lookups(self) -> int:
-        """How often a pass reads what stands before the layers: the embedding for each stack."""
+        """How often a pass reads a weight before the layers: the embedding once for each stack."""
         if self.weight.role == "embedding":
             return passes_of(self.facts.model)
         return int(self.weight.role != "output")
 
     @property
     def is_gathered_again(self) -> bool:
-        """Whether the backward pass gathers per layer's weight again instead of keeping it."""
+        """Whether the backward pass gathers a layer's weight again instead of saving it."""
         facts = self.facts
         if facts.config.remat.policy != "none":
             return True
-        # What is made of a gathered weight is kept: a router's float32 copy, repeated heads.
+        # Derived forms of a gathered weight are saved: a router's float32 copy, repeated heads.
         router = self.weight.role == "router" and facts.value_bytes < 4
         return facts.gathers_weights and not router and not self.copies
 
     @property
     def copies(self) -> int:
-        """Copies of kv heads on each device, where heads do not divide over `tensor`; else 0."""
+        """Replicas of kv heads on each device, if heads do not divide over `tensor`; else 0."""
         axes = self.weight.axes
         if "kv_heads" not in axes or "kv_heads" not in self.facts.layout.whole:
             return 0
@@ -130,8 +131,8 @@ class _Weight:
 
     @property
     def late(self) -> int:
-        """Devices along tensor that each compute with their part of what is whole there at rest: of
-        a vocabulary that does not divide, padded until it does; else 1."""
+        """Devices along tensor that shard it in compute but not at rest: a vocabulary that does not
+        divide and is padded until it does; else 1."""
         if not {"vocab"} & set(self.weight.axes) & self.facts.layout.whole:
             return 1
         split = dataclasses.replace(self.facts.layout, whole=frozenset())
@@ -139,7 +140,7 @@ class _Weight:
 
     @property
     def is_tied(self) -> bool:
-        """Whether tokens are looked up in it and logits are made with it."""
+        """Whether it is both the embedding and the output matrix."""
         return self.weight.role == "embedding" and self.facts.is_tied
 
     @property
@@ -154,20 +155,20 @@ class _Weight:
         yield from self.over_pipe()
 
     def every_pass(self) -> Iterator[Expected]:
-        """What the backward pass of every microbatch reduces."""
+        """Yield the reductions in the backward pass of every microbatch."""
         facts = self.facts
         axes = [axis for axis in self.reduce_axes() if axis not in facts.summed_once]
         times = facts.passes * self.layers
-        if facts.size("pipe") > 1:  # the first stage's parts and the last one's, each by itself
+        if facts.size("pipe") > 1:  # the first stage's and the last stage's parts are separate
             times *= max(self.lookups, 1) + self.is_tied
         size = self.elements * facts.gradient_bytes(self.weight)
-        if self.copies:  # only of what the device computes with
+        if self.copies:  # only the heads that the device uses
             heads = self.weight.shape[self.weight.axes.index("kv_heads")]
             size = size // heads * self.copies
         if self.late > 1:
             rows = self.weight.shape[self.weight.axes.index("vocab")]
             size = size // rows * -(-rows // self.late)
-            # Of the lookup and of the logits, where both are of one table: each is padded.
+            # The gradients of lookup and logits of a tied embedding are padded separately.
             times *= 1 + (self.is_tied and facts.size("pipe") == 1)
         cause = f"gradients: {self.name}"
         scattered = [a for a in self.extra(self.scatters_to()) if a in axes and a != "pipe"]
@@ -188,14 +189,15 @@ class _Weight:
         kept = {axis for _, axis in split_over(facts.layout.parameter(self.weight.axes))}
         computed = [axis for _, axis in split_over(facts.layout.weight(self.weight.axes))]
         whole_at_rest = [axis for axis in computed if axis not in kept]
-        if whole_at_rest:  # a grid's vectors: each device has the gradient of its part of embed
+        if whole_at_rest:  # vectors on a grid: each device has the gradient of its shard of embed
             size = self.elements * facts.master_bytes
             yield Expected(
                 "all-gather", facts.axis_name(whole_at_rest), times, size, cause, "N (k-1)/k"
             )
 
     def once(self) -> Iterator[Expected]:
-        """What crosses after the last microbatch, to where it is updated: the sum."""
+        """Yield the reductions of the accumulators after the last microbatch, to the update's
+        sharding."""
         facts, axes = self.facts, self.weight.axes
         over = [axis for axis in self.reduce_axes() if axis in facts.summed_once]
         if not over:
@@ -219,17 +221,17 @@ class _Weight:
             )
 
     def scatters_to(self):  # noqa: ANN201 - one of the layout's methods
-        """Where a gradient goes when a pass reduces it.
+        """Return the sharding of a gradient after the reduction in a pass.
 
-        In ZeRO 1 replicas that agree in another way carry whole gradients in loops (over layers or
-        microbatches): only what stands outside every loop goes straight to what is updated.
+        In ZeRO 1 with a non-synchronous exchange, loops (over layers or microbatches) carry
+        unsharded gradients: only gradients outside every loop get the sharding of the update.
         """
         facts = self.facts
         looped = self.weight.is_layer or facts.passes > 1
         return facts.layout.gradient if looped else facts.layout.moment
 
     def reduce_axes(self) -> list[str]:
-        """Mesh axes along which devices have seen other tokens, or another part of the product."""
+        """Return the mesh axes along which devices have other tokens or partial sums."""
         facts, axes = self.facts, self.weight.axes
         layout = facts.layout
         used = {axis for _, axis in split_over(layout.weight(axes))}
@@ -241,7 +243,7 @@ class _Weight:
         return [axis for axis in over if axis not in used and facts.size(axis) > 1]
 
     def over_pipe(self) -> Iterator[Expected]:
-        """What stands around the layers: stages have parts of its gradient's sum."""
+        """Yield the reduction over stages of gradients of weights outside the layers."""
         facts = self.facts
         if facts.size("pipe") == 1 or self.weight.is_layer:
             return
@@ -257,7 +259,7 @@ class _Weight:
     # -- the update -------------------------------------------------------------------------------
 
     def update(self) -> Iterator[Expected]:
-        """Shards that were updated alone are gathered: ZeRO 1 and 2 with whole masters."""
+        """Yield the gathers of updated shards: ZeRO 1 and 2 with unsharded masters."""
         facts, layout = self.facts, self.facts.layout
         split: Collection[str] = self.extra(layout.moment)
         axes = [axis for axis in split if axis not in self.extra(layout.parameter)]
@@ -269,11 +271,11 @@ class _Weight:
             )
         if not {"pipe", "fsdp"} <= set(split):
             return
-        # (fsdp, pipe) shards are not parts of (pipe) shards: they move before and
-        # out of the update.
+        # (fsdp, pipe) shards are not contained in (pipe) shards: permutes before and after the
+        # update.
         if axes:
             yield Expected("collective-permute", facts.axis_name(split), 2, size, cause, "N / k")
-        if "fsdp" in facts.of_microbatches.summed_once:  # the sum's shards too, on the way in
+        if "fsdp" in facts.of_microbatches.summed_once:  # the accumulator's shards too, before it
             cause = f"gradients: {self.name}"
-            size = 4 * held  # float32, whatever they were summed in
+            size = 4 * held  # float32, whatever the accumulator's dtype
             yield Expected("collective-permute", facts.axis_name(split), 1, size, cause, "N / k")
