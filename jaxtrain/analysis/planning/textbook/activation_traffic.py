@@ -1,7 +1,7 @@
 """Closed forms of activation traffic: tensor, sequence, context, expert, pipeline parallelism.
 
-Letters: B the rows that a device computes with at once, T its part of the sequence, D embed,
-N query heads, K kv heads, H head_dim, L layers on a device, k devices along the axis.
+Letters: B rows that a device computes at once, T its shard of the sequence, D embed, N query heads,
+K kv heads, H head_dim, L layers on a device, k devices along the axis.
 """
 
 import collections
@@ -17,7 +17,7 @@ from jaxtrain.training.pipeline.parts import crossing
 
 
 def activation_traffic(facts: Facts) -> Iterator[Expected]:
-    """Collectives of the activations and of their gradients."""
+    """Yield the collectives of activations and of their gradients."""
     if facts.size("pipe") > 1:
         yield from boundaries(facts)
     if not facts.is_text:
@@ -39,12 +39,12 @@ def activation_traffic(facts: Facts) -> Iterator[Expected]:
         yield from traffic.experts()
 
 
-# The parts of a layer, in its order, and the logical axis that only their weights have.
+# The parts of a layer, in order, and the logical axis that only their weights have.
 _PARTS = {"attention": "heads", "mlp": "mlp", "experts": "experts"}
 
 
 def _part(weight: Weight) -> str | None:
-    """The part of a layer that a weight belongs to; experts have an mlp each."""
+    """Return the part of a layer that a weight belongs to; experts have an mlp each."""
     axes = ["heads" if axis == "kv_heads" else axis for axis in weight.axes]
     return next((name for name in reversed(_PARTS) if _PARTS[name] in axes), None)
 
@@ -64,24 +64,25 @@ class _Activations:
 
     @property
     def forwards(self) -> int:
-        """How often the layers' forward pass runs for one backward pass."""
+        """Forward passes of the layers for each backward pass."""
         facts = self.facts
         again = facts.size("pipe") > 1 and facts.config.pipeline.backward == "recompute"
         return 2 if again else 1
 
     @property
     def runs(self) -> int:
-        """Layers a step."""
+        """Layers per step: passes times layers."""
         return self.facts.passes * self.facts.L
 
     @property
     def splits_stream(self) -> bool:
-        """Whether the stream between blocks is split over `tensor`: along the sequence, or (on a
-        grid, arXiv 2104.05343) along embed."""
+        """Whether the residual stream is sharded over `tensor`: along the sequence, or (on a grid,
+        arXiv 2104.05343) along embed."""
         return self.facts.layout.sequence_parallel or self.facts.layout.tensor_layout != "1d"
 
     def sums(self, cause: str, forward: int, backward: int, formula: str) -> Iterator[Expected]:
-        """Sums over `tensor` of [B, T, D], scattered and gathered where the stream is split."""
+        """Yield the reductions of [B, T, D] over `tensor`: reduce-scatter and all-gather if the
+        residual stream is sharded, else all-reduce."""
         facts = self.facts
         whole, k = facts.stream_bytes, facts.size("tensor")
         if not self.splits_stream:
@@ -92,7 +93,8 @@ class _Activations:
 
     @functools.cached_property
     def parts(self) -> list[str]:
-        """What adds to the stream in a layer, in order: each ends in a product back to embed."""
+        """Parts of a layer that add to the stream, in order: each ends in a matmul back to
+        embed."""
         weights = [weight for weight in self.facts.weights if weight.is_layer]
         found = {_part(weight) for weight in weights if weight.axes[-1] == "embed"}
         return [name for name in _PARTS if name in found]
@@ -100,15 +102,16 @@ class _Activations:
     # -- tensor ----------------------------------------------------------------------------------
 
     def sums_again(self, part: str) -> bool:
-        """Whether a part's last sum runs again for the backward pass. It does not where it is kept,
-        and the recomputation stops before the last of a layer: nothing reads it."""
+        """Return whether a part's last reduction runs again in the backward pass. It does not if
+        its result is saved, or for the last part of a layer, since nothing reads the result."""
         return self.facts.repeats(f"{part}_out") and part != self.parts[-1]
 
     def in_parts(self, name: str) -> tuple[bool, bool]:
-        """Whether what goes into a part of a layer is sent around `tensor`, and its last sum.
+        """Return whether a part of a layer uses collective matmuls for its input, and for its
+        output.
 
-        Latents are no heads, that each device could make its own of; what shared experts read is
-        gathered for the router too.
+        Latents are not heads, of which each device could compute its own. The input of shared
+        experts is gathered anyway for the router.
         """
         if not self.facts.layout.collective_matmul or name == "experts":
             return False, False
@@ -116,9 +119,9 @@ class _Activations:
         return not (latent if name == "attention" else self.model.experts), True
 
     def rings(self, name: str) -> Iterator[Expected]:
-        """The traffic of a part of a layer where its sequence is sent around in parts, t - 1 times:
-        what goes in, forward and for the gradient of the weights, and its gradient; the sum, and
-        the gradient of it. What goes in again for the backward pass is what remat would gather."""
+        """Yield the traffic of a part of a layer with collective matmuls, t - 1 permutes each: the
+        input, forward and for the weight gradient, and its gradient; the output, and its gradient.
+        In the backward pass, the input permutes replace the gather of remat."""
         facts, k = self.facts, self.facts.size("tensor")
         part, cause = facts.stream_bytes // k, f"{name} output: parts of the sequence"
         into, out = self.in_parts(name)
@@ -140,7 +143,7 @@ class _Activations:
                 )
 
     def blocks(self) -> Iterator[Expected]:
-        """Megatron's f and g (arXiv 1909.08053, section 3)."""
+        """Yield the traffic of Megatron's f and g (arXiv 1909.08053, section 3)."""
         facts, experts = self.facts, self.model.experts
         in_parts = facts.layout.collective_matmul
         for name in self.parts:
@@ -152,7 +155,7 @@ class _Activations:
             yield from self.sums(f"{name} output", forward, self.runs, "4 L B T D")
         if experts:
             if not self.splits_stream:
-                # A hand-written sum has a sum as its transpose, though all devices have the same.
+                # The transpose of a manual psum is a psum, though all devices have equal values.
                 yield Expected(
                     "all-reduce", "tensor", self.runs, facts.stream_bytes,
                     "experts output: transpose of the sum", "B T D beyond the textbook",
@@ -164,9 +167,9 @@ class _Activations:
             and not in_parts
             and (facts.gathers_weights or not facts.config.remat.kept.keeps_all)
         ):
-            # No other policy keeps what a gather gives. The backward pass starts from the part of
-            # the stream that a device keeps (arXiv 2205.05198, section 4.2.2): in each part of the
-            # layer, but where the sum before it runs again and gathers it.
+            # Other policies do not save gathered arrays. The backward pass starts from a device's
+            # shard of the stream (arXiv 2205.05198, section 4.2.2), in each part of the layer
+            # unless the reduction before it runs again and gathers it.
             starts = len(self.parts) - sum(map(self.sums_again, self.parts))
             yield Expected(
                 "all-gather", "tensor", starts * self.runs,
@@ -174,8 +177,9 @@ class _Activations:
             )  # fmt: skip
 
     def cube(self) -> Iterator[Expected]:
-        """A product gathers what goes in along one side of the cube and scatters its sum along
-        another; `row` and `tensor` swap roles from matmul to matmul (arXiv 2105.14450)."""
+        """Yield the traffic of 3D matmuls, which gather the input along one side of the cube and
+        scatter the output along another; `row` and `tensor` swap roles from matmul to matmul
+        (arXiv 2105.14450)."""
         facts, model = self.facts, self.model
         q, tokens = facts.size("tensor"), facts.B * facts.T * facts.value_bytes
         D, blocks = model.embed_dim, {}
@@ -217,8 +221,8 @@ class _Activations:
                 )  # fmt: skip
 
     def rows(self) -> Iterator[Expected]:
-        """The largest numbers of rows that are split, by which int8 products are scaled: of every
-        token, and of every channel of the weight."""
+        """Yield the max-reductions for the scales of int8 matmuls whose rows are sharded: one per
+        token, and one per channel of the weight."""
         facts, cube = self.facts, self.facts.layout.tensor_layout == "3d"
         q, D, seen = facts.size("tensor") if cube else 1, self.model.embed_dim, set()
         tokens = facts.B * q * facts.T
@@ -236,7 +240,7 @@ class _Activations:
             if cube:
                 sums.append(("tensor", backward if out else forward, width, not out))
             for axis, count, channels, is_forward in sums:
-                # Products of one activation find its largest numbers once.
+                # Matmuls of one activation share its max-reduction.
                 if not is_forward or out or block not in seen:
                     yield Expected(
                         "all-reduce", axis, count, tokens * facts.value_bytes,
@@ -249,9 +253,10 @@ class _Activations:
             seen |= set() if out else {block}
 
     def norms(self) -> Iterator[Expected]:
-        """A norm of a stream that is split along embed: its sums of a token, both ways.
+        """Yield the reductions of norms whose input is sharded along embed, forward and backward.
 
-        A layer norm has two, and two vectors: mean and variance, bias and scale; an RMS norm one.
+        A layer norm has two per token, and two vectors: mean and variance, bias and scale; an RMS
+        norm has one.
         """
         facts = self.facts
         vectors = [weight.is_layer for weight in facts.weights if weight.role == "norm"]
@@ -261,7 +266,8 @@ class _Activations:
         yield Expected("all-reduce", "tensor", 2 * count + again, size, "norms", "B T a norm")
 
     def ends(self) -> Iterator[Expected]:
-        """The vocabulary-parallel lookup, and the gradient that leaves the logits."""
+        """Yield the traffic of the vocabulary-parallel lookup, and of the gradient from the
+        logits."""
         facts = self.facts
         passes, whole, k = facts.passes, facts.stream_bytes, facts.size("tensor")
         lookups = self.forwards * passes
@@ -274,8 +280,8 @@ class _Activations:
             yield Expected("all-gather", "tensor", passes, whole // k, "loss: stream", "B T D")
 
     def loss(self) -> Iterator[Expected]:
-        """Three numbers per token: the greatest logit (in the compute dtype, of which it is one),
-        the sum of exponentials, the target's logit."""
+        """Yield the reductions of three values per token: the max logit (in the compute dtype, like
+        the logits), the sum of exponentials, the target's logit."""
         facts, chunks = self.facts, self.facts.chunks
         tokens = facts.B * facts.T // chunks
         times = facts.passes * chunks
@@ -289,20 +295,20 @@ class _Activations:
     # -- context ---------------------------------------------------------------------------------
 
     def heads(self) -> tuple[int, int]:
-        """Query heads and kv heads of a device, before anything is exchanged."""
+        """Return the query heads and kv heads of a device, before any exchange."""
         t = self.facts.size("tensor")
         K = math.lcm(self.attention.num_kv_heads, t) // t
         return self.attention.num_heads // t, K
 
     def ring(self) -> Iterator[Expected]:
-        """Keys and values go round forward and backward; float32 gradients follow them
-        (arXiv 2310.01889).
+        """Yield the traffic of ring attention: keys and values circulate forward and backward,
+        followed by float32 gradients (arXiv 2310.01889).
 
-        The first step of a recomputed round is that of the backward pass too, and the first step of
-        the segment ids is the same in every layer that is compiled once: the compiler does either
-        once, the second not where a copy to the host stands in the backward pass's layer. Stages of
-        a pipeline have it in each of their actions. What ranks without a microbatch send in a tick
-        of the others is not counted: it lies in the bubble.
+        The first step of a recomputed pass is the same as in the backward pass. The first step of
+        the segment ids is the same in every layer of one compiled loop. The compiler runs each of
+        them once, the second unless the backward pass of the layer has a copy to the host. Pipeline
+        stages have it in each of their actions. Traffic of ranks without a microbatch in a tick is
+        not counted: it is in the bubble.
         """
         facts, steps = self.facts, self.facts.size("context") - 1
         width = self.attention.key_dim + self.attention.value_dim
@@ -329,13 +335,13 @@ class _Activations:
         )  # fmt: skip
 
     def ulysses(self) -> Iterator[Expected]:
-        """One exchange to whole sequences, one back; the same backward (arXiv 2309.14509)."""
+        """Yield the all-to-alls to whole sequences and back, also backward (arXiv 2309.14509)."""
         facts, c = self.facts, self.facts.size("context")
         N, K = self.heads()
         bytes_per_width = facts.B * facts.T * facts.value_bytes
         keys, values = self.attention.key_dim, self.attention.value_dim
         forwards = self.forwards + facts.recomputes
-        again = forwards - 1  # in every layer; the first time is once for all
+        again = forwards - 1  # in every layer; the first pass has one for all layers
         there = N * keys + K * (c // math.gcd(K, c)) * (keys + values)
         for numbers, cause, formula in (
             (there, "queries, keys and values", "2 B T (N + 2 K) H"),
@@ -353,13 +359,14 @@ class _Activations:
     # -- experts and stages ----------------------------------------------------------------------
 
     def experts(self) -> Iterator[Expected]:
-        """Tokens go to their experts and come back, forward and backward (arXiv 2006.16668)."""
+        """Yield the all-to-alls of tokens to their experts and back, forward and backward
+        (arXiv 2006.16668)."""
         facts, experts = self.facts, self.model.experts
         assert experts is not None, "an axis that no model without experts may use"
         k, ranks = experts.per_token, facts.size("expert")
         one_scale = facts.config.precision.matmul == "float8"
         if experts.capacity_factor is None:
-            own = facts.B * facts.T  # tokens; the rows that each of them sends:
+            own = facts.B * facts.T  # tokens; rows that each of them sends:
             rows, formula = ranks * k, "4 R B T k D"
             parts = parts_of_exchange(ranks, ranks * own * k // experts.count, one_scale=one_scale)
         else:
@@ -367,7 +374,7 @@ class _Activations:
             rows, formula = experts.count * facts.B, "4 E B C D"
             parts = parts_of_exchange(ranks, ranks * facts.B * own, one_scale=one_scale)
         forwards = self.forwards + facts.recomputes
-        # What comes back is not sent again for the backward pass: nothing reads it.
+        # The return is not repeated in the recomputation: nothing reads it.
         exchanges = forwards + self.forwards + 2
         sizes = collections.Counter((own + later) // parts for later in range(parts))
         for size, times in sizes.items():
@@ -388,10 +395,10 @@ class _Activations:
 
 
 def boundaries(facts: Facts) -> Iterator[Expected]:
-    """A microbatch crosses a boundary of stages forward, its gradient backward
-    (arXiv 1811.06965). A run is a tick in which anything crosses.
+    """Yield the permutes between pipeline stages: a microbatch forward, its gradient backward
+    (arXiv 1811.06965). A run is a tick with any traffic.
 
-    What was read of a source resumes from stage to stage of the decoder, beside the target.
+    The encoded source is passed on from stage to stage of the decoder, together with the target.
     """
     for name, first in facts.travels.items():
         payload = stream_bytes(facts, name)
@@ -406,7 +413,7 @@ def boundaries(facts: Facts) -> Iterator[Expected]:
 
 
 def stream_bytes(facts: Facts, name: str) -> int:
-    """Of a part of what goes from stage to stage, on one device."""
+    """Return the bytes of one of the arrays that stages send to each other, on one device."""
     batch, model = facts.config.train.data.abstract_batch(1), facts.model
     patches = patches_of(model)
     if patches is not None:
