@@ -77,8 +77,7 @@ class Plan:
 
     @property
     def attention(self) -> Choice | None:
-        """The attention kernel on the target, with the reason; None for a model without
-        attention."""
+        """The selected attention kernel and the reason; None for a model without attention."""
         return resolve_kernel(self.config, self.target.chip.kind)
 
     # -- memory ---------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class Plan:
     # -- reports --------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `plan --json` writes."""
+        """Return the object of `plan --json`."""
         gradients = min(self.estimate.gradients, self.temporaries)
         compiled, time = self.compiled, self.time
         closed = None if time.seconds is None else time.estimate or time
@@ -300,8 +299,7 @@ class Plan:
         return captured.get()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Plot memory against capacity, time and traffic with matplotlib; save it if `path` is
-        given."""
+        """Plot memory against capacity, time and traffic; save the figure if `path` is given."""
         figure = show.plan_figure(self)
         if path is not None:
             figure.savefig(path)
@@ -316,6 +314,5 @@ class Plan:
 
 
 def collectives_of(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:
-    """Return the collectives of a compiled step: bytes per device and step, loops multiplied
-    out."""
+    """Return the collectives of a compiled step per device, with loops multiplied out."""
     return collectives(compiled.text, dict(layout.mesh.shape), branch_counts(config, layout))

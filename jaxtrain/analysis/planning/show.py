@@ -63,8 +63,7 @@ def _head(console: Console, plan: "Plan") -> None:
 
 
 def memory_parts(plan: "Plan") -> dict[str, int]:
-    """Return what fills a device at the memory peak, by closed forms, largest parts of a kind
-    first."""
+    """Return the parts of the peak memory by closed forms, largest of each kind first."""
     arguments = plan.estimate.arguments
     return {
         "parameters": arguments.params,

@@ -19,8 +19,7 @@ _NOTHING = 1e-9  # seconds below this are rounding errors
 
 
 def time_unit(seconds: float) -> Unit:
-    """Return the largest unit of which a duration has at least one; minutes and hours from two
-    on."""
+    """Return the largest unit that fits into a duration once, or twice for minutes and hours."""
     fitting = [one for one in _SECONDS if seconds >= one.size * (2 if one.size > 1 else 1)]
     return fitting[-1] if fitting else _SECONDS[0]
 
@@ -31,8 +30,7 @@ def byte_unit(size: float) -> Unit:
 
 
 def human_seconds(seconds: float) -> str:
-    """Format a duration with up to four digits: `13.7 us`, `2.5 ms`, `12.5 days`; `0` below 1
-    ns."""
+    """Format a duration with up to four digits: `13.7 us`, `2.5 ms`, `12.5 days`; 0 below 1 ns."""
     if abs(seconds) < _NOTHING:
         return "0"
     unit = time_unit(abs(seconds))

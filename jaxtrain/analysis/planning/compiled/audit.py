@@ -121,11 +121,10 @@ def over_dcn(dcn: Mapping[str, int]) -> set[str]:
 
 
 def over_hosts(sizes: Mapping[str, int], devices_per_host: int) -> set[str]:
-    """Return the mesh axes along which neighbors are on different hosts, devices in the hosts'
-    order.
+    """Return the mesh axes along which neighbors are on different hosts.
 
     Args:
-      sizes: the mesh's axes, outermost first.
+      sizes: the mesh's axes, outermost first; devices are in the hosts' order.
       devices_per_host: GPUs per host.
     """
     hosts = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values()))
@@ -243,8 +242,7 @@ class _Matching:
         return _rest(unmatched, count)
 
     def match_shifted(self, unmatched: _Left) -> list[_Left]:
-        """Match permutes of rows that are on another device in a padded shard than without
-        padding."""
+        """Match permutes of rows that padding moves to another device."""
         one, count = unmatched.found, unmatched.count
         for other in sorted(self.shifts, key=lambda other: other.expected.bytes):
             fits = (other.expected.kind, other.expected.axis) == (one.kind, one.axis)

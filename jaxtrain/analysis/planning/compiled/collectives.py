@@ -100,8 +100,7 @@ def collectives(
 
 
 def summarize(found: Iterable[Collective]) -> list[dict[str, str | int]]:
-    """Return rows {kind, axis, count, bytes} of a step: launches, and payload bytes of one
-    device."""
+    """Return rows {kind, axis, count, bytes} of a step: launches, payload bytes of one device."""
     launches: dict[tuple[str, str], dict[str, int]] = {}
     total: dict[tuple[str, str], int] = {}
     for one in found:

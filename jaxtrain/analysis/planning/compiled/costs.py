@@ -133,7 +133,7 @@ def _flops(module: Module, inside: Computation, one: Instruction) -> int | None:
 
 
 def _dot(module: Module, inside: Computation, one: Instruction) -> int | None:
-    """2 x elements of the result x length of the contraction."""
+    """Return 2 x elements of the result x length of the contraction."""
     contracted = _CONTRACTED.search(one.attributes)
     if contracted is None:
         return None
@@ -237,8 +237,7 @@ def _read(module: Module, body: Computation) -> Iterator[int]:
 def _through_names(
     users: dict[str, list[Instruction]], of: Instruction
 ) -> Iterator[tuple[str, Instruction]]:
-    """Yield the users of a value with its name there: the same bytes, or a cast to another
-    dtype."""
+    """Yield the users of a value with its name there, through views and casts."""
     for user in users.get(of.name, ()):
         if user.opcode in ("bitcast", "convert"):
             yield from _through_names(users, user)
@@ -256,8 +255,7 @@ def _part_read(name: str, user: Instruction) -> int | None:
 
 
 def _written_bytes(module: Module, body: Computation, root: Instruction) -> int:
-    """Return the bytes of a fusion's result; for an update in place, only those of the updated
-    part."""
+    """Return the bytes of a fusion's result; for an update in place, only of the updated part."""
     if root.opcode == "tuple":
         return sum(_written_bytes(module, body, body.instructions[name]) for name in root.operands)
     if root.opcode == "bitcast":

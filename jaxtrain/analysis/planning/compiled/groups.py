@@ -83,13 +83,13 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: arange, reshaped to [4,2], transposed, reshaped to [2,4]."""
+    """Parse `[2,4]<=[4,2]T(1,0)`: arange, reshaped to [4,2], transposed, reshaped to [2,4]."""
     shape, source = text.split("<=")
     return _transpose(source).reshape(_numbers(shape.strip("[]")))
 
 
 def _transpose(text: str) -> np.ndarray:
-    """`[4,2]T(1,0)`: arange, reshaped to [4,2] and transposed."""
+    """Parse `[4,2]T(1,0)`: arange, reshaped to [4,2] and transposed."""
     dims, _, order = text.partition("T")
     dims = _numbers(dims.strip("[]"))
     ids = np.arange(math.prod(dims)).reshape(dims)

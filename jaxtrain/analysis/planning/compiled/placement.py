@@ -95,8 +95,7 @@ class Misplaced:
 
 
 def find_misplaced(program: Step, compiled: jax.stages.Compiled) -> list[Misplaced]:
-    """Return where the shardings of a compiled step's arguments or results differ from the
-    program's.
+    """Return the arguments and results of a compiled step with unexpected shardings.
 
     Args:
       program: its train step is `compiled`: (state, batch) -> (state, metrics).

@@ -221,8 +221,7 @@ class Goodput:
         return min(float(low), self.fraction), max(float(high), self.fraction)
 
     def days(self, fraction: float) -> float | None:
-        """Return the calendar days of a run with this productive fraction; None if it has no
-        end."""
+        """Return the days of a run with this productive fraction; None if it does not finish."""
         return self.useful_seconds / fraction / _DAY if fraction > 0 else None
 
     def dollars(self, fraction: float) -> float | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Seconds from a failure to the next launch if software restarts the job: MegaScale detects,
 # diagnoses and replaces in less than 10 minutes (arXiv 2402.15627, section 6.3); retries on 504
-# B200 are 11 minutes apart (arXiv 2605.09370). START_SECONDS of it are the launch itself.
+# B200 are 11 minutes apart (arXiv 2605.09370). START_SECONDS of it are the launch.
 REPLACE_SECONDS = 540.0
 START_SECONDS = 60.0  # processes, imports, rendezvous, devices, data: assumed for many hosts
 STANDBY_SECONDS = 15.0  # the same if processes stand by with JAX imported: assumed

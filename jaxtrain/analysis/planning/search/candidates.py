@@ -196,8 +196,10 @@ def order_of(candidate: Candidate) -> tuple[float, int, list[str]]:
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort the candidates, fastest first; ties within TIE of the fastest of them by memory,
-    smallest first."""
+    """Sort the candidates, fastest first.
+
+    Ties within TIE of the fastest of them are sorted by memory, smallest first.
+    """
     found = assign_ranks(sorted(candidates, key=order_of))
     return sorted(found, key=lambda one: (one.rank, one.price.memory.total, *order_of(one)))
 
@@ -214,8 +216,7 @@ def assign_ranks(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]:
-    """Return the candidates, best first, each with its kinds and a sentence that explains its
-    rank."""
+    """Return the candidates, best first, with their kinds and a sentence that explains the rank."""
     best, fastest = ranked[0], min(one.price.seconds for one in ranked)
     return with_kinds(
         [

@@ -272,7 +272,7 @@ class _Layout:
         return kinds_of({axis: self.changes[f"Mesh.{axis}"] for axis in MESH_AXES})
 
     def __lt__(self, other: "_Layout") -> bool:
-        """Order in which layouts are priced."""
+        """Compare layouts in the order in which they are priced."""
         mine, theirs = ((one.least_seconds, str(one.changes)) for one in (self, other))
         return mine < theirs
 
@@ -439,9 +439,11 @@ def _fastest_unfit(
 def _fewest(
     config: Config, layout: _Layout, laid: Layout, target: Target
 ) -> tuple[_Sized, int, int]:
-    """Return the fewest microbatches that fit, else the most possible, by bisection: memory never
-    increases with their number. Also return how many were tried, and how many of those do not
-    fit."""
+    """Find the fewest microbatches that fit, by bisection.
+
+    Memory never increases with their number. If none fits, it is the most possible. Also return how
+    many were tried, and how many of those do not fit.
+    """
     tried: dict[int, _Sized] = {}
     room = target.chip.hbm_bytes
 
@@ -501,13 +503,12 @@ def _fastest(
 
 
 def _place(layout: _Layout, config: Config) -> int:
-    """Return the index of a configuration among a layout's numbers of microbatches."""
+    """Return the index of a configuration in `layout.counts`."""
     return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
 
 
 def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
-    """Return a priced layout with local accumulation; None with one microbatch, or if it is local
-    already.
+    """Return a priced layout with local accumulation; None if it has one microbatch or is local.
 
     Local accumulation takes more memory, so no fewer microbatches fit. It has no weight traffic per
     microbatch, so in a pipeline the most microbatches, with the smallest bubble, are the best.

@@ -98,8 +98,7 @@ def _schedules(config: Config, ranks: int) -> Iterator[tuple[str, int]]:
 def stages_and_policies(
     config: Config, target: Target, mesh: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the bindings of ZeRO stages and remat policies on a mesh, and of what its stages
-    keep."""
+    """Yield the bindings of ZeRO stages and remat policies on a mesh, and of pipeline backward."""
     stages = (0,)
     if mesh["Mesh.fsdp"] > 1:
         # With replicas, only stage 3 is tried (HSDP).

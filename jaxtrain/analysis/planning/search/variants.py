@@ -149,8 +149,7 @@ def _meshes(config: Config, sizes: Mapping[str, int]) -> Iterator[dict[str, Any]
 
 
 def slices_of(config: Config, target: Target) -> int:
-    """Return the number of slices joined by the data-center network; GPU targets include all
-    hosts."""
+    """Return the number of slices over DCN; GPU targets already include all hosts."""
     if target.chip.kind != "tpu":
         return 1
     product = 1

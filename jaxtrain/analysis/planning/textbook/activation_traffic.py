@@ -93,8 +93,7 @@ class _Activations:
 
     @functools.cached_property
     def parts(self) -> list[str]:
-        """Parts of a layer that add to the stream, in order: each ends in a matmul back to
-        embed."""
+        """Parts of a layer that add to the stream, in order: each ends in a matmul to embed."""
         weights = [weight for weight in self.facts.weights if weight.is_layer]
         found = {_part(weight) for weight in weights if weight.axes[-1] == "embed"}
         return [name for name in _PARTS if name in found]
@@ -107,8 +106,7 @@ class _Activations:
         return self.facts.repeats(f"{part}_out") and part != self.parts[-1]
 
     def in_parts(self, name: str) -> tuple[bool, bool]:
-        """Return whether a part of a layer uses collective matmuls for its input, and for its
-        output.
+        """Return whether the input and the output of a part of a layer use collective matmuls.
 
         Latents are not heads, of which each device could compute its own. The input of shared
         experts is gathered anyway for the router.
@@ -266,8 +264,7 @@ class _Activations:
         yield Expected("all-reduce", "tensor", 2 * count + again, size, "norms", "B T a norm")
 
     def ends(self) -> Iterator[Expected]:
-        """Yield the traffic of the vocabulary-parallel lookup, and of the gradient from the
-        logits."""
+        """Yield the traffic of the vocabulary-parallel lookup and of the logits' gradient."""
         facts = self.facts
         passes, whole, k = facts.passes, facts.stream_bytes, facts.size("tensor")
         lookups = self.forwards * passes

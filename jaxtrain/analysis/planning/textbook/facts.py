@@ -116,8 +116,7 @@ class Facts:
         return self.sizes.get(axis, 1)
 
     def axis_name(self, axes: Collection[str]) -> str:
-        """Return the axis of a collective over these: joined in the mesh's order, without size
-        1."""
+        """Return the name of a collective's axis: joined in the mesh's order, without size 1."""
         return "+".join(name for name, size in self.sizes.items() if size > 1 and name in axes)
 
     def devices(self, axes: Collection[str]) -> int:
@@ -266,8 +265,7 @@ class Facts:
 
     @functools.cached_property
     def recomputes(self) -> bool:
-        """Whether a layer's forward pass, except its last matmul, is recomputed in the backward
-        pass."""
+        """Whether the backward pass recomputes a layer's forward pass, except its last matmul."""
         return self.config.remat.kept.repeats_products
 
     def repeats(self, name: str) -> bool:

@@ -273,8 +273,7 @@ def meeting_places(
     input_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Return the pairs of output and kernel elements that read a real input, along one
-    dimension."""
+    """Count the pairs of output and kernel elements that read a real input, in one dimension."""
     start = np.arange(outputs)[:, None] * stride - before
     position = start + np.arange(kernel)[None, :] * kernel_dilation
     inside = (position >= 0) & (position < (inputs - 1) * input_dilation + 1)

@@ -282,8 +282,7 @@ def logits(B: int, T: int, V: int, *, tensor: int = 1, element_bytes: int = 4) -
 
 
 def kv_cache(B: int, T: int, L: int, K: int, H: int, *, element_bytes: int) -> int:
-    """Return 2 L B T K H e: bytes of the cached keys and values for T tokens of each of B
-    sequences.
+    """Return 2 L B T K H e: bytes of cached keys and values for B sequences of T tokens.
 
     K is N for multi-head attention, 1 for multi-query (arXiv 1911.02150), between them for
     grouped-query (arXiv 2305.13245), which divides the cache by N / K.

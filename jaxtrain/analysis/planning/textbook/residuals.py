@@ -49,8 +49,7 @@ def of_weights(layout: Layout) -> Layout:
 
 
 def residual_bytes_of_rows(config: Config, layout: Layout, rows: int) -> tuple[int, int]:
-    """Return `residual_bytes` for any number of rows, extrapolated from two traces: it is
-    linear."""
+    """Return `residual_bytes` for any number of rows, by linear extrapolation of two traces."""
     devices = layout.batch_devices()
     one, two = (residual_bytes(config, layout, times * devices) for times in (1, 2))
     first, host = (a + (rows // devices - 1) * (b - a) for a, b in zip(one, two, strict=True))

@@ -74,8 +74,8 @@ def predicted_loss(params: float, tokens: float, fit: Fit = CHINCHILLA) -> float
 
 
 def optimum_by_ratio(compute: float, tokens_per_parameter: float = TOKENS_PER_PARAMETER) -> Optimum:
-    """Return the optimum of approaches 1 and 2: N = sqrt(C / (6 r)), D = r N with r tokens per
-    parameter."""
+    """Return the optimum of approaches 1 and 2: N = sqrt(C / (6 r)), D = r N with r
+    tokens/parameter."""
     params = (compute / FLOPS_PER_PARAMETER_AND_TOKEN / tokens_per_parameter) ** 0.5
     return Optimum(params, tokens_per_parameter * params)
 

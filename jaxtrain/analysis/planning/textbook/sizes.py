@@ -40,8 +40,8 @@ def llama_parameters(*, V: int, L: int, D: int, N: int, K: int, F: int, tied: bo
 def mixtral_parameters(
     *, V: int, L: int, D: int, N: int, K: int, F: int, E: int, tied: bool = False
 ) -> int:
-    """Return the parameters of a Mixtral: a Llama with E mlps per layer and a router of D E (arXiv
-    2401.04088).
+    """Return the parameters of a Mixtral: a Llama with E mlps and a router of D E per layer
+    (arXiv 2401.04088).
 
     With the k experts of a token instead of E in the mlps, these are its active parameters:
     `mixtral_active_parameters`.

@@ -50,8 +50,8 @@ class Arguments:
 
 
 def argument_bytes(config: Config, layout: Layout) -> Arguments:
-    """Return the state and the batch on one device, which equal a compiled step's arguments up to
-    tile padding."""
+    """Return the state and the batch on one device: a compiled step's arguments, up to tile
+    padding."""
     held = _arguments(shapes_of_state(without_layout(config, layout)), layout, config.offload)
     batch = config.train.data.abstract_batch(rows_held(config, layout))
     given = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
@@ -63,8 +63,7 @@ def _value(leaf: Any) -> Any:
 
 
 def without_layout(config: Config, layout: Layout) -> Config:
-    """Return the configuration without settings that a state's shapes are independent of: a cache
-    key."""
+    """Return the configuration without what a state's shapes are independent of: a cache key."""
     sizes = layout.mesh.shape  # an axis of -1 is resolved
     mesh = Mesh(pipe=sizes["pipe"], data=sizes["data"], fsdp=1)
     if config.exchange.method == "synchronous":
@@ -166,8 +165,8 @@ _Way = Literal["gradient", "weight", "parameter"]
 def elements(
     state: StateShapes, layout: Layout, way: _Way, which: _Which, layers: bool | None
 ) -> int:
-    """Return the elements of parameters on one device in that sharding; only the layers', or only
-    the others'."""
+    """Return the elements of parameters on one device in a sharding; only in or outside the
+    layers."""
     spec = {"gradient": layout.gradient, "weight": layout.weight, "parameter": layout.parameter}
     total = 0
     for variable in state.weights if which in ("weights", "cast") else state.trained:

@@ -60,8 +60,7 @@ def branch_counts(config: Config, layout: Layout) -> Callable[[str], int | None]
 
 
 def exchange_traffic(facts: Facts) -> Iterator[Expected]:
-    """Yield the collectives over `data` that replace the all-reduce of gradients; none if
-    synchronous.
+    """Yield the collectives that replace the all-reduce of gradients over `data`, if any.
 
     If they do not run in every step, `Expected.every` is the interval.
     """

@@ -75,8 +75,7 @@ class _Weight:
             )  # fmt: skip
 
     def gather_once(self) -> Iterator[Expected]:
-        """Yield the gathers of `accumulate='local'` and `masters='sharded'` before the first
-        microbatch."""
+        """Yield the gathers once per step of `accumulate='local'` and `masters='sharded'`."""
         facts = self.facts
         axes = self.extra(facts.layout.parameter)
         if "fsdp" not in axes:
@@ -196,8 +195,7 @@ class _Weight:
             )
 
     def once(self) -> Iterator[Expected]:
-        """Yield the reductions of the accumulators after the last microbatch, to the update's
-        sharding."""
+        """Yield the reductions of the accumulators after the last microbatch."""
         facts, axes = self.facts, self.weight.axes
         over = [axis for axis in self.reduce_axes() if axis in facts.summed_once]
         if not over:

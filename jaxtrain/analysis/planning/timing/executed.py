@@ -186,8 +186,7 @@ def _recompute_fraction(config: Config) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _numbers_of_a_row(config: Config) -> int:
-    """Return the elements that matmuls read and write per additional row, since all rows share the
-    weights."""
+    """Return the elements that matmuls read and write per row, without the shared weights."""
 
     def numbers(rows: int) -> int:
         train = dataclasses.replace(config.train, global_batch_size=rows)
