@@ -342,7 +342,7 @@ def test_a_model_without_layers_of_a_transformer_is_refused(tmp_path, capsys):
     for bits in ("4", "8"):
         assert main(["quantize", "--workdir", str(run), "--out", str(out), "--bits", bits]) == 2
         told = capsys.readouterr().err
-        assert f"--workdir {run}: the model has no layers of a transformer" in told
+        assert f"--workdir {run}: the model has no transformer layers to quantize" in told
         assert "Finetune" not in told
     assert not out.exists()
 

@@ -12,7 +12,7 @@ source "$(dirname "$0")/common.sh"
 options "--slices --" "$@"
 need TPU_NAME ZONE BUCKET
 
-[ "${words[0]:-}" = train ] || die 2 "the command stands after --; write for example: run.sh -- train gpt_quickstart"
+[ "${words[0]:-}" = train ] || die 2 "the command goes after --; write for example: run.sh -- train gpt_quickstart"
 for word in "${words[@]}"; do
   case $word in --workdir*) die 2 "$word: the run's folder is gs://$BUCKET/$RUN; set BUCKET and RUN instead" ;; esac
 done

@@ -15,7 +15,7 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 options "--spot --queued --firewall --slices --retries --delete --" "$@"
 need TPU_NAME ZONE BUCKET ACCELERATOR_TYPE
-[ "${words[0]:-}" = train ] || die 2 "the command stands after --; write for example: watch.sh -- train gpt_quickstart"
+[ "${words[0]:-}" = train ] || die 2 "the command goes after --; write for example: watch.sh -- train gpt_quickstart"
 retries=0 assumed=PREEMPTED
 trap 'say_what_is_left; exit 130' INT TERM
 
