@@ -42,11 +42,11 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="Linux's /proc")
     [
         (["plan", "--json", "FOLDER"], "is not a file; name one, such as FOLDER/out.json"),
         (["plan", "--json", ""], "--json '' is not a file; name one, such as out.json"),
-        (["plan", "--json", "/dev/null"], "is no file"),
+        (["plan", "--json", "/dev/null"], "is not a file"),
         (["plan", "--json", "FOLDER/" + 300 * "x"], "File name too long"),
         (["plan", "--png", "FOLDER/x.foo"], "plots are PNG files; use FOLDER/x.png"),
         (["timeline", "--png", "FOLDER"], "is not a file; name one, such as FOLDER/out.png"),
-        (["verify", "--json", "FOLDER"], "is no file"),
+        (["verify", "--json", "FOLDER"], "is not a file"),
         pytest.param(
             ["plan", "--json", "/proc/x"],
             "in a folder that can be written",

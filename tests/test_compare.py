@@ -86,7 +86,7 @@ def test_plot_prints_draws_and_loads_no_run(tmp_path, capsys):
     [
         (["FOLDER/firts"], "no metrics there (no metrics.jsonl); did you mean 'FOLDER/first'?"),
         (["FOLDER/empty"], "plot FOLDER/empty: no metrics there"),
-        (["FOLDER/first", "--png", "FOLDER"], "--png 'FOLDER' is no file"),
+        (["FOLDER/first", "--png", "FOLDER"], "--png 'FOLDER' is not a file"),
         (["FOLDER/first", "--png", "FOLDER/x.jpg"], "plots are PNG files; use FOLDER/x.png"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_loop_that_ends_when_it_likes_is_refused(mesh):
     def until_small(x):
         return jax.lax.while_loop(lambda x: x.sum() > 1.0, lambda x: jax.lax.psum(x, "b") / 8, x)
 
-    with pytest.raises(ValueError, match="does not say how often"):
+    with pytest.raises(ValueError, match="does not give its trip count"):
         found_in(until_small, mesh, (16, 128))
 
 
