@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.analysis.options import add_analysis_commands
-from jaxtrain.run.attempts.records import DONE, FAILED, USER_ERROR
+from jaxtrain.run.attempts.exit_status import DONE, FAILED, USER_ERROR
 from jaxtrain.run.commands.options import add_run_commands, adder
 
 

@@ -190,6 +190,7 @@ SHORT_FILES = {
         "analysis.planning.search.plan_on_target", "analysis.reports.verify", "run.commands.init",
     },
     "a scheduler, which no other file is about": {"run.attempts.slurm"},
+    "imported by --help, which imports nothing heavy": {"run.attempts.exit_status"},
     "a template that `jaxtrain init` copies": {"run.starter.my_model"},
     "the process's memory, which no other file is about": {"run.garbage"},
     "made without Orbax, which run.start imports": {"run.initial_state"},

@@ -89,7 +89,7 @@ def test_a_demo_table_is_that_of_scikit_learn():
         ({"name": "nothing.npz"}, "no such file or folder"),
         ({"name": "wrong.npz"}, "no arrays of numbers x and y"),
         ({"name": "holes.npz"}, "x[1] has a value that is not finite"),
-        ({"name": "wrong.csv"}, "row 2 of numbers is '1,2'; use 3 numbers"),
+        ({"name": "wrong.csv"}, "row 2 of numbers is '1,2'; use 3 values"),
         ({"name": "table.txt"}, "it takes a .npz or a .csv file"),
         ({"heldout_fraction": 0.001}, "0 would be held out"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain import load_config
 from jaxtrain.cli import parser
-from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.commands import supervise
 
 ROOT = Path(__file__).parent.parent
@@ -91,5 +91,5 @@ def test_the_page_names_every_script_and_status():
     for script in (ROOT / "tpu_scripts").iterdir():
         if script.stem not in ("common", "worker"):
             assert script.name in PAGE, script.name
-    for status in (records.DONE, records.FAILED, records.USER_ERROR, records.PREEMPTED):
+    for status in (DONE, FAILED, USER_ERROR, PREEMPTED):
         assert f"| {status} |" in PAGE

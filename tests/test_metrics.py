@@ -332,7 +332,7 @@ DAMAGES = {
     b'{"step": 2, "loss": 1.5\x00}\n': "Expecting ',' delimiter",
     b'{"loss": 1.5}\n': "no step number",
     b'{"step": true}\n': "step True",
-    b"[" * 100_000 + b"\n": "nested more than 64 deep",
+    b"[" * 100_000 + b"\n": "nested more than 64 levels deep",
     bytes(5000) + b"\n": "Expecting value",
 }
 

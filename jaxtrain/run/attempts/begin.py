@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from jaxtrain.config.buckets import BucketPath, Place, require
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.devices import take_gpu_memory
-from jaxtrain.run.attempts import records
+from jaxtrain.run.attempts import exit_status, records
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.goodput import Goodput, read_account
@@ -185,7 +185,7 @@ def _leave(line: str) -> NoReturn:
         if sys.__stderr__ is not None:
             sys.__stderr__.write(f"jaxtrain: {line}\n")
             sys.__stderr__.flush()
-    os._exit(records.FAILED)
+    os._exit(exit_status.FAILED)
 
 
 def _give_back(lock: RunLock, is_new: bool) -> None:

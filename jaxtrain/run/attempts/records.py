@@ -1,4 +1,4 @@
-"""Attempt records in a run's folder: owner, liveness, exit reason; exit statuses.
+"""Attempt records in a run's folder: owner, liveness, exit reason.
 
 Every start of a run takes the next number by creating attempts/<number>.json, which can be created
 once (a fencing token): the highest number is the attempt that may write.
@@ -19,9 +19,6 @@ from typing import Any, Self
 from jaxtrain.config.buckets import Place
 from jaxtrain.config.files import create, write_atomically
 from jaxtrain.config.untrusted import parse_json
-
-# Exit statuses of the command line; 75 requests a restart (sysexits.h: EX_TEMPFAIL).
-DONE, FAILED, USER_ERROR, PREEMPTED = 0, 1, 2, 75
 
 LOCK_FILE = "lock.json"
 EXIT_FILE = "exit.json"

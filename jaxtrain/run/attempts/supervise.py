@@ -23,7 +23,7 @@ from jaxtrain.config.buckets import BucketError, BucketPath, Place, place, requi
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
-from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.attempts.slurm import SlurmJob
 from jaxtrain.run.attempts.standby import Reserve, Standby

@@ -21,7 +21,7 @@ from jaxtrain.data.text.stores.prepare import prepare, source_characters, traini
 from jaxtrain.data.text.stores.store import Store
 from jaxtrain.data.text.stores.transfer import prepare_in_bucket
 from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS
-from jaxtrain.run.attempts.records import DONE
+from jaxtrain.run.attempts.exit_status import DONE
 from jaxtrain.run.show import report
 from jaxtrain.run.show.examples import (
     SHEET_IMAGES,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxtrain.config.buckets import BucketError, Place, place
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.records import FAILED, USER_ERROR
+from jaxtrain.run.attempts.exit_status import FAILED, USER_ERROR
 from jaxtrain.run.attempts.supervise import Supervision, supervise
 from jaxtrain.run.commands.options import add_run_commands, adder
 

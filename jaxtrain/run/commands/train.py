@@ -34,9 +34,9 @@ from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
 from jaxtrain.run.attempts import begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
+from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.folder import explain_folder_errors
 from jaxtrain.run.attempts.goodput import PRODUCTIVE, Account
-from jaxtrain.run.attempts.records import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.checkpoint.sealing import FOLDER, require_sealed, sealed_steps
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.cluster.cluster import Flags

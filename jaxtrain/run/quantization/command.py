@@ -22,7 +22,7 @@ from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run.attempts.records import DONE
+from jaxtrain.run.attempts.exit_status import DONE
 from jaxtrain.run.checkpoint import metadata
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import tokenizer_of

@@ -22,7 +22,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.cache import empty_cache
-from jaxtrain.run.attempts.records import DONE
+from jaxtrain.run.attempts.exit_status import DONE
 from jaxtrain.run.commands.train import open_run
 from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.generation.decoding import (

@@ -101,8 +101,8 @@ def _llm_c(path: Path, head: np.ndarray) -> TokenFile:
     (version, dtype), begin, count = _LLM_C[int(head[0])], _LLM_C_HEADER * 4, int(head[2])
     if head[1] != version:
         raise UserError(
-            f"TextData.source: {path} is in version {head[1]} of llm.c's layout {head[0]}; here it "
-            f"is {version}"
+            f"TextData.source: {path} is in version {head[1]} of llm.c's layout {head[0]}; it must "
+            f"be {version}"
         )
     wanted, found = begin + count * dtype.itemsize, path.stat().st_size
     if wanted != found:
