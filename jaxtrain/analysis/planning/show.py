@@ -114,7 +114,7 @@ def _buffers(console: Console, plan: "Plan") -> None:
     table = Table(title="Largest arrays alive at the memory peak", title_justify="left")
     table.add_column("bytes", justify="right")
     table.add_column("arrays", overflow="fold")
-    table.add_column("made by", overflow="fold")
+    table.add_column("operation", overflow="fold")
     alike: dict[tuple[str, str], list[int]] = {}
     for buffer in plan.buffers:
         made_by = "/".join(buffer.op_name.split("/")[-4:])
@@ -228,7 +228,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
     table.add_column("", justify="right")
     table.add_column("mesh", overflow="fold")
     table.add_column("best of", overflow="fold")
-    table.add_column("also", overflow="fold")
+    table.add_column("other settings", overflow="fold")
     table.add_column("step", justify="right")
     table.add_column("memory", justify="right")
     table.add_column("why", overflow="fold")

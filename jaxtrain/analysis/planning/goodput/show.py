@@ -110,7 +110,7 @@ def _losses(console: Console, goodput: Goodput) -> None:
     table = Table(title="Where the rest of the time goes", title_justify="left")
     table.add_column("cause")
     table.add_column("each", justify="right")
-    table.add_column("of all time", justify="right")
+    table.add_column("share of run time", justify="right")
     saved = goodput.saving
     each = {
         "saves": saved.step_seconds,
@@ -124,7 +124,7 @@ def _losses(console: Console, goodput: Goodput) -> None:
 
 
 def _changes(console: Console, goodput: Goodput) -> None:
-    table = Table(title="What would gain", title_justify="left")
+    table = Table(title="What would help", title_justify="left")
     table.add_column("change")
     for name in ("goodput", "save_every", "days", "gained"):
         table.add_column(name, justify="right")
