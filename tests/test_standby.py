@@ -55,14 +55,15 @@ def test_it_ends_with_the_supervisor(waiting):
 def test_it_holds_no_device_lock_or_port(waiting):
     code = (
         "import importlib\n"
-        "from jax._src import xla_bridge\n"
+        "import jax\n"
         "from jaxtrain.run.attempts import standby\n"
         "for name in standby._MODULES:\n"
         "    importlib.import_module(name)\n"
-        "print(xla_bridge.backends_are_initialized())\n"
+        "jax.config.update('jax_num_cpu_devices', 3)\n"  # an error once a backend is there
+        "print(jax.config.jax_num_cpu_devices)\n"
     )
     words = [sys.executable, "-c", code]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "False\n"
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "3\n"
     folder = Path(f"/proc/{waiting.process.pid}")
     wait_for(lambda: "jaxlib" in (folder / "maps").read_text())
     held = [os.readlink(one) for one in (folder / "fd").iterdir()]
