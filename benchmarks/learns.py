@@ -98,7 +98,7 @@ GRU.num_layers = 2
 GRU.embed_dim = 64
 GRU.objective = 'token_classification'
 GRU.bidirectional = True
-SequenceData.place = 'last'
+SequenceData.pooling = 'last'
 Schedule.name = 'cosine'
 """
 NUMBERS = """

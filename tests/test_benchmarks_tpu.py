@@ -19,7 +19,7 @@ from benchmarks.pipeline_cycles import Tick, tick_of  # noqa: E402
 from benchmarks.tpu_cycles import expected  # noqa: E402
 from jaxtrain.analysis.planning.compiled.schedule import PEAK, Scheduled  # noqa: E402
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
-from jaxtrain.analysis.planning.search.variants import refusal  # noqa: E402
+from jaxtrain.analysis.planning.search.variants import rejection_reason  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
 from jaxtrain.training.pipeline.table import Work  # noqa: E402
 from jaxtrain.training.pipeline.timetables import make_schedule  # noqa: E402
@@ -186,7 +186,7 @@ def test_rows_of_the_overlap_table_can_run(name):
     row = ROWS[name]
     text = ("SOURCE = '.'", "TOKENIZER = 'byte'", "TextData.separate_documents = False")
     config = load_config(row.config, [*text, *row.bindings])
-    assert refusal(config, parse_target(row.target)) is None
+    assert rejection_reason(config, parse_target(row.target)) is None
 
 
 _TICK = """HloModule tick

@@ -18,7 +18,7 @@ from gcs_stand_in import GcsStandIn, serving
 from jaxtrain import Trainer, load_config
 from jaxtrain.__main__ import main
 from jaxtrain.cli import parser
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import to_path
 from jaxtrain.run.attempts import records
 from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.run.checkpoint.manifest import CheckpointError
@@ -181,7 +181,7 @@ def test_only_what_the_bucket_has_no_digest_of_is_read_back(gcs):
     """An object made of others has no MD5."""
     gcs.put("parts", "7/plain", b"plain")
     gcs.put("parts", "7/whole", b"whole", composed=True)
-    folder = place("gs://parts/7")
+    folder = to_path("gs://parts/7")
     gcs.requests.clear()
     found = manifest.seal(folder, 7, {})
     assert found.files == {
@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used(gcs, copie
 def test_what_a_killed_save_left_is_removed(gcs, copied, local):
     del gcs.buckets["copy"]["first/checkpoints/4/manifest.json"]
     config = load_config(local / "config.gin")
-    checkpoints = Checkpoints(place(copied), config.checkpoint)
+    checkpoints = Checkpoints(to_path(copied), config.checkpoint)
     assert checkpoints.steps() == [2]
     assert "the remains of a save that was never finished" in checkpoints.cleaned[0]
     assert gcs.names("copy", "first/checkpoints/4/") == []
@@ -247,7 +247,7 @@ def test_a_bucket_that_is_lost_costs_nothing_that_was_saved(gcs, copied, tiny_co
     assert "Traceback" not in told.err
     assert {name: gcs.read("copy", name) for name in before} == before
     gcs.refuse = lambda *_: None
-    records.record_end(place(copied), 3)  # it could not say so; we, its process, are still alive
+    records.record_end(to_path(copied), 3)  # it could not say so; we, its process, are still alive
     told = train(tiny_config, copied, "-b", "Train.steps = 6")
     assert "Going on from the checkpoint of step 4" in told
 
@@ -282,7 +282,7 @@ def test_two_processes_write_one_run_into_a_bucket(gcs, tiny_config, tmp_path):
         "ocdbt.process_0",
         "ocdbt.process_1",
     }
-    checkpoints = Checkpoints(place("gs://pair/run"), Checkpoint(), read_only=True)
+    checkpoints = Checkpoints(to_path("gs://pair/run"), Checkpoint(), read_only=True)
     assert checkpoints.steps() == [2]
     checkpoints.verify(2)
     checkpoints.close()

@@ -20,7 +20,7 @@ from test_data_tfds import FIXTURES, PREPARE, TEXTS, data_dir, documents  # noqa
 
 from jaxtrain.__main__ import main
 from jaxtrain.config import buckets
-from jaxtrain.config.buckets import BucketError, BucketRefusedError, place
+from jaxtrain.config.buckets import BucketAccessError, BucketError, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.images.source import ImageData
@@ -78,7 +78,7 @@ def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
             with pytest.raises(FileNotFoundError):
                 mistake()
 
-    assert list(story(place("gs://box/run"))) == list(story(tmp_path))
+    assert list(story(to_path("gs://box/run"))) == list(story(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_path_in_a_bucket_does_what_one_on_a_disk_does(tmp_path):
     ],
 )
 def test_an_address_has_one_form(name, address):
-    assert str(place(name)) == address
-    assert place(place(name)) == place(address)
+    assert str(to_path(name)) == address
+    assert to_path(to_path(name)) == to_path(address)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_an_address_has_one_form(name, address):
 )
 def test_an_address_that_is_none_is_refused(name):
     with pytest.raises(UserError, match="write gs://BUCKET/FOLDER") as refused:
-        place(name)
+        to_path(name)
     assert "secret" not in str(refused.value)
 
 
 def test_other_storages_are_refused():
     with pytest.raises(UserError, match="only gs:// URLs and local paths are supported"):
-        place("s3://bucket/run")
+        to_path("s3://bucket/run")
 
 
 @pytest.mark.parametrize("name", ["../out.txt", "a/../../out.txt", "a//b.txt", "./c.txt"])
 def test_names_that_lead_out_are_refused_wherever_they_are_listed(gcs, name):
     gcs.put("box", f"text/{name}", b"text")
     with pytest.raises(UserError, match="holds an object called"):
-        place("gs://box/text").list_objects()
+        to_path("gs://box/text").list_objects()
     with pytest.raises(UserError, match="holds an object called"):
         TextData(source="gs://box/text").open(seed=0)
 
@@ -122,7 +122,7 @@ def test_what_epath_lacks(gcs):
     """Why bucket paths are not `etils.epath.Path`: each line is a promise of ours."""
     for name in ("run/a.txt", "run/b~", "run/../out.txt"):
         gcs.put("box", name, b"text")
-    (ours := place("gs://box/run/a.txt")).exists()  # opens gcsfs, without TensorFlow
+    (ours := to_path("gs://box/run/a.txt")).exists()  # opens gcsfs, without TensorFlow
     root = epath.Path("gs://box/run")
     # Leaves out b~, and goes out of the folder.
     assert [str(path) for path in root.iterdir()] == ["gs://box/run/..", "gs://box/run/a.txt"]
@@ -140,13 +140,13 @@ def test_what_epath_lacks(gcs):
 
     assert count_requests(ours.read_bytes) == 1 < count_requests((root / "a.txt").read_bytes)
     # Without the content, which epath reads and writes again.
-    assert count_requests(lambda: ours.copy_to(place("gs://box/run/c"))) == 1
+    assert count_requests(lambda: ours.copy_to(to_path("gs://box/run/c"))) == 1
     assert count_requests(lambda: (root / "a.txt").copy(root / "d")) > 4
     gcs.refuse = lambda *_: 401
     with pytest.raises(Exception, match="401") as raised:
         (root / "a.txt").read_bytes()
     assert not isinstance(raised.value, OSError)
-    with pytest.raises(BucketRefusedError):
+    with pytest.raises(BucketAccessError):
         ours.read_bytes()
 
 
@@ -324,7 +324,7 @@ def test_images_from_a_bucket_are_those_on_a_disk(gcs, tmp_path):
 
 
 def test_a_prepared_tfds_is_read_from_a_bucket(gcs, data_dir, tmp_path):  # noqa: F811
-    for file in place(data_dir).rglob("*"):
+    for file in to_path(data_dir).rglob("*"):
         if file.is_file():
             gcs.put("box", f"tfds/{file.relative_to(data_dir).as_posix()}", file.read_bytes())
     settings = {"source": "tfds:tiny_text", "sequence_length": 8, "heldout_fraction": 0.25}
@@ -410,7 +410,7 @@ def test_without_the_extra_a_bucket_is_refused_and_the_doctor_says_how_to_get_it
 def test_a_bucket_that_is_away_is_no_mistake_of_the_users(gcs):
     gcs.refuse = lambda *_: 418  # nothing that is asked again
     with pytest.raises(BucketError, match="did not answer"):
-        buckets.require("--workdir", place("gs://box/run"))
+        buckets.require("--workdir", to_path("gs://box/run"))
 
 
 # -- locks ----------------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ def claim(host: str, machine: str = "another machine") -> Claim:
 
 
 def test_of_many_who_take_an_attempt_at_once_one_has_it():
-    workdir = place("gs://box/run")
+    workdir = to_path("gs://box/run")
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         won = list(threads.map(lambda n: records.take(workdir, 1, claim(f"host{n}")), range(16)))
     assert sum(won) == 1
@@ -453,7 +453,7 @@ def test_the_lock_in_a_bucket_shows_itself_and_is_given_back(gcs):
 
 
 def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
-    workdir = place("gs://box/run")
+    workdir = to_path("gs://box/run")
     assert records.take(workdir, 1, claim("elsewhere"))
     frozen = RunLock(workdir, 1)
     frozen.check()
@@ -474,7 +474,7 @@ def test_a_holder_elsewhere_that_stands_still_is_followed_and_fenced(gcs):
 
 def test_what_changed_is_pushed_and_nothing_else(gcs):
     gcs.put("box", "run/metrics.jsonl", b"1\n")
-    folder = RunFolder(place("gs://box/run"), pull=["metrics.jsonl", "goodput.json"])
+    folder = RunFolder(to_path("gs://box/run"), pull=["metrics.jsonl", "goodput.json"])
     with (folder.local / "metrics.jsonl").open("a") as file:
         gcs.requests.clear()
         folder.push()
@@ -497,10 +497,10 @@ def test_what_changed_is_pushed_and_nothing_else(gcs):
 
 def test_what_cannot_be_pushed_stays_on_this_machine_and_people_are_told(gcs):
     told = []
-    folder = RunFolder(place("gs://box/run"), report=told.append)
+    folder = RunFolder(to_path("gs://box/run"), report=told.append)
     (folder.local / "metrics.jsonl").write_text("1\n")
     gcs.refuse = lambda *_: 403
-    with pytest.raises(BucketRefusedError):
+    with pytest.raises(BucketAccessError):
         folder.push()
     folder.close()
     assert str(folder.local) in told[-1]
@@ -509,9 +509,9 @@ def test_what_cannot_be_pushed_stays_on_this_machine_and_people_are_told(gcs):
 
 def test_an_attempt_that_was_superseded_pushes_nothing(gcs):
     def superseded():
-        raise Superseded(place("gs://box/run"), 1, 2)
+        raise Superseded(to_path("gs://box/run"), 1, 2)
 
-    folder = RunFolder(place("gs://box/run"), may_write=superseded)
+    folder = RunFolder(to_path("gs://box/run"), may_write=superseded)
     (folder.local / "metrics.jsonl").write_text("old\n")
     with pytest.raises(Superseded):
         folder.push()
@@ -564,11 +564,11 @@ def test_a_supervisor_follows_a_run_in_a_bucket(gcs):
 
 
 def test_a_run_in_a_bucket_keeps_its_token_there(gcs):
-    file = place("gs://box/run/attempts/token")
+    file = to_path("gs://box/run/attempts/token")
     assert RunToken({}, file).find() is None
     made = RunToken({}, file).make()
     assert RunToken({}, file).find() == RunToken({}, file).make() == made
     assert gcs.names("box") == ["run/attempts/token"]
     gcs.refuse = lambda *_: 403
-    with pytest.raises(BucketRefusedError):
+    with pytest.raises(BucketAccessError):
         RunToken({}, file).find()

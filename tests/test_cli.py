@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.__main__ import main
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import to_path
 from jaxtrain.run.commands.supervise import run_folder
 from jaxtrain.training.settings import load_config
 
@@ -279,8 +279,8 @@ def test_a_run_on_simulated_devices_is_read_in_processes_of_their_own(tiny_confi
 
 def test_a_workdir_at_home_is_found(run, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(run.parent))
-    assert run_folder("tiny", f"~/{run.name}") == place(Path("~", run.name)) == run
-    assert place("a/~") == Path("a/~")
+    assert run_folder("tiny", f"~/{run.name}") == to_path(Path("~", run.name)) == run
+    assert to_path("a/~") == Path("a/~")
     assert main(["inspect", f"--workdir=~/{run.name}"]) == 0
     assert f"{run}/checkpoints/4" in capsys.readouterr().out.replace("\n", "")
 

@@ -196,6 +196,7 @@ def test_what_cannot_be_a_configuration_is_refused():
         ("Deadlines.step=8", "timeouts", "step", 8.0),
         ("Finetune.few_bits='none'", "finetune", "quantize_bits", "none"),
         ("Finetune.few_bits_group=64", "finetune", "quantize_group", 64),
+        ("SequenceData.place='last'", "sequences", "pooling", "last"),
         ("Finetune.fresh=('output',)", "finetune", "reinitialize", ("output",)),
         ("Mixture.once=('a',)", "data", "single_epoch", ("a",)),
         ("Mixture.between='jump'", "data", "interpolation", "jump"),
@@ -204,8 +205,9 @@ def test_what_cannot_be_a_configuration_is_refused():
 def test_a_former_name_of_a_setting_is_read_with_a_note(former, section, present, value):
     mixture = ["Train.data=@Mixture()", "Mixture.data=@TextData()"]
     mixture.append("Mixture.sources={'a': 'README.md', 'b': 'LICENSE'}")
-    config = load_config("gpt_quickstart", [*(mixture if section == "data" else ()), former])
-    found = config.train.data if section == "data" else getattr(config, section)
+    of_data = {"data": mixture, "sequences": ["Train.data=@SequenceData()"]}
+    config = load_config("gpt_quickstart", [*of_data.get(section, ()), former])
+    found = config.train.data if section in of_data else getattr(config, section)
     assert getattr(found, present) == value
     name = former.partition("=")[0]
     (note,) = [note for note in config.notes if name in note]

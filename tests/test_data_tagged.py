@@ -65,7 +65,7 @@ def test_both_kinds_of_files_give_the_same_rows(source, name):
     assert row.targets[places].tolist() == [1, 0, 2, 0]
     held = opened.heldout.example(0, None)
     assert held.targets[held.loss_mask > 0].tolist() == [2, 0]
-    last = dataclasses.replace(data, place="last", begin=7).open(seed=0).train.example(0, None)
+    last = dataclasses.replace(data, pooling="last", begin=7).open(seed=0).train.example(0, None)
     assert np.flatnonzero(last.loss_mask).tolist() == [2, 10, 18, 23]
     assert last.inputs[0] == 7
 
@@ -83,7 +83,7 @@ def test_words_are_told_at_the_tokens_that_tokenizers_give_them(tmp_path):
     theirs = made.encode(sentence, is_pretokenized=True)
     assert tokens == theirs.ids
     assert places == [theirs.word_ids.index(number) for number in range(len(sentence))]
-    data = dataclasses.replace(data, place="last")
+    data = dataclasses.replace(data, pooling="last")
     _, places = data.tokens_of(sentence, data.open_tokenizer())
     last = [len(theirs.ids) - 1 - theirs.word_ids[::-1].index(n) for n in range(len(sentence))]
     assert places == last

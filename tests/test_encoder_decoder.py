@@ -63,8 +63,8 @@ class Theirs(torch.nn.Module):
         )
         self.learned = sizes.positions == "learned"
         if self.learned:
-            self.source_places = nn.Embedding(sizes.context_length, D)
-            self.target_places = nn.Embedding(sizes.context_length, D)
+            self.source_positions = nn.Embedding(sizes.context_length, D)
+            self.target_positions = nn.Embedding(sizes.context_length, D)
         else:
             place, column = np.meshgrid(np.arange(64), np.arange(D), indexing="ij")
             angle = place / 10_000 ** (column // 2 * 2 / D)

@@ -245,7 +245,7 @@ def test_a_search_names_a_layout_once():
     bindings = "Train.global_batch_size = 12", "TextData.sequence_length = 16"
     found = search(config_of(MODEL, 3, *bindings), parse_target("h100:1x6"))
     assert {one.config.mesh.fsdp for one in found.candidates} <= {1, 2}
-    assert any("the same as with fewer" in reason for reason in found.refused)
+    assert any("the same as with fewer" in reason for reason in found.rejected)
 
 
 def test_nemo_s_405b_on_nine_stages_is_counted_with_whole_tables():

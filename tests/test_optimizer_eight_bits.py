@@ -77,7 +77,7 @@ def test_codes_are_bitsandbytes_up_to_its_table(signed):
     codes, largest = torch.ops.bitsandbytes.quantize_blockwise(
         torch.tensor(x), functional.create_dynamic_map(signed=signed), 256
     )
-    mine = adam8bit.encode(nnx.Param(jnp.asarray(x), axes=("layers", "place")), signed=signed)
+    mine = adam8bit.encode(nnx.Param(jnp.asarray(x), axes=("layers", "positions")), signed=signed)
     np.testing.assert_array_equal(mine.largest.get_value()[:, 0], largest.numpy())
     scaled, values = x / largest.numpy()[:, None], adam8bit.dynamic_map(signed)
     ours = np.abs(scaled - values[np.asarray(mine.codes.get_value())])

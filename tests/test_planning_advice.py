@@ -9,7 +9,7 @@ from jaxtrain.analysis.planning.advice import fixes_for, remarks
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.machines.targets import parse_target, with_memory
 from jaxtrain.analysis.planning.search.search import price
-from jaxtrain.analysis.planning.search.variants import apply_changes, bindings_of, refusal
+from jaxtrain.analysis.planning.search.variants import apply_changes, bindings_of, rejection_reason
 from jaxtrain.training.layouts import abstract_layout
 from jaxtrain.training.settings import load_config
 
@@ -44,12 +44,12 @@ def test_pasted_bindings_are_the_changed_configuration(changes):
 def test_a_refusal_names_its_reasons():
     target = parse_target("v5e:2x4")
     config = load_config("gpt_quickstart")
-    assert refusal(config, target) is None
-    found = refusal(apply_changes(config, {"Mesh.tensor": 3, "Mesh.fsdp": 1}), target)
+    assert rejection_reason(config, target) is None
+    found = rejection_reason(apply_changes(config, {"Mesh.tensor": 3, "Mesh.fsdp": 1}), target)
     assert found is not None
     assert "Mesh" in found
     both = apply_changes(config, {"Attention.kernel": "cudnn", "Train.accumulation": 3})
-    found = refusal(both, target)
+    found = rejection_reason(both, target)
     assert found is not None
     assert "cudnn" in found
     assert "accumulation" in found
@@ -65,7 +65,7 @@ def test_fixes_fit_load_and_come_cheapest_first():
         assert variant == apply_changes(config, fix.changes)
         assert fix.fits
         assert after.fits
-        assert refusal(variant, target) is None
+        assert rejection_reason(variant, target) is None
         assert fix.saved == before.memory.total - after.memory.total > 0
         assert fix.slower == pytest.approx(after.seconds / before.seconds - 1)
         assert fix.sentence.endswith("(fits)")
@@ -124,7 +124,7 @@ def test_chunks_of_the_loss_that_are_too_small_are_told_with_one_that_is_not():
 
     share, (line,) = told("Loss.chunk_size=512")
     assert share > 0.01
-    assert " is 128 places on a device: " in line
+    assert " is 128 positions on a device: " in line
     (pasted,) = re.findall(r'-b "(Loss.chunk_size=\d+)" is faster', line)
     less, nothing = told(pasted)
     assert less <= 0.01

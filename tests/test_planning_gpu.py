@@ -57,7 +57,7 @@ def test_what_compiles_and_has_no_room_is_told_apart_from_what_does_not_compile(
     config = load_config("gpt2_124m", ["SOURCE='x'", "TOKENIZER='x'", "Mesh.data=8", *large])
     found = plan(config, "h100:1x8")
     assert found.compiled is not None
-    assert found.compiled.refusal is None
+    assert found.compiled.error is None
     assert found.compiled.temp_bytes > 80 * 2**30
     assert found.verdict == "compiles, but would run out of memory"
     assert {fix.fits for fix in found.fixes} == {True}

@@ -189,7 +189,7 @@ def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, te
     estimate = plan(config, target=target, compile=False)
     compiled = Compiled(
         argument_bytes=2**20, temp_bytes=temporaries, live_bytes=None, unaliased_bytes=0,
-        host_bytes=0, refusal=None, text="", warnings=(), seconds=1.0,
+        host_bytes=0, error=None, text="", warnings=(), seconds=1.0,
     )  # fmt: skip
     report = dataclasses.replace(estimate, compiled=compiled)
     assert report.verdict == verdict
@@ -204,8 +204,8 @@ def test_what_does_not_fit_gets_fixes_that_do(llama_file):
     assert not report.fits
     assert report.to_json()["fits"] is False
     assert report.compiled is not None
-    assert report.compiled.refusal is not None
-    assert "Ran out of memory" in report.compiled.refusal
+    assert report.compiled.error is not None
+    assert "Ran out of memory" in report.compiled.error
     assert "DOES NOT FIT" in report.table()
     # The cheapest fix, pasted, fits by the compiler's own word.
     best = report.fixes[0]
@@ -300,9 +300,9 @@ def test_a_search_whose_first_layouts_do_not_compile_shows_one_that_may_run(
         found = real(config, machine, "none", **more)
         if effort == "none":
             return found
-        refusal = None if len(tried) >= fits_from else "RESOURCE_EXHAUSTED"
+        error = None if len(tried) >= fits_from else "RESOURCE_EXHAUSTED"
         tried.append(config)
-        made = Compiled(0, 2**30, None, 0, 0, refusal, "", (), 0.0)
+        made = Compiled(0, 2**30, None, 0, 0, error, "", (), 0.0)
         return dataclasses.replace(found, compiled=made)
 
     monkeypatch.setattr(plans, "_plan", compiled)

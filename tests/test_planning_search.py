@@ -13,7 +13,7 @@ from jaxtrain.analysis.planning.search import search as searching
 from jaxtrain.analysis.planning.search.candidates import SHOWN, TIE
 from jaxtrain.analysis.planning.search.search import _list_layouts, price, search
 from jaxtrain.analysis.planning.search.space import meshes_and_schedules, stages_and_policies
-from jaxtrain.analysis.planning.search.variants import apply_changes, refusal
+from jaxtrain.analysis.planning.search.variants import apply_changes, rejection_reason
 from jaxtrain.analysis.planning.textbook import profile
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory, state_memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
@@ -73,7 +73,7 @@ def test_no_hand_written_recipe_is_faster(recipe, policy):
     for accumulation in (1, 2, 4, 8, 16, 32):
         changes = {**recipe, "Remat.policy": policy, "Train.accumulation": accumulation}
         config = apply_changes(load_config("llama_1b", KERNEL), changes)
-        if refusal(config, target) is not None:
+        if rejection_reason(config, target) is not None:
             continue
         tried += 1
         priced = price(config, target)
@@ -85,7 +85,7 @@ def test_bindings_can_be_pasted():
     for one in found().shown:
         pasted = load_config("llama_1b", [*KERNEL, *one.bindings])
         assert pasted == one.config
-        assert refusal(pasted, parse_target(TARGET)) is None
+        assert rejection_reason(pasted, parse_target(TARGET)) is None
 
 
 @pytest.mark.slow

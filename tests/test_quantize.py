@@ -36,7 +36,7 @@ from jaxtrain.run.quantization.activation_aware import (
     scaling_groups,
 )
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import on_host, place_weights
+from jaxtrain.run.weights import on_host, shard_weights
 from jaxtrain.training.settings import load_config
 
 GROUP = 16
@@ -184,7 +184,7 @@ def test_a_scaled_model_computes_what_it_did(kv_heads):
     tokens = rng.integers(0, 61, (2, 16))
     shapes = program.abstract_state().params
     was, now = (
-        logits_of(program.setup, sizes, place_weights(shapes, values, None), tokens)
+        logits_of(program.setup, sizes, shard_weights(shapes, values, None), tokens)
         for values in (before, weights)
     )
     np.testing.assert_allclose(now, was, atol=1e-4, rtol=1e-4)

@@ -199,7 +199,7 @@ def little(folder, **changes):
 
 def test_files_of_the_archive_become_rows_that_end_with_padding(made):
     folder, *_ = made
-    last, first = little(folder, place="last"), little(folder)
+    last, first = little(folder, pooling="last"), little(folder)
     opened = last.open(seed=0)
     assert (len(opened.train), len(opened.heldout)) == (2, 2)
     assert opened.facts["class_names"] == "up, down"
@@ -233,7 +233,7 @@ BINDINGS = [
     "Train.model = @GRU()", "Train.data = @SequenceData()", "GRU.features = 2",
     "GRU.num_layers = 1", "GRU.embed_dim = 16", "GRU.context_length = 8",
     "GRU.objective = 'token_classification'", "SequenceData.features = 2",
-    "SequenceData.sequence_length = 8", "SequenceData.place = 'last'", "Train.steps = 30",
+    "SequenceData.sequence_length = 8", "SequenceData.pooling = 'last'", "Train.steps = 30",
     "Train.global_batch_size = 16", "Train.save_every = 0", "Train.log_every = 10",
     "Mesh.fsdp = -1", "Optimizer.learning_rate = 3e-2", "Precision.compute = 'float32'",
 ]  # fmt: skip

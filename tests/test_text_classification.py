@@ -31,7 +31,7 @@ TOLD = {"objective": "token_classification"}
 def texts(rows: int, *, classes: int, vocab_size: int, place: str = "first", length: int = 12):
     """Random texts of all lengths with random labels."""
     data = LabelledText(
-        num_classes=classes, synthetic_vocab_size=vocab_size, sequence_length=length, place=place
+        num_classes=classes, synthetic_vocab_size=vocab_size, sequence_length=length, pooling=place
     )
     opened = data.open(seed=0).train
     return jax.tree.map(lambda *x: np.stack(x), *(opened.example(n, None) for n in range(rows)))
@@ -214,7 +214,7 @@ BINDINGS = [
 def test_rows_are_texts_with_the_label_where_it_is_told(labelled):
     file, lines = labelled
     first = LabelledText(source=str(file), sequence_length=24, begin=2)
-    last = dataclasses.replace(first, begin=None, place="last")
+    last = dataclasses.replace(first, begin=None, pooling="last")
     assert first.class_names() == ["fruit", "tool"]
     for data in (first, last):
         opened = data.open(seed=0)
@@ -258,7 +258,7 @@ def test_a_run_learns_and_predicts_the_names_of_classes(labelled, tmp_path, caps
 
 def test_probabilities_are_those_of_the_logits(labelled):
     file, _ = labelled
-    data = LabelledText(source=str(file), sequence_length=24, place="last")
+    data = LabelledText(source=str(file), sequence_length=24, pooling="last")
     model = GRU(vocab_size=256, num_layers=1, embed_dim=8, context_length=24, **TOLD)
 
     def logits(batch):

@@ -200,12 +200,12 @@ def _side_by_side(
     """Plan each layout on each target; a combination that cannot run does not stop the others."""
     entries = []
     for target, chosen in itertools.product(targets, layouts):
-        made, refused = None, None
+        made, message = None, None
         try:
             made = _plan(arguments, console, target, chosen)
         except UserError as error:
-            refused = str(error)
-        entries.append(side_by_side.Entry(target.name, chosen.values, made, refused))
+            message = str(error)
+        entries.append(side_by_side.Entry(target.name, chosen.values, made, message))
         if _is_interrupted(made):
             break
     return entries

@@ -37,7 +37,7 @@ class BucketError(OSError):
     """Error of a bucket: it cannot be reached, or it rejects the request."""
 
 
-class BucketRefusedError(BucketError, PermissionError):
+class BucketAccessError(BucketError, PermissionError):
     """Bucket access denied: no permission, or no valid login."""
 
 
@@ -217,10 +217,10 @@ class BucketPath:
             return None
 
 
-Place = Path | BucketPath
+AnyPath = Path | BucketPath
 
 
-def place(name: str | Path | BucketPath) -> Place:
+def to_path(name: str | Path | BucketPath) -> AnyPath:
     """Return the path of a name: in a bucket if it begins with gs://, else on a disk.
 
     Raises:
@@ -281,7 +281,7 @@ def require(setting: str, path: BucketPath) -> None:
             f"{setting} {path}: there is no bucket {path.bucket!r}; make it with 'gcloud storage "
             f"buckets create {SCHEME}{path.bucket}', or name another"
         ) from error
-    except (BucketRefusedError, UserError) as error:
+    except (BucketAccessError, UserError) as error:
         raise UserError(f"{setting} {path}: {error}") from error
 
 
@@ -347,7 +347,7 @@ def _translate(path: BucketPath) -> Iterator[None]:
     except (OSError, ValueError, RuntimeError, KeyError, *library_errors()) as error:
         detail = " ".join(str(error).split())[:300] or type(error).__name__
         if str(error).startswith("Forbidden") or _code(error) in (401, 403):
-            raise BucketRefusedError(
+            raise BucketAccessError(
                 f"the bucket {path.bucket!r} does not permit it to whoever is logged in here "
                 f"({detail}); log in with 'gcloud auth application-default login', or ask for the "
                 "role Storage Object User"

@@ -11,14 +11,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketPath, BucketRefusedError, Place, on_disk
+from jaxtrain.config.buckets import AnyPath, BucketAccessError, BucketPath, on_disk
 from jaxtrain.config.errors import UserError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # Disk full; over the user's quota; larger than the maximum file size.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors caused by the path itself. A disk that is full, missing or broken is not a user error.
-_REFUSALS = {
+_ACCESS_ERRNOS = {
     errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
     errno.ENOTDIR, errno.EPERM, errno.EROFS,
 }  # fmt: skip
@@ -38,10 +38,10 @@ def path_errors(named: str, *, needs: str) -> Iterator[None]:
     """
     try:
         yield
-    except BucketRefusedError as error:
+    except BucketAccessError as error:
         raise UserError(f"{named}: {error}") from error
     except OSError as error:
-        if error.errno not in _REFUSALS:
+        if error.errno not in _ACCESS_ERRNOS:
             raise
         where = "" if error.filename is None else f" ({error.filename})"
         raise UserError(f"{named}: {error.strerror}{where}; {needs}") from error
@@ -68,7 +68,7 @@ def writable(option: str, name: str | None) -> Path | None:
     return file
 
 
-def write_atomically(file: Place, content: bytes) -> None:
+def write_atomically(file: AnyPath, content: bytes) -> None:
     """Write a temporary file and rename it: readers see the old content or the new, never a part.
 
     Raises:
@@ -97,7 +97,7 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-def create(file: Place, content: bytes) -> None:
+def create(file: AnyPath, content: bytes) -> None:
     """Create the file with its whole content if it does not exist: of concurrent callers, one
     succeeds.
 
@@ -126,7 +126,7 @@ def create(file: Place, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def remove_tree(folder: Place) -> None:
+def remove_tree(folder: AnyPath) -> None:
     """Delete a folder and its contents; other processes may delete files there too."""
     if isinstance(folder, BucketPath):
         folder.remove_tree()

@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 
@@ -60,7 +60,7 @@ def _require_regular(mode: int, named: str) -> None:
         raise UserError(f"{named} is {kind}, not a file; use a file that can be read")
 
 
-def read_bounded(path: Place, *, named: str | None = None, limit: int = MAX_JSON_BYTES) -> bytes:
+def read_bounded(path: AnyPath, *, named: str | None = None, limit: int = MAX_JSON_BYTES) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
@@ -169,7 +169,7 @@ def parse_json_object(
 
 
 def read_json_object(
-    path: Place, *, named: str | None = None, advice: str = "fetch it again"
+    path: AnyPath, *, named: str | None = None, advice: str = "fetch it again"
 ) -> dict[str, Any]:
     """Return the object of another program's JSON file: `read_bounded`, then `parse_json_object`.
 

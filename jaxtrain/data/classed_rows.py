@@ -31,7 +31,7 @@ class ClassedRows(abc.ABC):
       source: the file; or `'synthetic'`, random examples and labels.
       num_classes: different classes; their labels follow the order of their names.
       sequence_length: positions of a row; longer examples are truncated, and counted.
-      place: the position at which an example's one class is predicted: the `'first'`, or the
+      pooling: the position at which an example's one class is predicted: the `'first'`, or the
         `'last'`, as unidirectional recurrent models need it.
       heldout_fraction: share of the examples that is held out, evenly spaced; where an example has
         one class, of each.
@@ -40,7 +40,7 @@ class ClassedRows(abc.ABC):
     source: Annotated[str, PathOr(("synthetic",))] = "synthetic"
     num_classes: int = 2
     sequence_length: int = 128
-    place: Literal["first", "last"] = "first"
+    pooling: Literal["first", "last"] = "first"
     heldout_fraction: float = 0.1
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class ClassedRows(abc.ABC):
 
     def label_sequence(self, row: np.ndarray, label: int) -> Batch:
         """Return a row with one label."""
-        position = 0 if self.place == "first" else len(row) - 1
+        position = 0 if self.pooling == "first" else len(row) - 1
         is_labeled_T = np.arange(self.sequence_length) == position
         return self.pad_row(row, np.full(self.sequence_length, label), is_labeled_T)
 

@@ -151,7 +151,7 @@ def to_device(
       rows: those of the batch, from `process_rows`.
     """
 
-    def place(local: np.ndarray) -> jax.Array:
+    def to_global(local: np.ndarray) -> jax.Array:
         assert len(rows) == len(local), f"{len(local)} rows made, {len(rows)} held"
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -167,7 +167,7 @@ def to_device(
 
     # This transfer is intended: a loop that forbids transfers forbids all others.
     with jax.transfer_guard_host_to_device("allow"):
-        return jax.tree.map(place, batch)
+        return jax.tree.map(to_global, batch)
 
 
 class Prefetcher(Generic[T]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import BucketPath, Place, place, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
@@ -197,7 +197,7 @@ def part_digest(part: bytes | Tokens) -> str:
     return sha.hexdigest()
 
 
-def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Place:
+def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> AnyPath:
     """Return the path that a setting names, on this machine or in a bucket.
 
     Args:
@@ -218,7 +218,7 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
         )
     words = list(words)
     allowed = f"a path or one of {', '.join(map(repr, words))}" if words else "a path"
-    path = _place(setting, value)
+    path = _to_path(setting, value)
     if isinstance(path, BucketPath):
         return _in_bucket(setting, path, allowed)
     with path_errors(f"{setting} = {value!r}", needs=f"it takes {allowed}"):
@@ -233,9 +233,9 @@ def existing_path(setting: str, value: str, *, words: Iterable[str] = ()) -> Pla
     raise UserError(f"{setting} = {value!r}: no such file or folder; it takes {allowed}{hint}")
 
 
-def _place(setting: str, value: str) -> Place:
+def _to_path(setting: str, value: str) -> AnyPath:
     try:
-        return place(value)
+        return to_path(value)
     except UserError as error:
         raise UserError(f"{setting} = {value!r}: {error}") from error
 
@@ -254,12 +254,12 @@ def _in_bucket(setting: str, path: BucketPath, allowed: str) -> BucketPath:
     )
 
 
-def is_store(path: Place) -> bool:
+def is_store(path: AnyPath) -> bool:
     """Whether a folder, on a disk or in a bucket, is a complete token store."""
     return (path / STORE_FILE).is_file()
 
 
-def walk_files(root: Place, setting: str) -> Iterator[tuple[Place, str, int]]:
+def walk_files(root: AnyPath, setting: str) -> Iterator[tuple[AnyPath, str, int]]:
     """Yield the files under `root` with their relative names and sizes in bytes, sorted by path.
 
     Names with a leading dot are skipped. A link to a path inside the folder is skipped too: that
@@ -313,7 +313,7 @@ def is_glob(source: str) -> bool:
     return bool(re.search(r"[*?\[]", source)) and ("://" in source or not Path(source).exists())
 
 
-def glob_files(source: str, setting: str) -> list[Place]:
+def glob_files(source: str, setting: str) -> list[AnyPath]:
     """Return the files that match a pattern, sorted by path.
 
     Args:

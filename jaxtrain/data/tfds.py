@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxtrain.config.buckets import BucketPath, place, require
+from jaxtrain.config.buckets import BucketPath, require, to_path
 from jaxtrain.config.errors import UserError, did_you_mean, nearest
 
 
@@ -17,7 +17,7 @@ def open_builder(name: str, data_dir: str | None, setting: str) -> Any:
     # Imported here: most runs read no TFDS, and it takes half a second.
     import tensorflow_datasets as tfds
 
-    folder = None if data_dir is None else place(data_dir)
+    folder = None if data_dir is None else to_path(data_dir)
     if isinstance(folder, BucketPath):
         require(f"{setting.partition('.')[0]}.data_dir =", folder)
     where = "TFDS's default folder" if data_dir is None else repr(data_dir)

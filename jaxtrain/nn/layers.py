@@ -22,7 +22,7 @@ from jaxtrain.parallel.sharding import (
     logical_axes,
     on_each_device,
     parts_of,
-    scatter_places,
+    reduce_scatter_tokens,
     shard,
     without,
 )
@@ -117,8 +117,8 @@ class _Split:
     @property
     def stream(self) -> P:
         """Spec of the result, [B, T, D]."""
-        rows, places = self.tokens
-        return P(rows, (*parts_of(places), *self.scattered) or None, None)
+        rows, positions = self.tokens
+        return P(rows, (*parts_of(positions), *self.scattered) or None, None)
 
     @property
     def read(self) -> P:
@@ -126,7 +126,7 @@ class _Split:
         positions."""
         return self.tokens if self.vocabulary else P(*self.stream[:2])
 
-    def places(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local_indices(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Index of each token among the device's rows, and whether the device has it."""
         axes = parts_of(self.vocabulary)
         position_BT = tokens_BT - (jax.lax.axis_index(axes) * self.rows if axes else 0)
@@ -135,17 +135,17 @@ class _Split:
 
     def look_up(self, tokens_BT: jax.Array, rows_VD: jax.Array) -> jax.Array:
         """On each device: [B, T, D] of its positions, from its rows and the others'."""
-        position_BT, here_BT1 = self.places(tokens_BT)
+        position_BT, here_BT1 = self.local_indices(tokens_BT)
         found_BTD = jnp.where(here_BT1, rows_VD[position_BT], 0)
         if not self.vocabulary:
             return found_BTD
         if self.scattered:
-            found_BTD = scatter_places(found_BTD, self.scattered)
+            found_BTD = reduce_scatter_tokens(found_BTD, self.scattered)
         return _sum_over([without(self.vocabulary, self.scattered)], found_BTD)
 
     def add_up(self, tokens_BT: jax.Array, gradient_BTD: jax.Array) -> jax.Array:
         """On each device: the gradient of its rows, from its tokens and the others'."""
-        position_BT, here_BT1 = self.places(tokens_BT)
+        position_BT, here_BT1 = self.local_indices(tokens_BT)
         rows_VD = jnp.zeros((self.rows, gradient_BTD.shape[-1]), gradient_BTD.dtype)
         rows_VD = rows_VD.at[position_BT].add(jnp.where(here_BT1, gradient_BTD, 0))
         return _sum_over(self.tokens, rows_VD)

@@ -191,7 +191,7 @@ class Remat:
     offload: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sentences = list(_refusals(self))
+        sentences = list(_errors_of(self))
         if sentences:
             raise UserError("\n".join(sentences))
 
@@ -216,7 +216,7 @@ def _policy_of(settings: Remat) -> Policy:
     return POLICIES[settings.policy].having(settings.save, settings.offload)
 
 
-def _refusals(settings: Remat) -> Iterator[str]:
+def _errors_of(settings: Remat) -> Iterator[str]:
     """Yield each reason why activations cannot be saved by these names."""
     for setting, names in settings.named.items():
         for name in names:

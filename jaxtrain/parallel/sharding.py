@@ -379,7 +379,7 @@ def on_each_device(function: Callable[..., Any], in_specs: Any, out_specs: Any) 
     )
 
 
-def scatter_places(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def reduce_scatter_tokens(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Sum [B, T, D] over the devices along mesh axes; each device keeps its own positions
     (reduce-scatter).
     """

@@ -40,7 +40,7 @@ RULES: dict[str, AxisRule] = {
     # Along embed too, for embedding and head: every stage of a
     # pipeline keeps a part, and all of it is gathered once per step.
     "vocab_embed": AxisRule(("fsdp", "pipe"), None, None),
-    "place": _WHOLE,
+    "positions": _WHOLE,
     # Norm scales and biases along embed: replicated, since a collective for each of them costs more
     # latency than its few kilobytes save.
     "vector": _WHOLE,
@@ -82,7 +82,7 @@ _2D = RULES | {
     "inner_batch": AxisRule(None, None, (*_BATCH, "row")),
     "embed": AxisRule(("fsdp", "row"), None, "tensor"),
     "vocab_embed": AxisRule(("fsdp", "pipe", "row"), None, None),
-    "place": AxisRule("tensor", None, None),
+    "positions": AxisRule("tensor", None, None),
     "vector": AxisRule(None, "tensor", None),
 }
 _2_5D = _2D | {
@@ -98,7 +98,7 @@ _3D = RULES | {
     # z first: gathering along the last axes moves contiguous runs.
     "embed": AxisRule(("tensor", "fsdp", "depth"), "tensor", "tensor"),
     "vocab_embed": AxisRule(("fsdp", "pipe", "depth", "row"), None, None),
-    "place": AxisRule("tensor", None, None),
+    "positions": AxisRule("tensor", None, None),
     "vector": AxisRule(None, "tensor", None),
     "mlp": AxisRule("row", "row", "row"),
     "heads": AxisRule("row", "row", "row"),

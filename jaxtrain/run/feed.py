@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch, on_host
@@ -30,7 +30,7 @@ class RunData:
         self,
         config: Config,
         step: Step,
-        workdir: Place | None,
+        workdir: AnyPath | None,
         *,
         writes: bool,
         report: Callable[[str], None],

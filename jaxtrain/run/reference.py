@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.untrusted import MalformedError
@@ -38,7 +38,7 @@ def first_reference(
     dataset: Dataset,
     setup: Setup,
     state: TrainState,
-    workdir: Place | None,
+    workdir: AnyPath | None,
     *,
     report: Callable[[str], None],
 ) -> Dataset:
@@ -62,7 +62,7 @@ def first_reference(
     return _with(dataset, *log_probabilities)
 
 
-def stored_reference(dataset: Dataset, workdir: Place | None) -> Dataset:
+def stored_reference(dataset: Dataset, workdir: AnyPath | None) -> Dataset:
     """Return the data with the log-probabilities that `first_reference` stored.
 
     Raises:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from flax import nnx
 
-from jaxtrain.config.buckets import Place, on_disk, place
+from jaxtrain.config.buckets import AnyPath, on_disk, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.folder import CONFIG
 from jaxtrain.models.weights.published import open_published
@@ -45,7 +45,7 @@ def first_parameters(
       UserError: there is neither, or it is of another model.
       CheckpointError: the checkpoint is damaged.
     """
-    folder, setup = place(source), _of_model(config, setup)
+    folder, setup = to_path(source), _of_model(config, setup)
     if _is_published(folder):
         found = open_published(source, named=named)
         return read_parameters(found, setup, config.train.model, _fresh(config, setup))
@@ -62,7 +62,7 @@ def first_parameters(
         checkpoints.close()
 
 
-def _steps(folder: Place) -> list[int]:
+def _steps(folder: AnyPath) -> list[int]:
     """Return the steps of a run's checkpoints; [] where a file has the folder's name."""
     try:
         return sealed_steps(folder / FOLDER)
@@ -72,7 +72,7 @@ def _steps(folder: Place) -> list[int]:
 
 def newest_step(source: str) -> int | None:
     """Return the step of a run's newest checkpoint; None if there is none."""
-    folder = place(source)
+    folder = to_path(source)
     return None if _is_published(folder) else max(_steps(folder), default=None)
 
 
@@ -84,7 +84,7 @@ def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[An
       step: of the run's checkpoint; None for a published model.
       settings: of checkpoints.
     """
-    folder = place(source)
+    folder = to_path(source)
     if step is None:
         return of_published(on_disk(source))
     checkpoints = Checkpoints(folder, settings, read_only=True)
@@ -94,7 +94,7 @@ def ancestors_of(source: str, step: int | None, settings: Checkpoint) -> list[An
         checkpoints.close()
 
 
-def _is_published(folder: Place) -> bool:
+def _is_published(folder: AnyPath) -> bool:
     return isinstance(folder, Path) and (folder.suffix == ".gguf" or (folder / CONFIG).is_file())
 
 

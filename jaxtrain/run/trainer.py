@@ -11,7 +11,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.config.shipped import HUGGING_FACE
@@ -77,7 +77,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        workdir: str | Place | None = None,
+        workdir: str | AnyPath | None = None,
         *,
         console: Console | None = None,
         read_only: bool = False,
@@ -122,7 +122,7 @@ class Trainer:
         if late := other_gpu_memory(config.train.gpu_memory_fraction, devices[0]):
             self.report(late)
         self._attempt, self._platform = attempt or Attempt(OneProcess()), platform
-        self.workdir = None if workdir is None else place(workdir)
+        self.workdir = None if workdir is None else to_path(workdir)
         self._folder = self._attempt.folder
         if self.workdir is not None and self._folder is None and not read_only:
             self._folder = own_folder(self.workdir, self.report)
@@ -195,7 +195,7 @@ class Trainer:
     def from_huggingface(
         cls,
         path: str | Path,
-        workdir: str | Place | None = None,
+        workdir: str | AnyPath | None = None,
         *,
         bindings: Sequence[str] = (),
         console: Console | None = None,

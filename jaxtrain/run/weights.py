@@ -40,7 +40,7 @@ def on_host(tree: Any, stages: Stages | None) -> dict[str, np.ndarray]:
         # A copy: the result survives when a step donates the array.
         found[name] = np.array(x)
         if stages is not None and is_layer(variable):
-            found[name] = found[name][_places(stages)]
+            found[name] = found[name][_layer_order(stages)]
     return found
 
 
@@ -72,7 +72,7 @@ def with_weights(step: Step, state: TrainState, given: Weights) -> TrainState:
     stages, shapes = step.setup.stages, base_step(step.setup).abstract_state()
     parts = (*shapes.weights, shapes.statistics)
     validate({n: v for part in parts for n, v in by_name(part).items()}, given, stages)
-    params, frozen, statistics = (place_weights(part, given, stages) for part in parts)
+    params, frozen, statistics = (shard_weights(part, given, stages) for part in parts)
     with step.setup.layout.active():
         return _set(step, state, params, statistics, frozen)
 
@@ -86,7 +86,7 @@ def with_trained(step: Step, state: TrainState, given: Weights) -> TrainState:
       given: arrays by name, with valid names, shapes and dtypes.
     """
     shapes = base_step(step.setup).abstract_state().params
-    params = place_weights(shapes, given, step.setup.stages)
+    params = shard_weights(shapes, given, step.setup.stages)
     with step.setup.layout.active():
         return _set(step, state, params, state.statistics, state.frozen)
 
@@ -104,7 +104,7 @@ def _set(
     return step.attach_files(after, before=state)
 
 
-def place_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
+def shard_weights(shapes: nnx.State, given: Weights, stages: Stages | None) -> nnx.State:
     """Return the caller's arrays on the devices, the layers in the order of the stages.
 
     Args:
@@ -200,6 +200,6 @@ def _format_list(names: list[str]) -> str:
     return ", ".join(names[:_MAX_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _places(stages: Stages) -> np.ndarray:
+def _layer_order(stages: Stages) -> np.ndarray:
     """Return each layer's index in the order of the stages; int [layers]."""
     return np.flatnonzero(stages.valid)[np.argsort(stages.order[stages.valid])]

@@ -14,7 +14,7 @@ import jaxtrain.training.objectives
 import jaxtrain.training.optimizers
 from jaxtrain.config import reader as gin_files
 from jaxtrain.config import writer
-from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.buckets import BucketPath, to_path
 from jaxtrain.config.errors import UserError, require_at_least, require_at_most
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.registry import CONFIGURABLES
@@ -71,7 +71,7 @@ def infer_settings(
         for name in ("num_classes", "channels")
         if name in settings_of(type(one))
     } - set(bound)
-    root = place(data.source)
+    root = to_path(data.source)
     if not wanted or isinstance(root, BucketPath) or not _is_folder(root):
         return {}
     from jaxtrain.data.images.class_folders import look_into

@@ -29,7 +29,7 @@ from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.guard import Guard, History, judge, select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.objectives.objective import at_least_one
-from jaxtrain.training.optimizers.moments import hash_bits, place_in_array
+from jaxtrain.training.optimizers.moments import hash_array_bits, hash_bits
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.rules.sophia import SophiaRule
 from jaxtrain.training.pipeline.stages import is_layer
@@ -189,7 +189,7 @@ def draw_targets(setup: Setup, state: TrainState, batch: Batch) -> jax.Array:
     objective: Any = setup.objective
     model = setup.model(state)
     logits = objective.logits(model, state.statistics, batch, setup.execution)
-    bits = place_in_array(logits, state.step, _LABELS)
+    bits = hash_array_bits(logits, state.step, _LABELS)
     uniform = ((bits >> 8).astype(jnp.float32) + 0.5) / 2**24
     drawn = (logits - jnp.log(-jnp.log(uniform))).argmax(-1).astype(batch.targets.dtype)
     if drawn.ndim < batch.targets.ndim:  # all labels of an example are the sampled one

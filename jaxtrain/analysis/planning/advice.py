@@ -22,7 +22,7 @@ from jaxtrain.analysis.planning.search.variants import (
     bindings_of,
     fixes,
     lighter_kernel,
-    refusal,
+    rejection_reason,
     slices_of,
 )
 from jaxtrain.parallel.chips import CHIPS, chip_of
@@ -114,7 +114,7 @@ def _try(
 ) -> Fix | None:
     """Return the change with its saving; None if it is rejected or saves nothing."""
     variant = _apply_changes(config, changes)
-    if variant is None or refusal(variant, target) is not None:
+    if variant is None or rejection_reason(variant, target) is not None:
         return None
     after = price(variant, target)
     saved = before.memory.total - after.memory.total
@@ -205,9 +205,9 @@ def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
     if now.time.chunks <= chunks.WORTH * now.seconds:
         return None
     text = (
-        f"Loss.chunk_size={config.loss.chunk_size} is {chunks.places(config, layout)} places on a "
-        f"device: adding each to the output matrix's gradient takes {now.time.chunks:.2g} of "
-        f"{now.seconds:.3g} s"
+        f"Loss.chunk_size={config.loss.chunk_size} is "
+        f"{chunks.positions_per_chunk(config, layout)} positions on a device: adding "
+        f"each to the output matrix's gradient takes {now.time.chunks:.2g} of {now.seconds:.3g} s"
     )
     best = None
     for changes in chunks.larger(config):

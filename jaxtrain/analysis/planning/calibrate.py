@@ -11,9 +11,9 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.calibration import Calibration
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.search.search import price
-from jaxtrain.analysis.planning.search.variants import refusal, slices_of
+from jaxtrain.analysis.planning.search.variants import rejection_reason, slices_of
 from jaxtrain.analysis.planning.timing.efficiency_factors import family_of
-from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.buckets import BucketPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.mesh import MESH_AXES
@@ -39,7 +39,7 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
       UserError: the configuration cannot run there, or no time is predicted for the chip.
     """
     target = dataclasses.replace(target, calibration=None)
-    message = refusal(config, target)
+    message = rejection_reason(config, target)
     if message is not None:
         raise UserError(
             f"{source}: the measured configuration cannot run on {target.name!r}, so nothing can "
@@ -81,7 +81,7 @@ def by_run(folder: str | Path, target: Target, *, allow_imports: bool = False) -
       UserError: see `calibrate`; or it is not a run, has too few steps, or used simulated devices.
     """
     source = f"--calibrate {folder}"
-    workdir = place(str(folder))
+    workdir = to_path(str(folder))
     needs = "use a run's folder that can be read"
     with path_errors(source, needs=needs), tempfile.TemporaryDirectory() as copies:
         file = workdir / "config.gin"

@@ -28,7 +28,7 @@ def work(config: Config, layout: Layout) -> tuple[int, int]:
     return moved, 6 * passes * facts.B * facts.T * matrix
 
 
-def places(config: Config, layout: Layout) -> int:
+def positions_per_chunk(config: Config, layout: Layout) -> int:
     """Return R, the number of positions of a chunk on one device."""
     facts = Facts(config, layout).of_microbatches
     return facts.B * facts.T // facts.chunks

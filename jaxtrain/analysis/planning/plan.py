@@ -23,7 +23,7 @@ from jaxtrain.analysis.planning.search.candidates import (
     with_reasons,
 )
 from jaxtrain.analysis.planning.search.search import search as search_layouts
-from jaxtrain.analysis.planning.search.variants import refusal, slices_of
+from jaxtrain.analysis.planning.search.variants import rejection_reason, slices_of
 from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import memory
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
@@ -239,8 +239,8 @@ def _textbook_row(one: Expected, beyond: set[str], how: str = "") -> Row:
 
 def _check(config: Config, count: int, machine: Target) -> None:
     """Validate as for a run, except the data; propose padding for sizes that do not divide."""
-    refused = refusal(config, machine)
-    if refused is None:
+    message = rejection_reason(config, machine)
+    if message is None:
         return
     try:
         padded = paddings(config, layouts.abstract_layout(config, count))
@@ -248,4 +248,4 @@ def _check(config: Config, count: int, machine: Target) -> None:
         padded = []  # the mesh does not exist
     pasted = " ".join(f'-b "{one.binding}"' for one in padded)
     more = f"\nPadded so, the sizes divide: {pasted}" if padded else ""
-    raise UserError(f"{refused}{more}")
+    raise UserError(f"{message}{more}")

@@ -108,7 +108,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into the memory of a device."""
-        if self.compiled is not None and self.compiled.refusal is not None:
+        if self.compiled is not None and self.compiled.error is not None:
             return False
         if self.compiled is not None and self.target.chip.kind == "tpu":
             return True  # its compiler rejects what does not fit
@@ -124,7 +124,7 @@ class Plan:
         """`fits` in words; a program that compiles does not necessarily fit."""
         if self.fits:
             return "fits"
-        if self.compiled is None or self.compiled.refusal is not None:
+        if self.compiled is None or self.compiled.error is not None:
             return "does not fit"
         return "compiles, but would run out of memory"
 

@@ -52,8 +52,8 @@ def _head(console: Console, plan: "Plan") -> None:
         return
     needs = f"{human_bytes(plan.total)} of {human_bytes(chip.hbm_bytes)} a device"
     print_lines(console, f"{plan.verdict.upper()}: {needs}")
-    if plan.compiled is not None and plan.compiled.refusal:
-        print_lines(console, f"The compiler says: {plan.compiled.refusal}")
+    if plan.compiled is not None and plan.compiled.error:
+        print_lines(console, f"The compiler says: {plan.compiled.error}")
     elif plan.compiled is not None and not plan.fits:
         print_lines(
             console,
@@ -264,13 +264,13 @@ def _candidates(console: Console, plan: "Plan") -> None:
         print_lines(
             console, f"No layout with {which} fits in less than {FAR:g} times the best's time"
         )
-    refused = sum(found.refused.values())
+    rejected = sum(found.rejected.values())
     print_lines(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
-        f"out, slower by products and what their mesh waits for alone; {refused} meshes rejected",
+        f"out, slower by products and what their mesh waits for alone; {rejected} meshes rejected",
     )
-    for reason, count in sorted(found.refused.items(), key=lambda item: -item[1])[:5]:
+    for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])[:5]:
         print_lines(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
     print_lines(console, f"To train so: {pasted or 'as it is'}")

@@ -25,13 +25,13 @@ class Entry:
       target: the value of --target.
       values: values of the settings that differ between the plans, as written by the user.
       plan: the plan; None if the configuration cannot run there.
-      refusal: why it cannot.
+      error: why it cannot.
     """
 
     target: str
     values: dict[str, str]
     plan: Plan | None
-    refusal: str | None = None
+    error: str | None = None
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Entry:
         """Return its object for `plan --json`."""
         content: dict[str, Any] = {"target": self.target, "values": self.values}
         if self.plan is None:
-            return {**content, "refused": self.refusal}
+            return {**content, "refused": self.error}
         return {**content, **self.plan.to_json()}
 
 
@@ -81,8 +81,8 @@ def show(console: Console, entries: Sequence[Entry]) -> None:
         table.add_row(entry.target, *map(escape, entry.values.values()), *cells, remark)
     console.print(table)
     for entry in entries:
-        if entry.refusal is not None:
-            text = f"{entry.name}: {entry.refusal}"
+        if entry.error is not None:
+            text = f"{entry.name}: {entry.error}"
             print_lines(console, text)
 
 

@@ -118,12 +118,12 @@ def _run(
         gradients, out_BTNH = gradient(arrays.q_BTNH, arrays.k_BTKH, arrays.v_BTKH, arrays.sinks_N)
         return out_BTNH, *gradients
 
-    def places(x_BT: jax.Array) -> jax.Array:
+    def arrange(x_BT: jax.Array) -> jax.Array:
         return along_context(x_BT, method)
 
     with layout.active():
         rows, length = inputs.q_BTNH.shape[:2]
-        order_BT = np.asarray(jax.jit(places)(jnp.tile(jnp.arange(length), (rows, 1))))
+        order_BT = np.asarray(jax.jit(arrange)(jnp.tile(jnp.arange(length), (rows, 1))))
         order = order_BT[0]
         axes = {
             "q_BTNH": QUERIES, "k_BTKH": KEYS, "v_BTKH": KEYS, "weights_BTNH": QUERIES,

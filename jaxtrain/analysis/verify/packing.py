@@ -180,10 +180,10 @@ def _per_token(bench: Bench) -> Callable[[Batch], PerToken]:
     shape = (*bench.batch.targets.shape, model.embed_dim)
     rows = mesh.layout.sharding_of(mesh.layout.activation(("batch",)))
     shift_BTD = jax.device_put(np.zeros(shape, np.float32), rows)
-    compiled = mesh.compile(jax.jit(run), state, mesh.place(bench.batch), shift_BTD)
+    compiled = mesh.compile(jax.jit(run), state, mesh.shard_batch(bench.batch), shift_BTD)
 
     def per_token(batch: Batch) -> PerToken:
-        found = jax.block_until_ready(compiled(state, mesh.place(batch), shift_BTD))
+        found = jax.block_until_ready(compiled(state, mesh.shard_batch(batch), shift_BTD))
         losses_BT, moved_BTD, positions_BT = (np.asarray(x) for x in found)
         # Ring attention permutes the tokens.
         gradients_BTD = np.empty_like(moved_BTD)

@@ -46,7 +46,7 @@ def check_resume(bench: Bench) -> Finding:
 def check_exchange(bench: Bench) -> Finding:
     """Compare the mean first loss of the replicas, weighted by targets, with the full batch."""
     mesh = bench.meshes[0]
-    found = jax.block_until_ready(mesh.train_step(mesh.fresh(), mesh.place(bench.batch)))
+    found = jax.block_until_ready(mesh.train_step(mesh.fresh(), mesh.shard_batch(bench.batch)))
     metrics = {name: np.asarray(value) for name, value in found[1].items()}
     weights = metrics.get("weight", np.ones(()))
     loss = float((metrics["loss"] * weights).sum() / weights.sum())
@@ -67,6 +67,6 @@ def _run(
         threads=0,
     )
     for _ in range(count):
-        state, found = jax.block_until_ready(mesh.train_step(state, mesh.place(next(stream))))
+        state, found = jax.block_until_ready(mesh.train_step(state, mesh.shard_batch(next(stream))))
         metrics.append({name: np.asarray(value) for name, value in found.items()})
     return state, metrics

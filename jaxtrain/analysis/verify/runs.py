@@ -99,14 +99,14 @@ class MeshRun:
         """Return a copy of the initial state on the devices, which a step may donate."""
         return jax.device_put(self.created, self.training.shardings(self.created))
 
-    def place(self, batch: Batch) -> Batch:
+    def shard_batch(self, batch: Batch) -> Batch:
         """Shard a batch of numpy arrays over the mesh's devices."""
         return jax.device_put(batch, self.setup.batch_shardings(batch))
 
     def first_step(self, batch: Batch) -> Step:
         """Run the first step of the compiled train step; requires a synchronous program."""
         assert self.training is self.program, "another exchange keeps a gradient for each replica"
-        placed = self.place(batch)
+        placed = self.shard_batch(batch)
         state, metrics = jax.block_until_ready(self.train_step(self.fresh(), placed))
         return Step(
             loss=float(metrics["loss"]),
@@ -124,7 +124,7 @@ class MeshRun:
         """
         state = self._synchronous_state() if state is None else state
         state = jax.device_put(state, self.program.shardings(state))
-        placed = self.place(batch)
+        placed = self.shard_batch(batch)
         compiled = self.compile(jax.jit(self._take_gradient), state, placed)
         gradients, metrics, statistics = jax.block_until_ready(compiled(state, placed))
         return Step(

@@ -103,13 +103,13 @@ def validate(config: Config) -> None:
     # Validate each kernel on its own platform, whatever the platform of this machine.
     named = KERNELS.get(config.attention.kernel)
     platform = (None if named is None else named.only_on) or "gpu"
-    refusals = []
+    errors = []
     for count in counts:
         try:
             preflight.check(
                 dataclasses.replace(config, train=train), device_count=count, platform=platform
             )
         except UserError as error:
-            refusals.append(error)
-    if len(refusals) == len(counts):
-        raise refusals[0]
+            errors.append(error)
+    if len(errors) == len(counts):
+        raise errors[0]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import ending_of
 from jaxtrain.data.images.stores import IMAGE_SUFFIXES, FileImages
@@ -74,7 +74,7 @@ def sample_images(images: FileImages) -> Iterable[Image.Image]:
             yield images.read(index)[0]
 
 
-def open_folder(root: Place) -> tuple[FileImages, list[str]]:
+def open_folder(root: AnyPath) -> tuple[FileImages, list[str]]:
     """Return the PNG and JPEG files of a folder of class folders, and the class names.
 
     Classes are numbered in the order of their sorted names; other files are counted by ending.
@@ -90,7 +90,7 @@ def open_folder(root: Place) -> tuple[FileImages, list[str]]:
         names = _class_names(root)
         if not any(_first_image(root / name) for name in names):
             _validate_one_level_too_high(root, names)
-    by_class: dict[str, list[tuple[Place, str]]] = {name: [] for name in names}
+    by_class: dict[str, list[tuple[AnyPath, str]]] = {name: [] for name in names}
     left_out = Counter[str]()
     for path, name, size in files:
         of_class = by_class.get(name.partition("/")[0])

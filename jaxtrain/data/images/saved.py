@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import alone, cache_folder, make_once, writing
 from jaxtrain.config.untrusted import MalformedError, parse_json
@@ -85,7 +85,7 @@ class SavedImages:
 
 
 def open_saved(
-    folder: Place, split: str, setting: str, *, image_field: str, label_field: str
+    folder: AnyPath, split: str, setting: str, *, image_field: str, label_field: str
 ) -> tuple[SavedImages, list[str] | None]:
     """Return the images of a split, and the class names if the dataset has them.
 
@@ -230,7 +230,7 @@ def is_parquet(name: str) -> bool:
 
 
 def open_parquet(
-    paths: list[Place], *, image_field: str, label_field: str
+    paths: list[AnyPath], *, image_field: str, label_field: str
 ) -> tuple[SavedImages, list[str] | None]:
     """Return the images of Parquet files, and the class names if `datasets` wrote them.
 
@@ -246,7 +246,7 @@ def open_parquet(
     return open_arrow([_unpack_once(_on_disk(path), **fields) for path in paths], **fields)
 
 
-def _on_disk(path: Place) -> Path:
+def _on_disk(path: AnyPath) -> Path:
     if isinstance(path, BucketPath):
         raise UserError(
             f"{_SETTING}: {path} is in a bucket, and its images are unpacked to this machine; copy "

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -297,7 +297,7 @@ class ImageData:
         self._check_num_classes(len(class_names))
         return *self._hold_out(images), class_names
 
-    def _resolve_inside(self, path: Place) -> list[Place]:
+    def _resolve_inside(self, path: AnyPath) -> list[AnyPath]:
         if path.is_dir():
             return sorted(path.iterdir())
         if _holds_images(path.name):
@@ -307,7 +307,7 @@ class ImageData:
             ".parquet files"
         )
 
-    def _of_saved(self, path: Place) -> tuple[LabelledImages, LabelledImages, list[str]]:
+    def _of_saved(self, path: AnyPath) -> tuple[LabelledImages, LabelledImages, list[str]]:
         check_heldout_split(
             "ImageData", self.train_split, self.heldout_split, named=has_splits(path)
         )
@@ -323,7 +323,7 @@ class ImageData:
         self._check_labels(held)
         return train, held, names
 
-    def _of_files(self, files: list[Place]) -> tuple[LabelledImages, LabelledImages, list[str]]:
+    def _of_files(self, files: list[AnyPath]) -> tuple[LabelledImages, LabelledImages, list[str]]:
         """Return the images of tar files or of Parquet files."""
         kinds = {is_tar(path.name): path for path in files}
         if len(kinds) > 1:
@@ -352,7 +352,7 @@ class ImageData:
             return opened[0][0], opened[1][0], names
         return *self._hold_out(opened[0][0]), names
 
-    def _open_files(self, files: list[Place]) -> tuple[LabelledImages, list[str] | None]:
+    def _open_files(self, files: list[AnyPath]) -> tuple[LabelledImages, list[str] | None]:
         if is_tar(files[0].name):
             return open_tars(files, self.label_feature), None
         return open_parquet(files, image_field=self.image_feature, label_field=self.label_feature)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.transform import from_array
 from jaxtrain.data.tfds import read_feature
@@ -69,7 +69,7 @@ class FileImages:
       left_out: number of other files in the folder, by suffix.
     """
 
-    paths: tuple[Place, ...]
+    paths: tuple[AnyPath, ...]
     names_and_sizes: tuple[str, ...]
     of_class: np.ndarray
     left_out: Mapping[str, int]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import cache_folder, path_errors, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
@@ -90,7 +90,7 @@ def is_tar(name: str) -> bool:
     return name.lower().endswith((".tar", ".tar.gz", ".tgz"))
 
 
-def open_tars(paths: list[Place], label_field: str) -> TarImages:
+def open_tars(paths: list[AnyPath], label_field: str) -> TarImages:
     """Return the samples of these files.
 
     Args:
@@ -117,7 +117,7 @@ def open_tars(paths: list[Place], label_field: str) -> TarImages:
     )
 
 
-def _on_disk(path: Place) -> Path:
+def _on_disk(path: AnyPath) -> Path:
     if isinstance(path, BucketPath):
         raise UserError(
             f"ImageData.source: {path} is in a bucket, and tar files are read by random access; "

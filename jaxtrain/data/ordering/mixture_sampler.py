@@ -108,15 +108,15 @@ class Mixing:
         """
         first = batch * global_batch_size
         positions = np.arange(first, first + int(rows.max(initial=-1)) + 1)
-        of_places = self._source(positions, global_batch_size, seed)
+        sources = self._source(positions, global_batch_size, seed)
         before = self._before(first, global_batch_size, seed)
         found = np.empty(len(rows), np.int64)
         offset = 0
         for number, (one, count) in enumerate(zip(self.sources, before, strict=True)):
-            own = of_places[rows] == number
+            own = sources[rows] == number
             # The positions of a source, counted: those before this batch, then those before the
             # row.
-            ranks = count + np.cumsum(of_places == number)[rows[own]] - 1
+            ranks = count + np.cumsum(sources == number)[rows[own]] - 1
             own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
             found[own] = offset + shuffle_nearby(ranks, one.rows, own_seed)
             offset += one.rows

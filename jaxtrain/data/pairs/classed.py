@@ -12,7 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -30,7 +30,7 @@ DOCUMENT = "-DOCSTART-"  # the word of a line that belongs to no sentence
 Sentence = tuple[list[str], list[str]]
 
 
-def read(path: Place, setting: str, words_field: str, tags_field: str) -> Iterator[Sentence]:
+def read(path: AnyPath, setting: str, words_field: str, tags_field: str) -> Iterator[Sentence]:
     """Yield the words and tags of a file's sentences in order; none of them is empty.
 
     Args:
@@ -113,7 +113,7 @@ class ClassedText(ClassedRows, Generic[R]):
       begin: the id of the only token that is put around each text, before it; None: the
         special tokens that the tokenizer puts around a text, such as BERT's `[CLS]` and `[SEP]`.
       add_special_tokens: whether they are added; None: the tokenizer's default.
-      place: the token of a text, or of a word, at which its class is predicted: the `'first'`, or
+      pooling: the token of a text, or of a word, at which its class is predicted: the `'first'`, or
         the `'last'`, as unidirectional recurrent models need it.
       synthetic_vocab_size: the vocabulary that `'synthetic'` draws from.
     """
@@ -256,7 +256,7 @@ class ClassedText(ClassedRows, Generic[R]):
         }
         header: dict[str, Any] = {
             "kind": "labelled", "tokenizer": None if tokenizer is None else tokenizer.digest,
-            "names": names, "settings": [self.sequence_length, self.begin, self.place],
+            "names": names, "settings": [self.sequence_length, self.begin, self.pooling],
         }  # fmt: skip
         if self.begin is None and any(self.around):
             header["special_tokens"] = [list(part) for part in self.around]
@@ -362,7 +362,7 @@ class TaggedText(ClassedText[Sentence]):
         for word in words:
             space = " " if tokens else ""
             ids, of = tokenizer.encode_with_offsets(space + word)
-            position = len(ids) - 1 if self.place == "last" else _covering(of, len(space))
+            position = len(ids) - 1 if self.pooling == "last" else _covering(of, len(space))
             positions.append(len(tokens) + position if ids else None)
             tokens += ids
         return tokens, positions

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.data.text.documents import BadRecord
@@ -18,7 +18,7 @@ Texts = tuple[str, str]
 Answered = tuple[str, tuple[str, ...]]  # a source, and its correct targets
 
 
-def read(path: Place, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
+def read(path: AnyPath, setting: str, source_field: str, target_field: str) -> Iterator[Texts]:
     """Yield the pairs of a file in order, as `read_answered` reads them.
 
     Raises:
@@ -34,7 +34,7 @@ def read(path: Place, setting: str, source_field: str, target_field: str) -> Ite
 
 
 def read_answered(
-    path: Place, setting: str, source_field: str, target_field: str
+    path: AnyPath, setting: str, source_field: str, target_field: str
 ) -> Iterator[Answered]:
     """Yield the sources of a file, each with its targets; empty lines are skipped.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NoReturn, TypeVar
 
-from jaxtrain.config.buckets import BucketPath, Place, in_threads
+from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.bad_records import ending_of, file_facts
 from jaxtrain.data.source import walk_files
@@ -108,7 +108,7 @@ def check_field(path: object, text_field: str, fields: Iterable[str]) -> None:
         )
 
 
-Reader = Callable[[Place, str], Iterator[str | BadRecord]]
+Reader = Callable[[AnyPath, str], Iterator[str | BadRecord]]
 
 
 def _in_module(name: str) -> Reader:
@@ -116,7 +116,7 @@ def _in_module(name: str) -> Reader:
     format.
     """
 
-    def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+    def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:
         module = importlib.import_module(f"jaxtrain.data.text.formats.{name}")
         return module.read(path, text_field)
 
@@ -164,7 +164,7 @@ class Files:
       left_out: number of other files, by suffix; 0 for a source that is one file.
     """
 
-    paths: list[Place]
+    paths: list[AnyPath]
     left_out: Mapping[str, int]
 
     def facts(self) -> dict[str, int | str]:
@@ -202,7 +202,7 @@ class Files:
             yield "".join(document.parts())
 
 
-def reader_of(path: Place) -> Reader | None:
+def reader_of(path: AnyPath) -> Reader | None:
     """Return the reader for a file of records, by its name; None for plain text, which is one
     document.
     """
@@ -214,14 +214,14 @@ def reader_of(path: Place) -> Reader | None:
     return next((reader for ending, reader in _LINES.items() if name.endswith(ending)), None)
 
 
-def is_packed(path: Place) -> bool:
+def is_packed(path: AnyPath) -> bool:
     """Whether a file is compressed, as a whole or inside, and may have more characters than
     bytes."""
     name = _SHARD.sub("", path.name.lower())
     return name.endswith((*COMPRESSED, *_PACKED))
 
 
-def files_of(source: Place, split: str, setting: str) -> Files:
+def files_of(source: AnyPath, split: str, setting: str) -> Files:
     """Return the file itself, or all text files under a folder, sorted by path.
 
     A file is text by its suffix: one of TEXT_SUFFIXES or of a record format. One without a
@@ -284,7 +284,7 @@ def _is_embedded(relative: Path) -> bool:
     return not (own or excluded or configuration or relative.parts[0] == "pydoc_data")
 
 
-def _read(path: Place, text_field: str) -> list[str | BadRecord]:
+def _read(path: AnyPath, text_field: str) -> list[str | BadRecord]:
     reader = reader_of(path)
     if reader is not None:
         return list(reader(path, text_field))

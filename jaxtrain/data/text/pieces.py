@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Protocol, cast
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 
 READ_BYTES = 1 << 20
@@ -62,7 +62,7 @@ class Text:
 class TextFile:
     """Document in a UTF-8 file, which is read again each time."""
 
-    path: Place
+    path: AnyPath
 
     def is_blank(self) -> bool:
         """Whether the file has only white space; stops at the first other character."""
@@ -102,7 +102,7 @@ class TextFile:
 
 
 @contextlib.contextmanager
-def reading(path: Place) -> Iterator[BinaryIO]:
+def reading(path: AnyPath) -> Iterator[BinaryIO]:
     """Open a file of the source, decompressed if it is named .gz or .zst.
 
     An object of a bucket is read at once.
@@ -125,7 +125,7 @@ def reading(path: Place) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def open_stored(path: Place) -> Iterator[BinaryIO]:
+def open_stored(path: AnyPath) -> Iterator[BinaryIO]:
     """Open a file of the source as it is stored.
 
     Raises:
@@ -142,7 +142,7 @@ def open_stored(path: Place) -> Iterator[BinaryIO]:
         raise UserError(f"TextData.source: {path} cannot be read: permission denied") from error
 
 
-def begins_with_text(path: Place) -> bool:
+def begins_with_text(path: AnyPath) -> bool:
     """Whether a file, which may be compressed, begins with UTF-8 text without a NUL."""
     if isinstance(path, BucketPath) and path.suffix.lower() not in COMPRESSED:
         head = path.read_range(0, _HEAD_BYTES)
@@ -157,7 +157,7 @@ def begins_with_text(path: Place) -> bool:
     return b"\0" not in head
 
 
-def plain_name(path: Place) -> str:
+def plain_name(path: AnyPath) -> str:
     """Return a file's name in lower case, without the suffix of its compression."""
     name = path.name.lower()
     return next((name.removesuffix(end) for end in COMPRESSED if name.endswith(end)), name)
@@ -167,7 +167,7 @@ def _gzip(stream: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, gzip.GzipFile(fileobj=stream))
 
 
-def _zstandard(stream: BinaryIO, path: Place) -> BinaryIO:
+def _zstandard(stream: BinaryIO, path: AnyPath) -> BinaryIO:
     """Return a stream of the decompressed contents of a Zstandard file, all frames concatenated."""
     library = arrow("pyarrow", path)
     unpacked = library.CompressedInputStream(library.PythonFile(stream, mode="r"), "zstd")
@@ -190,7 +190,7 @@ def arrow(module: str, path: object, setting: str = "TextData.source") -> Any:
         ) from error
 
 
-def not_utf8(path: Place, byte: int) -> UserError:
+def not_utf8(path: AnyPath, byte: int) -> UserError:
     """Return the error for a file that is not text from this byte on."""
     return UserError(
         f"TextData.source: {path} is not UTF-8 text (byte {byte}); convert it to UTF-8, for "

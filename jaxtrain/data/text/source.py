@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -261,7 +261,7 @@ class TextData:
         entropy = store.unigram_entropy
         return self._dataset((train, heldout), texts, made, tokenizer, entropy, more)
 
-    def _open_token_files(self, paths: list[Place], tokenizer: Tokenizer) -> Dataset:
+    def _open_token_files(self, paths: list[AnyPath], tokenizer: Tokenizer) -> Dataset:
         """Open token files of other programs, special tokens included."""
         if self.add_special_tokens is not None:
             raise UserError(
@@ -366,7 +366,7 @@ class TextData:
                 "is no next token to predict; use TextData.packing = 'stream'"
             )
 
-    def path(self) -> Place | None:
+    def path(self) -> AnyPath | None:
         """Path of a source that is a file or a folder; None for other sources.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.key_table import validate_keys
 from jaxtrain.config.untrusted import MalformedError, parse_json, read_bounded
@@ -110,7 +110,7 @@ class FileTokenizer:
 
     def __init__(
         self,
-        path: Place,
+        path: AnyPath,
         *,
         end_of_text: str | None = None,
         add_special_tokens: bool | None = None,
@@ -174,7 +174,7 @@ class FileTokenizer:
         return next((vocab[name] for name in END_OF_TEXT_NAMES if name in vocab), None)
 
     def _own_begin(
-        self, folder: TokenizerFolder, vocab: Mapping[str, int], setting: str, path: Place
+        self, folder: TokenizerFolder, vocab: Mapping[str, int], setting: str, path: AnyPath
     ) -> int:
         named = folder.special.get("bos_token")
         if named is None:
@@ -331,7 +331,7 @@ def _batches(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-def _validate_folder(named: str, path: Place) -> None:
+def _validate_folder(named: str, path: AnyPath) -> None:
     if path.is_dir():
         inside = path / "tokenizer.json"
         hint = f"; did you mean {str(inside)!r}?" if inside.is_file() else ""

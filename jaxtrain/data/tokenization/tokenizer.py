@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def open_tokenizer(
     path_or_byte: str,
     *,
     end_of_text: str | None,
-    path: Place | None,
+    path: AnyPath | None,
     add_special_tokens: bool | None = None,
     section: str = "TextData",
 ) -> "ByteTokenizer | FileTokenizer":

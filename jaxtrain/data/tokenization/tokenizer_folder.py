@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.key_table import KeyTable, Nested, Only, ignore_keys, read_keys, validate_keys
@@ -106,7 +106,7 @@ class TokenizerFolder:
     prefix: Literal["first", "always", "never"] | None = None
 
 
-def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder:
+def read_folder(tokenizer: AnyPath, content: Mapping[str, Any]) -> TokenizerFolder:
     """Read the files next to a tokenizer.json.
 
     Args:
@@ -137,7 +137,7 @@ def read_folder(tokenizer: Place, content: Mapping[str, Any]) -> TokenizerFolder
     )
 
 
-def special_tokens(folder: Place) -> dict[str, str]:
+def special_tokens(folder: AnyPath) -> dict[str, str]:
     """Return special tokens by name, such as `eos_token`, as transformers reads them in a
     folder.
     """
@@ -154,7 +154,7 @@ def ends_of(content: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(one for one in ids if isinstance(one, int) and not isinstance(one, bool))
 
 
-def read_json(path: Place) -> dict[str, Any]:
+def read_json(path: AnyPath) -> dict[str, Any]:
     """Return the object of a JSON file; empty if there is no file.
 
     Raises:
@@ -166,7 +166,7 @@ def read_json(path: Place) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def _special_map(folder: Place, config: Mapping[str, Any]) -> dict[str, Any]:
+def _special_map(folder: AnyPath, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return special_tokens_map.json, which overrides a tokenizer_config.json without listed
     tokens.
     """

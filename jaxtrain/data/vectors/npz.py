@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.untrusted import MalformedError, open_regular
 
 # An array is decompressed to more than this only if the file has at least a 200th of it: a zip
@@ -23,7 +23,7 @@ _DAMAGE = (
 
 
 def read_npz(
-    path: Place, names: Iterable[str], *, optional: Iterable[str] = ()
+    path: AnyPath, names: Iterable[str], *, optional: Iterable[str] = ()
 ) -> dict[str, np.ndarray]:
     """Return some arrays of a file by name.
 

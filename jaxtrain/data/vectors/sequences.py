@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -36,7 +36,7 @@ class Series(NamedTuple):
     names: tuple[str, ...]
 
 
-def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
+def read(path: AnyPath, origin: str, *, labelled: bool = True) -> Series:
     """Read the sequences of a file.
 
     Args:
@@ -67,7 +67,7 @@ def read(path: Place, origin: str, *, labelled: bool = True) -> Series:
     return found
 
 
-def _npz(path: Place, origin: str, *, labelled: bool) -> Series:
+def _npz(path: AnyPath, origin: str, *, labelled: bool) -> Series:
     try:
         arrays = read_npz(path, ["x", "y"] if labelled else ["x"], optional=["lengths"])
         x, y = arrays["x"].astype(np.float64), arrays.get("y", np.zeros((), int))
@@ -104,7 +104,7 @@ def _npz(path: Place, origin: str, *, labelled: bool) -> Series:
     return Series(x_of_each, [row[:length] for row, length in zip(y, lengths, strict=True)], names)
 
 
-def _ts(path: Place, origin: str, *, labelled: bool) -> Series:
+def _ts(path: AnyPath, origin: str, *, labelled: bool) -> Series:
     try:
         lines = path.read_bytes().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -251,7 +251,7 @@ class SequenceData(ClassedRows):
         }
         header = {
             "kind": "sequences", "names": list(found.names), "scaling": self.scaling,
-            "settings": [self.sequence_length, self.place],
+            "settings": [self.sequence_length, self.pooling],
         }  # fmt: skip
         labels = np.concatenate([np.atleast_1d(label) for label in found.labels]).astype(np.int64)
         train, heldout = (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
@@ -66,7 +66,7 @@ def _demo(module: str, source: str) -> Any:
         ) from error
 
 
-def read(path: Place, columns: int) -> Table:
+def read(path: AnyPath, columns: int) -> Table:
     """Read the table of a .npz or .csv file.
 
     Args:
@@ -97,7 +97,7 @@ def read(path: Place, columns: int) -> Table:
     return Table(x, y)
 
 
-def read_vectors(path: Place, origin: str) -> np.ndarray:
+def read_vectors(path: AnyPath, origin: str) -> np.ndarray:
     """Read vectors [N, D] from a .npz file's array x, or from all columns of a .csv file.
 
     Args:
@@ -117,7 +117,7 @@ def read_vectors(path: Place, origin: str) -> np.ndarray:
         raise UserError(f"{origin}: it holds no array of numbers x: {error}") from error
 
 
-def _npz(path: Place, origin: str) -> tuple[np.ndarray, np.ndarray]:
+def _npz(path: AnyPath, origin: str) -> tuple[np.ndarray, np.ndarray]:
     try:
         arrays = read_npz(path, ["x", "y"])
         return arrays["x"].astype(np.float64), arrays["y"].astype(np.float64)

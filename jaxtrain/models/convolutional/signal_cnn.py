@@ -75,7 +75,7 @@ class SignalCNN(Unstacked):
         )
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def output_sizes(self) -> tuple[int, ...]:
         """Output size of each convolution."""
         ways = itertools.accumulate(self.plan, lambda w, part: part.side(w), initial=self.features)
         return tuple(ways)[1:]
@@ -87,9 +87,9 @@ class SignalCNN(Unstacked):
     def flops(self, shape: tuple[int, ...]) -> float:
         """Training FLOPs of one signal: 3 x 2 x the multiply-adds of all layers."""
         del shape
-        of_plan = zip(self.places, self.plan, strict=True)
+        of_plan = zip(self.output_sizes, self.plan, strict=True)
         along = sum(w * part.size * part.channels_in * part.channels for w, part in of_plan)
-        return 6.0 * (along + self.places[-1] * self.filters[-1] * self.outputs)
+        return 6.0 * (along + self.output_sizes[-1] * self.filters[-1] * self.outputs)
 
 
 class SignalNet(nnx.Module):
@@ -101,7 +101,7 @@ class SignalNet(nnx.Module):
         self.convolutions = nnx.List(
             [ConvolutionNorm(part, one, of=SIGNALS) for part, one in parts]
         )
-        flat = sizes.places[-1] * sizes.filters[-1]
+        flat = sizes.output_sizes[-1] * sizes.filters[-1]
         self.head = Dense(key_head, flat, sizes.outputs, role="output")
 
     def __call__(

@@ -78,7 +78,7 @@ class BERT(LanguageModel):
     # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
-        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "positions": "context_length",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class BERTModel(nnx.Module):
     """Decoder-only model: tokens to hidden states and logits; a `Transformer`."""
 
     def __init__(self, sizes: BERT, key: jax.Array) -> None:
-        key_tokens, key_places, key_types, key_layers, key_head = jax.random.split(key, 5)
+        key_tokens, key_positions, key_types, key_layers, key_head = jax.random.split(key, 5)
         V, D, spread = sizes.vocab_size, sizes.embed_dim, _SPREAD
         if sizes.features is None:
             axes = ("vocab", "vocab_embed")
@@ -165,8 +165,8 @@ class BERTModel(nnx.Module):
         else:
             self.token_embedding = map_of_vectors(key_tokens, sizes.features, D)
         self.position_embedding = param(
-            key_places, (sizes.first_position + sizes.context_length, D), ("place", "vocab_embed"),
-            spread, role="position",
+            key_positions, (sizes.first_position + sizes.context_length, D),
+            ("positions", "vocab_embed"), spread, role="position",
         )  # fmt: skip
         self.type_embedding = param(
             key_types, (sizes.token_types, D), ("narrow", "vocab_embed"), spread

@@ -49,7 +49,7 @@ class GPT(LanguageModel):
     # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "embed_dim",
-        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "positions": "context_length",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -62,11 +62,11 @@ class GPT(LanguageModel):
                 f"GPT.embed_dim={self.embed_dim} does not divide by GPT.num_heads={self.num_heads};"
                 f" the nearest embed_dim is {nearest}"
             )
-        refusals = list(
+        errors = list(
             patterns.validate(self.attention_pattern, num_heads=self.num_heads, model="GPT")
         )
-        if refusals:
-            raise UserError("\n".join(refusals))
+        if errors:
+            raise UserError("\n".join(errors))
 
     @property
     def head_dim(self) -> int:
@@ -103,7 +103,7 @@ class GPT(LanguageModel):
                 key_tokens, (V, D), ("vocab", "vocab_embed"), normal(0.02), role="embedding"
             ),
             position_embedding=param(
-                key_positions, (C, D), ("place", "vocab_embed"), normal(0.01), role="position"
+                key_positions, (C, D), ("positions", "vocab_embed"), normal(0.01), role="position"
             ),
             norm=self.block.norm,
         )

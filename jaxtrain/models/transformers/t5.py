@@ -133,8 +133,8 @@ class T5(EncoderDecoderModel):
             key_stacks,
             num_layers=self.num_layers,
             token_embedding=param(key_tokens, shape, axes, normal(1.0), role="embedding"),
-            source_places=self._places(both_ways=True),
-            target_places=self._places(both_ways=False),
+            source_positions=self._relative_positions(both_ways=True),
+            target_positions=self._relative_positions(both_ways=False),
             norm=self.norm,
             output=output,
             output_scale=1 / math.sqrt(D) if self.scale_outputs else 1.0,
@@ -142,7 +142,7 @@ class T5(EncoderDecoderModel):
             drops_finished=True,
         )
 
-    def _places(self, *, both_ways: bool) -> Relative:
+    def _relative_positions(self, *, both_ways: bool) -> Relative:
         return Relative(
             num_heads=self.num_heads, buckets=self.buckets, distance=self.distance,
             both_ways=both_ways, stddev=1 / math.sqrt(self.embed_dim),

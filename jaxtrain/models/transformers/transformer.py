@@ -58,7 +58,7 @@ class Transformer(EncoderDecoderModel):
     # The setting of each logical axis's size: for messages about sizes that do not divide.
     settings: ClassVar[dict[str, str]] = {
         "vocab": "vocab_size", "embed": "embed_dim", "heads": "num_heads", "mlp": "mlp_dim",
-        "layers": "num_layers", "vocab_embed": "embed_dim", "place": "context_length",
+        "layers": "num_layers", "vocab_embed": "embed_dim", "positions": "context_length",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -114,8 +114,8 @@ class Transformer(EncoderDecoderModel):
             key_stacks,
             num_layers=self.num_layers,
             token_embedding=param(key_tokens, shape, axes, normal(1 / scale), role="embedding"),
-            source_places=embedding,
-            target_places=embedding,
+            source_positions=embedding,
+            target_positions=embedding,
             norm=self.norm if self.norms == "pre" else None,
             embedding_scale=scale,
             dropout=self.dropout,

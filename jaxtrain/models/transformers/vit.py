@@ -148,14 +148,18 @@ class ViTModel(nnx.Module):
     """Images to logits: a `StackedPredictor`."""
 
     def __init__(self, sizes: ViT, key: jax.Array) -> None:
-        key_patches, key_class, key_places, key_layers, key_head = jax.random.split(key, 5)
+        key_patches, key_class, key_positions, key_layers, key_head = jax.random.split(key, 5)
         D, K = sizes.embed_dim, sizes.patch_numbers
         # As small as the positions: with larger patches these would be lost in the norm.
         self.patches = param(key_patches, (K, D), ("narrow", "vocab_embed"), normal(0.02))
         self.patches_bias = param(key_patches, (D,), ("vector",), constant(0.0))
         self.class_token = param(key_class, (D,), ("vector",), normal(0.02))
         self.position_embedding = param(
-            key_places, (sizes.tokens, D), ("place", "vocab_embed"), normal(0.02), role="position"
+            key_positions,
+            (sizes.tokens, D),
+            ("positions", "vocab_embed"),
+            normal(0.02),
+            role="position",
         )
         self.block, self.norm, self.patch_size = sizes.block, sizes.block.norm, sizes.patch_size
         self.layers = nnx.data(stack(self.block.weights, sizes.num_layers, key_layers))

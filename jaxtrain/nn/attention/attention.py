@@ -81,17 +81,17 @@ def attention(
         sinks=mask.sinks_N is not None,
         pattern=mask.pattern,
     )
-    refusals = list(validate(kernel, request))
+    errors = list(validate(kernel, request))
     parts, layout = context.split(), current_layout()
     tensor = 1 if layout is None else layout.size(layout.activation(("heads",))[0])
     if KERNELS[kernel].by_pattern:
-        refusals += patterns.validate(
+        errors += patterns.validate(
             mask.pattern,
             num_heads=q_BTNH.shape[2],
             parts=tensor * (parts if context_parallel == "ulysses" else 1),
         )
     if parts > 1:
-        refusals += context.validate(
+        errors += context.validate(
             context_parallel,
             context=parts,
             length=request.T,
@@ -100,8 +100,8 @@ def attention(
             kernel=kernel,
             pattern=mask.pattern,
         )
-    if refusals:
-        raise UserError("\n".join(refusals))
+    if errors:
+        raise UserError("\n".join(errors))
     if parts > 1:
         assert mask.query_start is None, "a key-value cache is not split"
         if context_parallel == "ulysses":

@@ -153,7 +153,7 @@ def _forward(
             log_sums.append(top_cr1 + jnp.log(sums_cr1))
         k = parts[0].shape[2]
         out_cRH, log_sums_cR1 = jnp.concatenate(outs, 1), jnp.concatenate(log_sums, 1)
-        return _by_place(out_cRH, k, G), _by_place(log_sums_cR1, k, G)
+        return _by_position(out_cRH, k, G), _by_position(log_sums_cR1, k, G)
 
     parts = (q_BTKGH, k_BSK1H, v_BSK1H, *(() if sinks_BTKG1 is None else (sinks_BTKG1,)))
     out_BTKGH, log_sums_BTKG1 = _over_tiles(tile, parts, segments)
@@ -187,7 +187,7 @@ def _backward(rule: _Rule, kept: Any, d_out_BTKGH: jax.Array) -> tuple[Any, ...]
         k = parts[0].shape[2]
         dk_cSH, dv_cSH = (jnp.swapaxes(x, 1, 2) for x in (dk_cHS, dv_cHS))
         dq_cRH = jnp.concatenate(dqs, 1)
-        return _by_place(dq_cRH, k, G), _by_place(dk_cSH, k, 1), _by_place(dv_cSH, k, 1)
+        return _by_position(dq_cRH, k, G), _by_position(dk_cSH, k, 1), _by_position(dv_cSH, k, 1)
 
     parts = (q_BTKGH, k_BSK1H, v_BSK1H, out_BTKGH, log_sums_BTKG1, d_out_BTKGH)
     d_sinks_BTKG1 = None
@@ -207,7 +207,7 @@ def _by_head(x_btkgh: jax.Array) -> jax.Array:
     return jnp.swapaxes(x_btkgh, 1, 2).reshape(b * k, -1, h)
 
 
-def _by_place(x_cRh: jax.Array, k: int, G: int) -> jax.Array:
+def _by_position(x_cRh: jax.Array, k: int, G: int) -> jax.Array:
     """[b, t, k, G, h], in the layout of the whole arrays."""
     c, _, h = x_cRh.shape
     return jnp.swapaxes(x_cRh.reshape(c // k, k, -1, G, h), 1, 2)

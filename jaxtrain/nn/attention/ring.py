@@ -314,12 +314,12 @@ class _Rank:
             other.take(runs(keys)),
             other.take(runs(values)),
             None if ids is None else other.take(runs(ids)),
-            self._places((self.rank - step) % self.c, other),
+            self._positions((self.rank - step) % self.c, other),
             product.whole,
         )
-        return own, other, self._places(self.rank, own).reshape(-1, self.shapes.Q), block
+        return own, other, self._positions(self.rank, own).reshape(-1, self.shapes.Q), block
 
-    def _places(self, rank: jax.Array, choice: _Choice) -> jax.Array:
+    def _positions(self, rank: jax.Array, choice: _Choice) -> jax.Array:
         return run_of(rank, choice.slot, self.c) * self.shapes.r + jnp.arange(self.shapes.r)
 
 

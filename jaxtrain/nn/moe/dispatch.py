@@ -16,7 +16,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.remat import elementwise, name_activation
 from jaxtrain.nn.transformer.mlp import Gated
-from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, scatter_places
+from jaxtrain.parallel.sharding import (
+    current_layout,
+    on_each_device,
+    parts_of,
+    reduce_scatter_tokens,
+)
 
 TOKENS = ("batch", "length", "embed")
 # Minimum rows per expert and part of the exchange: with fewer rows a matmul takes hardly longer
@@ -96,7 +101,7 @@ def dispatch(
             y_BTD = run(ranks, *local)
         # Each device of `tensor` computed a part of F, so it has a partial sum.
         if "tensor" in parts_of(result[1]):
-            return scatter_places(y_BTD, ("tensor",))
+            return reduce_scatter_tokens(y_BTD, ("tensor",))
         return jax.lax.psum(y_BTD, "tensor") if tensor > 1 else y_BTD
 
     route = P(*tokens[:2])

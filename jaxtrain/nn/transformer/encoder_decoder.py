@@ -38,8 +38,8 @@ class EncoderDecoder(nnx.Module):
         *,
         num_layers: int,
         token_embedding: nnx.Param,
-        source_places: PositionalEmbedding,
-        target_places: PositionalEmbedding,
+        source_positions: PositionalEmbedding,
+        target_positions: PositionalEmbedding,
         norm: Norm | None = None,
         output: nnx.Param | None = None,
         embedding_scale: float = 1.0,
@@ -54,7 +54,7 @@ class EncoderDecoder(nnx.Module):
           key: for their parameters.
           num_layers: of each stack.
           token_embedding: the table [V, D] of both sequences.
-          source_places, target_places: positional embedding of each stack.
+          source_positions, target_positions: positional embedding of each stack.
           norm: after the last layer of each stack; None: none.
           output: the output matrix [V, D]; None: the token embedding.
           embedding_scale: factor of embedded tokens.
@@ -64,14 +64,14 @@ class EncoderDecoder(nnx.Module):
         """
         keys = jax.random.split(key, 4)
         self.encoder, self.decoder, self.norm = encoder, decoder, norm
-        self.source_places, self.target_places = source_places, target_places
+        self.source_positions, self.target_positions = source_positions, target_positions
         self.dropout, self.drops_finished = Dropout(dropout, first=AROUND), drops_finished
         self.embedding_scale, self.output_scale = embedding_scale, output_scale
         self.token_embedding, self.output = token_embedding, output
         self.encoder_layers = nnx.data(stack(encoder.weights, num_layers, keys[0]))
         self.decoder_layers = nnx.data(stack(decoder.weights, num_layers, keys[1]))
-        own = add_prefix("source", source_places.weights(keys[2]))
-        own |= add_prefix("target", target_places.weights(keys[3]))
+        own = add_prefix("source", source_positions.weights(keys[2]))
+        own |= add_prefix("target", target_positions.weights(keys[3]))
         for part in ("encoder_norm", "decoder_norm"):
             own |= add_prefix(part, norm.weights(key) if norm else {})
         for name, weight in own.items():
@@ -92,14 +92,14 @@ class EncoderDecoder(nnx.Module):
 
     def enter_source(self, source_BS: jax.Array, execution: Execution) -> jax.Array:
         """Input of the encoder's first layer, [B, S, D]."""
-        x_BSD = self._embed(source_BS, self.source_places, under("source", vars(self)))
+        x_BSD = self._embed(source_BS, self.source_positions, under("source", vars(self)))
         return self.dropout(x_BSD, execution.draws)
 
     def of_source(self, mask: Mask, length: int) -> Mask:
         """Return a mask of the source's tokens with the bias that their positions add to scores in
         every layer."""
         own = under("source", vars(self))
-        bias_CNTS = self.source_places.into_scores(own, length, length)
+        bias_CNTS = self.source_positions.into_scores(own, length, length)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
 
     def read_layer(
@@ -144,14 +144,14 @@ class EncoderDecoder(nnx.Module):
     ) -> jax.Array:
         """Input of the decoder's first layer for tokens from position `start` on, [B, T, D]."""
         own = under("target", vars(self))
-        x_BTD = self._embed(tokens_BT, self.target_places, own, start)
+        x_BTD = self._embed(tokens_BT, self.target_positions, own, start)
         return self.dropout(x_BTD, execution.draws, number=2)
 
     def of_target(self, mask: Mask, length: int, keys: int, start: jax.Array | int = 0) -> Mask:
         """Return a mask of the target's tokens with the bias that their positions add to scores in
         every layer."""
         own = under("target", vars(self))
-        bias_CNTS = self.target_places.into_scores(own, length, keys, start)
+        bias_CNTS = self.target_positions.into_scores(own, length, keys, start)
         return dataclasses.replace(mask, bias_CNTS=bias_CNTS)
 
     def write_layer(
@@ -218,7 +218,7 @@ class EncoderDecoder(nnx.Module):
     @property
     def read_by_layers(self) -> frozenset[str]:
         """Names of the parameters around the layers that every layer of a stack reads."""
-        both = (("source", self.source_places), ("target", self.target_places))
+        both = (("source", self.source_positions), ("target", self.target_positions))
         return frozenset(
             name
             for side, positions in both

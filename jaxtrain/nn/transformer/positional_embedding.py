@@ -98,7 +98,7 @@ class Learned(InStream):
 
     def weights(self, key: jax.Array) -> Weights:
         """Return the table [P, D]."""
-        shape, axes = (self.num_positions, self.dim), ("place", "vocab_embed")
+        shape, axes = (self.num_positions, self.dim), ("positions", "vocab_embed")
         return {"embedding": param(key, shape, axes, normal(self.stddev), role="position")}
 
     def into_stream(self, own: Weights, x_BTD: jax.Array, start: jax.Array | int = 0) -> jax.Array:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxtrain.config.buckets import BucketPath, Place, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, require
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.devices import take_gpu_memory
 from jaxtrain.run.attempts import exit_status, records
@@ -40,7 +40,7 @@ Reporter = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> Iterator[Attempt]:
+def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -> Iterator[Attempt]:
     """Context of one attempt of training; leaving it records how it ended.
 
     It detects and joins the other processes, locks the run's folder, starts the watchdog, and turns
@@ -131,7 +131,7 @@ def begin(config: Config, workdir: Place, flags: Flags, *, report: Reporter) -> 
         end.record(None)
 
 
-def _usable(workdir: Place) -> contextlib.AbstractContextManager[None]:
+def _usable(workdir: AnyPath) -> contextlib.AbstractContextManager[None]:
     return path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written")
 
 
@@ -141,7 +141,7 @@ def _goodput(workdir: Path, phases: Phases) -> Goodput:
 
 
 def _rendezvous(
-    cluster: Cluster, config: Config, workdir: Place, attempt: int, report: Reporter
+    cluster: Cluster, config: Config, workdir: AnyPath, attempt: int, report: Reporter
 ) -> Peers:
     if cluster.num_processes == 1:
         return OneProcess({"attempt": attempt})

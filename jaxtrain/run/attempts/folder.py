@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketPath, Place, in_threads, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads, require
 from jaxtrain.config.files import full_disk, remove_tree, sync
 
 
@@ -27,7 +27,7 @@ class LostFolderError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explain_folder_errors(workdir: Place) -> Iterator[None]:
+def explain_folder_errors(workdir: AnyPath) -> Iterator[None]:
     """Turn system errors in a run's folder into a message, within the context."""
     try:
         yield
@@ -54,7 +54,7 @@ class RunFolder:
 
     def __init__(
         self,
-        workdir: Place,
+        workdir: AnyPath,
         *,
         pull: Iterable[str] = (),
         may_write: Callable[[], None] = nothing,
@@ -167,7 +167,7 @@ def _stamps(folder: Path) -> dict[Path, tuple[int, int]]:
     return found
 
 
-def own_folder(workdir: Place, report: Callable[[str], None]) -> RunFolder:
+def own_folder(workdir: AnyPath, report: Callable[[str], None]) -> RunFolder:
     """Return the folder of a run without a command-line attempt.
 
     Raises:

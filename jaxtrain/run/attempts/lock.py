@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-from jaxtrain.config.buckets import BucketPath, Place, place
+from jaxtrain.config.buckets import AnyPath, BucketPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.attempts.records import (
@@ -38,7 +38,7 @@ BEATS_WAITED = 3  # for a holder on another machine, before its folder is taken 
 class Superseded(RuntimeError):  # noqa: N818 - a state of the run, not an error
     """A newer attempt has taken over the run's folder: this one must not write there."""
 
-    def __init__(self, workdir: Place, attempt: int, newer: int) -> None:
+    def __init__(self, workdir: AnyPath, attempt: int, newer: int) -> None:
         super().__init__(
             f"attempt {attempt} may no longer write into {workdir}: attempt {newer} took it over"
         )
@@ -53,7 +53,7 @@ class RunLock:
       attempt: this attempt's number, from 1.
     """
 
-    def __init__(self, workdir: Place, attempt: int, holder: "_Holder | None" = None) -> None:
+    def __init__(self, workdir: AnyPath, attempt: int, holder: "_Holder | None" = None) -> None:
         """Internal: use `acquire` or `join`."""
         self.workdir, self.attempt = workdir, attempt
         self._holder = holder
@@ -61,7 +61,7 @@ class RunLock:
     @classmethod
     def acquire(
         cls,
-        workdir: str | Place,
+        workdir: str | AnyPath,
         *,
         host: str | None = None,
         beat_seconds: float = BEAT_SECONDS,
@@ -84,7 +84,7 @@ class RunLock:
         Raises:
           UserError: another attempt is alive.
         """
-        workdir = place(workdir)
+        workdir = to_path(workdir)
         claim = Claim.of_this_process(host or socket.gethostname(), beat_seconds)
         while True:
             newest = newest_attempt(workdir)
@@ -102,10 +102,10 @@ class RunLock:
         return lock
 
     @classmethod
-    def join(cls, workdir: str | Place, attempt: int) -> Self:
+    def join(cls, workdir: str | AnyPath, attempt: int) -> Self:
         """Return the lock as the other processes of the run have it: they check, process 0
         holds."""
-        return cls(place(workdir), attempt)
+        return cls(to_path(workdir), attempt)
 
     def still_owned(self) -> bool:
         """Whether no newer attempt has taken the folder."""
@@ -137,7 +137,7 @@ class RunLock:
         self.release()
 
 
-def require_not_held(workdir: Place, report: Callable[[str], None]) -> None:
+def require_not_held(workdir: AnyPath, report: Callable[[str], None]) -> None:
     """Raise UserError if a run's folder is locked; for programs without a lock, such as notebooks.
 
     A holder on another machine is waited for as in `RunLock.acquire`: one that died with its
@@ -155,7 +155,7 @@ def require_not_held(workdir: Place, report: Callable[[str], None]) -> None:
     _wait_until_stale(workdir, attempt, find_unended(workdir, attempt), mine, report)
 
 
-def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
+def _lock_error(workdir: AnyPath, attempt: int, holder: Claim) -> UserError:
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
     return UserError(
         f"--workdir {workdir}: {who}, is writing there; wait for it, stop it with "
@@ -164,16 +164,16 @@ def _refusal(workdir: Place, attempt: int, holder: Claim) -> UserError:
 
 
 def _wait_until_stale(
-    workdir: Place, attempt: int, holder: Claim | None, mine: Claim, report: Callable[[str], None]
+    workdir: AnyPath, attempt: int, holder: Claim | None, mine: Claim, report: Callable[[str], None]
 ) -> None:
     """Return when the holder of `attempt` has ended; raise UserError if it is alive."""
     if holder is None:
         return
     who = f"attempt {attempt}, process {holder.pid} on {holder.host}"
-    refused = _refusal(workdir, attempt, holder)
+    error = _lock_error(workdir, attempt, holder)
     if (holder.host, holder.machine) == (mine.host, mine.machine):
         if holder.is_alive():
-            raise refused
+            raise error
         return
     before = _beat(workdir, attempt)
     deadline = time.monotonic() + BEATS_WAITED * holder.beat_seconds
@@ -183,7 +183,7 @@ def _wait_until_stale(
         # The clock before the check: if we were frozen ourselves, the last check is fresh.
         now = time.monotonic()
         if _beat(workdir, attempt) != before:
-            raise refused
+            raise error
         if newest_attempt(workdir) > attempt or find_unended(workdir, attempt) is None:
             return
     report(
@@ -192,7 +192,7 @@ def _wait_until_stale(
     )
 
 
-def _beat(workdir: Place, attempt: int) -> Any:
+def _beat(workdir: AnyPath, attempt: int) -> Any:
     shown = read(workdir / LOCK_FILE)
     return shown.get("beat") if shown is not None and attempt_in(shown) == attempt else None
 

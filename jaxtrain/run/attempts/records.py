@@ -16,7 +16,7 @@ import uuid
 from pathlib import Path
 from typing import Any, Self
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.files import create, write_atomically
 from jaxtrain.config.untrusted import parse_json
 
@@ -28,7 +28,7 @@ ATTEMPTS_FOLDER = "attempts"
 # -- state of the folder -------------------------------------------------------------------------
 
 
-def newest_attempt(workdir: Place) -> int:
+def newest_attempt(workdir: AnyPath) -> int:
     """Return the highest attempt in the folder; 0 if there was none."""
     try:
         files = list((workdir / ATTEMPTS_FOLDER).iterdir())
@@ -39,7 +39,7 @@ def newest_attempt(workdir: Place) -> int:
     return max([*numbers, *shown])
 
 
-def newer_attempt(workdir: Place, attempt: int) -> int | None:
+def newer_attempt(workdir: AnyPath, attempt: int) -> int | None:
     """Return the number of a later attempt; None if there is none."""
     # The lock first: opening it makes a network file system ask its server, while of a name that
     # was absent a moment ago it may use its cache.
@@ -50,7 +50,7 @@ def newer_attempt(workdir: Place, attempt: int) -> int | None:
     return attempt + 1 if following.exists() else None
 
 
-def attempt_of(workdir: Place, pid: int, *, after: int) -> int | None:
+def attempt_of(workdir: AnyPath, pid: int, *, after: int) -> int | None:
     """Return the attempt past `after` that a process of this number on this machine took, if
     any."""
     newest = newest_attempt(workdir)
@@ -61,13 +61,13 @@ def attempt_of(workdir: Place, pid: int, *, after: int) -> int | None:
     return None
 
 
-def is_held(workdir: Place) -> bool:
+def is_held(workdir: AnyPath) -> bool:
     """Whether somebody may hold the folder: alive on this machine, or not ended on another."""
     claim = find_unended(workdir, newest_attempt(workdir))
     return claim is not None and (claim.machine != _machine() or claim.is_alive())
 
 
-def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> None:
+def record_end(workdir: AnyPath, attempt: int, **facts: str | float | None) -> None:
     """Add `facts` and that it ended to attempts/<attempt>.json."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     known = read(file) or {"attempt": attempt}
@@ -75,7 +75,7 @@ def record_end(workdir: Place, attempt: int, **facts: str | float | None) -> Non
     write_atomically(file, (json.dumps(whole) + "\n").encode())
 
 
-def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: int) -> bool:
+def write_exit(workdir: AnyPath, *, status: str, reason: str, step: int, attempt: int) -> bool:
     """Record in exit.json how an attempt ended; return False if there is a newer attempt.
 
     Args:
@@ -92,7 +92,7 @@ def write_exit(workdir: Place, *, status: str, reason: str, step: int, attempt: 
     return True
 
 
-def read(file: Place) -> dict[str, Any] | None:
+def read(file: AnyPath) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if there is no such file or object."""
     try:
         value = parse_json(file.read_bytes())
@@ -112,7 +112,7 @@ def attempt_in(content: dict[str, Any] | None) -> int:
     return number if isinstance(number, int) else 0
 
 
-def newest_step(workdir: Place) -> int | None:
+def newest_step(workdir: AnyPath) -> int | None:
     """Return the step of the newest complete checkpoint: a numbered folder that holds
     manifest.json."""
     try:
@@ -123,7 +123,7 @@ def newest_step(workdir: Place) -> int | None:
     return next((int(f.name) for f in newest_first if (f / "manifest.json").is_file()), None)
 
 
-def stops_without_progress(workdir: Place, status: int) -> int:
+def stops_without_progress(workdir: AnyPath, status: int) -> int:
     """Count the newest consecutive attempts that ended with this status and no newer checkpoint."""
     count, attempt = 0, newest_attempt(workdir)
     while attempt > 0:
@@ -174,7 +174,7 @@ class Claim:
         )
 
     @classmethod
-    def read(cls, file: Place) -> Self | None:
+    def read(cls, file: AnyPath) -> Self | None:
         content = read(file) or {}
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{n: content[n] for n in names}) if content.keys() >= set(names) else None
@@ -199,7 +199,7 @@ _UNKNOWN = Claim(
 )
 
 
-def find_unended(workdir: Place, attempt: int) -> Claim | None:
+def find_unended(workdir: AnyPath, attempt: int) -> Claim | None:
     """Return the process of an attempt that has not recorded its end; None if there is none."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     if "ended" in (read(file) or {}):
@@ -211,7 +211,7 @@ def find_unended(workdir: Place, attempt: int) -> Claim | None:
     return claim
 
 
-def take(workdir: Place, attempt: int, claim: Claim) -> bool:
+def take(workdir: AnyPath, attempt: int, claim: Claim) -> bool:
     """Create attempts/<attempt>.json with its whole content, unless it exists."""
     file = workdir / ATTEMPTS_FOLDER / f"{attempt}.json"
     create(file, (json.dumps({"attempt": attempt, **dataclasses.asdict(claim)}) + "\n").encode())

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Self
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.files import write_atomically
 from jaxtrain.run.attempts import records
 
@@ -51,7 +51,7 @@ class SlurmJob:
         task, start, end = (int(number) if number.isdecimal() else None for number in numbers)
         return cls(job, task or 0, start, end)
 
-    def count_stop(self, workdir: Place, step: int | None) -> int:
+    def count_stop(self, workdir: AnyPath, step: int | None) -> int:
         """Record a stop by a signal, and return how many in a row came at this checkpoint.
 
         Each task counts its own in attempts/stops-TASK.json: all tasks have to reach the same

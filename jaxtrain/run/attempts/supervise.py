@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO
 
-from jaxtrain.config.buckets import BucketError, BucketPath, Place, place, require
+from jaxtrain.config.buckets import AnyPath, BucketError, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.run.attempts import records
@@ -212,7 +212,7 @@ class Supervision:
 
 def supervise(
     command: Sequence[str],
-    workdir: str | Place,
+    workdir: str | AnyPath,
     *,
     settings: Supervision | None = None,
     report: Callable[[str], None] | None = None,
@@ -228,7 +228,7 @@ def supervise(
       settings: restart policy and timeouts; None: the defaults.
       report: called with each line to print; None: stderr.
     """
-    workdir, settings, report = place(workdir), settings or Supervision(), report or _to_stderr
+    workdir, settings, report = to_path(workdir), settings or Supervision(), report or _to_stderr
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
@@ -303,7 +303,7 @@ class _Ending:
         who = "a start" if self.attempt is None else f"attempt {self.attempt}"
         return f"{who}: {self.cause}"
 
-    def write(self, workdir: Place) -> None:
+    def write(self, workdir: AnyPath) -> None:
         """Complete attempts/<attempt>.json, and exit.json if the command did not."""
         if self.attempt is None:
             return
@@ -324,7 +324,7 @@ class _Ending:
         if record.get("attempt") != self.attempt or contradicts:
             self._write_exit(workdir, status, self.cause, self.attempt)
 
-    def write_last(self, workdir: Place, status: str, reason: str) -> None:
+    def write_last(self, workdir: AnyPath, status: str, reason: str) -> None:
         """Record in exit.json how the supervisor ended, unless another process uses the folder.
 
         A launch that took no attempt has no number: the newest attempt's is used.
@@ -336,14 +336,14 @@ class _Ending:
                 workdir.mkdir(parents=True, exist_ok=True)
                 self._write_exit(workdir, status, reason, records.newest_attempt(workdir))
 
-    def _write_exit(self, workdir: Place, status: str, reason: str, attempt: int) -> None:
+    def _write_exit(self, workdir: AnyPath, status: str, reason: str, attempt: int) -> None:
         step = self.step_after or 0
         records.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
 
 
 def _run(
     command: Sequence[str],
-    workdir: Place,
+    workdir: AnyPath,
     settings: Supervision,
     stop: list[int],
     reserve: Reserve,
@@ -409,7 +409,7 @@ def _run(
     )
 
 
-def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
+def _read_progress(workdir: AnyPath) -> tuple[int | None, int | None]:
     """Return the newest attempt and checkpoint; None for both while a bucket does not answer.
 
     The launched command then reports the error itself, and is restarted.
@@ -421,7 +421,7 @@ def _read_progress(workdir: Place) -> tuple[int | None, int | None]:
 
 
 def _idle(
-    workdir: Place, ending: _Ending, settings: Supervision, job: SlurmJob | None
+    workdir: AnyPath, ending: _Ending, settings: Supervision, job: SlurmJob | None
 ) -> str | None:
     """Return why a stopped run should not be queued again; None if it makes progress in between."""
     limit = None
@@ -443,7 +443,7 @@ def _idle(
     return None
 
 
-def _cause(workdir: Place, status: int, attempt: int | None) -> str:
+def _cause(workdir: AnyPath, status: int, attempt: int | None) -> str:
     """Return why a command ended by itself, in its own words if recorded."""
     if status < 0:
         return f"killed by {_name(-status)}"

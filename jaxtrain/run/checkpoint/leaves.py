@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.gathering import is_pinned
 from jaxtrain.parallel.sharding import name_of
@@ -58,7 +58,7 @@ def require_same_leaves(
     stored: Mapping[str, StoredLeaf],
     *,
     partial: bool,
-    folder: Place,
+    folder: AnyPath,
 ) -> None:
     """Raise OtherLeavesError, at most one screen, if the requested arrays differ from the stored
     ones.

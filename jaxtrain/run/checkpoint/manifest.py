@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jaxtrain.config.buckets import BucketPath, Place, Stored
+from jaxtrain.config.buckets import AnyPath, BucketPath, Stored
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import sync, write_atomically
 from jaxtrain.config.untrusted import parse_json
@@ -58,7 +58,7 @@ def kind(digest: str) -> str:
     return prefix
 
 
-def digest(file: Place, prefix: str) -> tuple[int, str]:
+def digest(file: AnyPath, prefix: str) -> tuple[int, str]:
     """Return size and digest of the readable part of a file.
 
     Args:
@@ -141,7 +141,7 @@ class Reading:
     A context manager, because Orbax raises a bare Exception for an array that it cannot read.
     """
 
-    def __init__(self, folder: Place, step: int) -> None:
+    def __init__(self, folder: AnyPath, step: int) -> None:
         self._folder, self._step = folder, step
 
     def __enter__(self) -> None:
@@ -154,12 +154,12 @@ class Reading:
             raise damage_error(self._folder, self._step, detail[:300]) from error
 
 
-def is_sealed(folder: Place) -> bool:
+def is_sealed(folder: AnyPath) -> bool:
     """Whether a checkpoint's folder is finished, as far as its files' names tell."""
     return (folder / FILE).is_file()
 
 
-def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
+def seal(folder: AnyPath, step: int, leaves: dict[str, Leaf]) -> Manifest:
     """Digest every file in `folder` and write its manifest, whole or not at all.
 
     The files are flushed to disk before their manifest, so that a power failure
@@ -186,7 +186,7 @@ def seal(folder: Place, step: int, leaves: dict[str, Leaf]) -> Manifest:
     return manifest
 
 
-def read(folder: Place, step: int) -> Manifest:
+def read(folder: AnyPath, step: int) -> Manifest:
     """Return the manifest of the sealed checkpoint in `folder`.
 
     Raises:
@@ -209,7 +209,7 @@ def read(folder: Place, step: int) -> Manifest:
     return manifest
 
 
-def own_digest(folder: Place, step: int) -> str:
+def own_digest(folder: AnyPath, step: int) -> str:
     """Return the digest of the manifest in `folder`, which covers all files that it names; errors
     as of `read`."""
     read(folder, step)
@@ -217,7 +217,7 @@ def own_digest(folder: Place, step: int) -> str:
         return "blake2b:" + json.loads((folder / FILE).read_bytes())["blake2b"]
 
 
-def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
+def check(folder: AnyPath, manifest: Manifest, names: Iterable[str]) -> None:
     """Read the named files and compare them with the manifest.
 
     Raises:
@@ -241,12 +241,12 @@ def check(folder: Place, manifest: Manifest, names: Iterable[str]) -> None:
             raise damage_error(folder, manifest.step, f"{name} {difference}")
 
 
-def damage_error(folder: Place, step: int, detail: str) -> CheckpointError:
+def damage_error(folder: AnyPath, step: int, detail: str) -> CheckpointError:
     """The error that names the checkpoint and what is wrong with it."""
     return CheckpointError(f"the checkpoint of step {step} in {folder} cannot be read ({detail})")
 
 
-def unread(folder: Place, step: int, detail: str) -> UnreadError:
+def unread(folder: AnyPath, step: int, detail: str) -> UnreadError:
     """Return the error with a checkpoint and the system's error message."""
     return UnreadError(
         f"the checkpoint of step {step} in {folder} cannot be read now ({detail}); nothing was "
@@ -254,7 +254,7 @@ def unread(folder: Place, step: int, detail: str) -> UnreadError:
     )
 
 
-def _of_system(folder: Place, step: int, name: str, error: OSError) -> CheckpointError:
+def _of_system(folder: AnyPath, step: int, name: str, error: OSError) -> CheckpointError:
     make = damage_error if error.errno in _BROKEN else unread
     return make(folder, step, f"{name} cannot be read: {_first_line(error)}")
 
@@ -304,7 +304,7 @@ def _walk(folder: Path) -> Iterable[Path]:
         yield from (Path(parent) / name for name in folders + files)
 
 
-def _validate_ways_out(folder: Place, step: int) -> None:
+def _validate_ways_out(folder: AnyPath, step: int) -> None:
     """Raise CheckpointError if the folder or something in it is a link to elsewhere."""
     if isinstance(folder, BucketPath):
         return  # names that lead out are rejected where they are listed
@@ -336,7 +336,7 @@ def _digest_on_disk(file: Path) -> tuple[int, str]:
 
 
 def _difference(
-    folder: Place, name: str, expected: tuple[int, str], stored: dict[str, Stored] | None
+    folder: AnyPath, name: str, expected: tuple[int, str], stored: dict[str, Stored] | None
 ) -> str | None:
     """Return how a file differs from its size and digest; None if it does not.
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
 from jaxtrain.config.registry import with_present_names
@@ -96,7 +96,7 @@ def versions() -> dict[str, str]:
 
 
 def require_same_run(
-    extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: Place | None
+    extra: dict[str, Any], config: Config, dataset: Dataset, *, step: int, workdir: AnyPath | None
 ) -> None:
     """Raise UserError if resuming would be another run: other data, order or batches, or state of
     another update rule."""
@@ -279,7 +279,7 @@ Ancestor = dict[str, Any]
 RECEIPT = "parity.json"  # of an exported model: its agreement with its run
 
 
-def of_checkpoint(checkpoints: Checkpoints, workdir: Place, step: int) -> list[Ancestor]:
+def of_checkpoint(checkpoints: Checkpoints, workdir: AnyPath, step: int) -> list[Ancestor]:
     """Return a run's sealed checkpoint and its ancestors, the nearest first.
 
     Raises:
@@ -338,7 +338,7 @@ def _read_ancestors(receipt: Path) -> list[Ancestor]:
         return []
 
 
-def _name(where: Place) -> str:
+def _name(where: AnyPath) -> str:
     return str(where if isinstance(where, BucketPath) else where.absolute())
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.sharding import is_variable
@@ -44,7 +44,7 @@ class SavedRun(RunStates):
 
     def __init__(
         self,
-        workdir: Place,
+        workdir: AnyPath,
         config: Config,
         program: Step,
         initial: Initial,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtrain.config.buckets import BucketError, BucketPath, Place, in_threads, library_errors
+from jaxtrain.config.buckets import AnyPath, BucketError, BucketPath, in_threads, library_errors
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import full_disk, remove_tree, room
 from jaxtrain.run.checkpoint import manifest
@@ -30,12 +30,12 @@ _UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")
 _DELETED, _DAMAGED = "deleted-", "damaged-"
 
 
-def sealed_steps(root: Place) -> list[int]:
+def sealed_steps(root: AnyPath) -> list[int]:
     """Return the steps of all finished checkpoints in `root`, in order."""
     return sorted(int(path.name) for path in _entries(root) if _is_step(path) and is_sealed(path))
 
 
-def require_sealed(root: Place, step: int) -> None:
+def require_sealed(root: AnyPath, step: int) -> None:
     """Raise UserError if there is no finished checkpoint of a step; name the nearest."""
     steps = sealed_steps(root)
     if step in steps:
@@ -65,7 +65,7 @@ def select_expired(
     return [s for s in old if s != stays and (keep_every is None or s % keep_every)]
 
 
-def delete(root: Place, step: int) -> None:
+def delete(root: AnyPath, step: int) -> None:
     """Delete a checkpoint; a kill meanwhile leaves nothing that looks like a finished one."""
     folder = root / str(step)
     if isinstance(folder, BucketPath):
@@ -79,7 +79,7 @@ def delete(root: Place, step: int) -> None:
     remove_tree(doomed)
 
 
-def put_aside(root: Place, step: int) -> Place:
+def put_aside(root: AnyPath, step: int) -> AnyPath:
     """Rename a damaged checkpoint, so that its step may be saved again; return the new path."""
     target, count = root / f"{_DAMAGED}{step}", 1
     while target.exists():
@@ -99,7 +99,7 @@ def put_aside(root: Place, step: int) -> Place:
     return target
 
 
-def leftovers(root: Place) -> list[Place]:
+def leftovers(root: AnyPath) -> list[AnyPath]:
     """Return the remains of killed and failed saves: nothing of a finished checkpoint."""
     return [
         path
@@ -110,7 +110,7 @@ def leftovers(root: Place) -> list[Place]:
     ]
 
 
-def reject_others(workdir: Place) -> None:
+def reject_others(workdir: AnyPath) -> None:
     """Reject a folder whose checkpoints are another program's, which `sweep` would delete.
 
     Raises:
@@ -127,7 +127,7 @@ def reject_others(workdir: Place) -> None:
         )
 
 
-def sweep(root: Place) -> list[str]:
+def sweep(root: AnyPath) -> list[str]:
     """Remove the leftovers; return a line for each, its name, size and what it was.
 
     Raises:
@@ -147,14 +147,14 @@ def sweep(root: Place) -> list[str]:
     return lines
 
 
-def folder_size(folder: Place) -> int:
+def folder_size(folder: AnyPath) -> int:
     """Bytes of all files in a folder, its links not followed."""
     if isinstance(folder, BucketPath):
         return sum(row.bytes for row in folder.list_objects())
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _entries(root: Place) -> list[Place]:
+def _entries(root: AnyPath) -> list[AnyPath]:
     try:
         if isinstance(root, BucketPath):
             # Anything but a folder has no manifest and no Orbax name.
@@ -164,7 +164,7 @@ def _entries(root: Place) -> list[Place]:
         return []
 
 
-def _is_step(path: Place) -> bool:
+def _is_step(path: AnyPath) -> bool:
     # As this package writes it: another spelling of the same number is not ours.
     return path.name.isascii() and path.name.isdigit() and str(int(path.name)) == path.name
 
@@ -239,7 +239,7 @@ class Sealer:
 
     def __init__(
         self,
-        folder: Place,
+        folder: AnyPath,
         *,
         keep: int,
         keep_every: int | None,

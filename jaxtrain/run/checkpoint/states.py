@@ -4,7 +4,7 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.checkpoint.save_schedule import FixedInterval, SaveSchedule
 from jaxtrain.run.phases import Phases
@@ -174,7 +174,7 @@ class InMemory(RunStates):
 
 
 def states_of(
-    workdir: Place | None,
+    workdir: AnyPath | None,
     config: Config,
     program: Step,
     initial: Initial,

@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.buckets import BucketError, Place, place
+from jaxtrain.config.buckets import AnyPath, BucketError, to_path
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.run.checkpoint.leaves import (
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        workdir: Place,
+        workdir: AnyPath,
         settings: Checkpoint,
         *,
         read_only: bool = False,
@@ -133,7 +133,7 @@ class Checkpoints:
         """
         # Orbax logs every phase of every save through absl's logger; failures come as exceptions.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        root = place(workdir)
+        root = to_path(workdir)
         self.folder = (root.absolute() if isinstance(root, Path) else root) / sealing.FOLDER
         self._settings, self._read_only = settings, read_only
         self._report, self._may_write = report, may_write
@@ -449,7 +449,7 @@ class Checkpoints:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def _path(self, step: int) -> Place:
+    def _path(self, step: int) -> AnyPath:
         return self.folder / str(step)
 
     def _check_described(self, step: int, wanted: Callable[[str], bool]) -> None:

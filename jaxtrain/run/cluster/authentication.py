@@ -24,7 +24,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Self
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 
 VARIABLE = "JAXTRAIN_TOKEN"
@@ -42,7 +42,7 @@ class RunToken:
     def __init__(
         self,
         environment: Mapping[str, str],
-        file: Place,
+        file: AnyPath,
         *,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -143,7 +143,7 @@ def _read(text: bytes) -> bytes | None:
     return token if _GRAMMAR.fullmatch(token) else None
 
 
-def _store(file: Place, content: bytes) -> None:
+def _store(file: AnyPath, content: bytes) -> None:
     if isinstance(file, BucketPath):
         file.write_bytes(content)
         return
@@ -165,7 +165,7 @@ _RANDOM = 32
 _PROOF = 32
 # Sent instead of process 0's proof if the client's proof is wrong. It is not authenticated: an
 # attacker who can inject it could also close the connection.
-_REFUSED = b"another token".ljust(_PROOF, b"\0")
+_WRONG_TOKEN = b"another token".ljust(_PROOF, b"\0")
 
 
 class UnauthenticatedError(Exception):
@@ -218,7 +218,7 @@ def server_handshake(token: bytes) -> Handshake:
     keys = _Keys.of(token, joiner, own)
     proof = yield PROTOCOL + own, _PROOF
     if not hmac.compare_digest(proof, keys.joiner_proof):
-        yield _REFUSED, 0
+        yield _WRONG_TOKEN, 0
         raise OtherTokenError("could not prove this run's token")
     yield keys.zero_proof, 0
     return MessageKey(keys.from_zero), MessageKey(keys.to_zero)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxtrain.config.buckets import BucketPath, Place, on_disk, place
+from jaxtrain.config.buckets import AnyPath, BucketPath, on_disk, to_path
 from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.config.shipped import shipped_headers
@@ -70,7 +70,7 @@ def describe_data(arguments: argparse.Namespace) -> int:
 def prepare_store(arguments: argparse.Namespace) -> int:
     """Make the store and print what is in it, and how to train on it."""
     console = terminal()
-    data, out = text_of_arguments(arguments, console), place(arguments.out)
+    data, out = text_of_arguments(arguments, console), to_path(arguments.out)
     workers = arguments.workers
     most = os.cpu_count() or 1
     if not 1 <= workers <= most:
@@ -126,7 +126,7 @@ def text_of_arguments(arguments: argparse.Namespace, console: Console) -> TextDa
     return data
 
 
-def _report_store(console: Console, store: Store, out: Place, data: TextData) -> None:
+def _report_store(console: Console, store: Store, out: AnyPath, data: TextData) -> None:
     train, heldout = store.parts["train"], store.parts["heldout"]
     lines = [
         f"{train.tokens:,} tokens of {count_of(train.texts, 'document')} to train on, "

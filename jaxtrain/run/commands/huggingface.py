@@ -3,7 +3,7 @@
 import argparse
 import functools
 
-from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.tokenizer import no_end_of_text
@@ -27,7 +27,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     name = HUGGING_FACE + arguments.source.removeprefix(HUGGING_FACE)
     config = load_config(name, bindings, allow_imports=arguments.allow_imports)
     print_lines(console, *config.notes)
-    workdir = place(arguments.workdir)
+    workdir = to_path(arguments.workdir)
     found = import_run(
         config, workdir, console=console, report=functools.partial(print_lines, console)
     )
@@ -52,7 +52,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
     return DONE if found.passed else FAILED
 
 
-def first_use(model: Model, workdir: Place) -> str:
+def first_use(model: Model, workdir: AnyPath) -> str:
     """Return the commands that use an imported model."""
     if reads_images(model):
         return f"predict --workdir {workdir} IMAGE, or eval"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketError, Place, place
+from jaxtrain.config.buckets import AnyPath, BucketError, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.attempts.exit_status import FAILED, USER_ERROR
 from jaxtrain.run.attempts.supervise import Supervision, supervise
@@ -27,10 +27,10 @@ class Job:
 
     settings: Supervision
     train: list[str]
-    workdir: Place
+    workdir: AnyPath
 
 
-def run_folder(config: str | None, workdir: str | None) -> Place:
+def run_folder(config: str | None, workdir: str | None) -> AnyPath:
     """Return the folder of a run: the given one, or runs/ and the name of the config or the
     quickstart.
 
@@ -40,7 +40,7 @@ def run_folder(config: str | None, workdir: str | None) -> Place:
     for named, value in (("--workdir", workdir), ("CONFIG", config)):
         if value == "":
             raise UserError(f"{named} is empty; give a name, or leave it out")
-    return place(workdir or Path("runs") / Path(config or QUICKSTART).stem)
+    return to_path(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
 def parse(arguments: Sequence[str]) -> Job:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.buckets import BucketPath, place
+from jaxtrain.config.buckets import BucketPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
@@ -75,7 +75,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     Raises:
       UserError: nothing is swept, a configuration is rejected, or a folder is another sweep's.
     """
-    workdir = place(arguments.workdir)
+    workdir = to_path(arguments.workdir)
     if isinstance(workdir, BucketPath):
         raise UserError(f"--workdir {workdir}: the folder of a sweep must be on this machine")
     bindings = list(arguments.gin_bindings)
@@ -100,8 +100,8 @@ def sweep(arguments: argparse.Namespace) -> int:
             return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
         if status != DONE:
             record = records.read(point.folder / records.EXIT_FILE) or {}
-            refused = status == USER_ERROR or "reason" not in record
-            failed[point.folder] = f"status {status}" if refused else str(record["reason"])
+            rejected = status == USER_ERROR or "reason" not in record
+            failed[point.folder] = f"status {status}" if rejected else str(record["reason"])
         seconds = clock(time.monotonic() - started)
         print_lines(console, f"{name}: {failed.get(point.folder, 'trained')}, {seconds}")
     _show(console, points, failed, workdir)

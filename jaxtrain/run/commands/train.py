@@ -20,7 +20,7 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from jaxtrain.config.buckets import BucketPath, Place, place, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.values import settings_of
@@ -164,7 +164,7 @@ def _quickstart_devices(console: Console) -> list[str]:
     return ["Mesh.fsdp = -1", "Mesh.tensor = 1"]
 
 
-def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdir: Place) -> None:
+def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdir: AnyPath) -> None:
     train, facts = trainer.config.train, trainer.dataset.facts
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in numbers_of(values).items())
     console.print(f"Held out: {metrics}")
@@ -188,7 +188,7 @@ def _show_end(console: Console, trainer: Trainer, values: dict[str, Any], workdi
 
 
 def _command(
-    arguments: argparse.Namespace, name: str, workdir: Place, config: Config, steps_done: int
+    arguments: argparse.Namespace, name: str, workdir: AnyPath, config: Config, steps_done: int
 ) -> str:
     """Return the command that trains this run for as many steps again, its learning rate going on
     from where a decay to the last step has brought it, and without the patience that has ended
@@ -287,10 +287,10 @@ def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -
     return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
 
 
-def _existing_run(workdir: str, step: int | None) -> Place:
+def _existing_run(workdir: str, step: int | None) -> AnyPath:
     """Return a run's folder that can be read and holds a checkpoint, of this step unless it is
     None."""
-    folder = place(workdir)
+    folder = to_path(workdir)
     if isinstance(folder, BucketPath):
         require("--workdir", folder)
     with path_errors(f"--workdir {workdir}", needs="use a run's folder that can be read"):

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, only, read_keys, validate_keys
 from jaxtrain.data.text.chat.conversations import Templated
@@ -90,11 +90,11 @@ class Defaults:
     beams: int | None = None
 
 
-def published_folder(config: Config, workdir: Place | None) -> Place | None:
+def published_folder(config: Config, workdir: AnyPath | None) -> AnyPath | None:
     """Return the folder with the config.json of the published model that a run started from, if it
     did."""
     start = config.train.start_from
-    for one in (workdir, None if start is None else place(start)):
+    for one in (workdir, None if start is None else to_path(start)):
         if one is not None:
             for folder in (one / CARRIED_FOLDER, one):
                 if (folder / MODEL_CONFIG).is_file():
@@ -102,7 +102,7 @@ def published_folder(config: Config, workdir: Place | None) -> Place | None:
     return None
 
 
-def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
+def ends_of_run(config: Config, workdir: AnyPath | None) -> tuple[int, ...]:
     """Return the tokens that end an answer of a run's model.
 
     For a run that started from a published model they are those at which transformers stops, and
@@ -120,7 +120,7 @@ def ends_of_run(config: Config, workdir: Place | None) -> tuple[int, ...]:
     return found
 
 
-def end_tokens(folder: Place) -> tuple[int, ...]:
+def end_tokens(folder: AnyPath) -> tuple[int, ...]:
     """Return the tokens at which transformers' generate() ends an answer of a folder's model."""
     if (folder / GENERATION).is_file():
         return ends_of(read_json(folder / GENERATION))
@@ -129,7 +129,7 @@ def end_tokens(folder: Place) -> tuple[int, ...]:
     return ends_of(content) or (ends_of(inner) if isinstance(inner, dict) else ())
 
 
-def published_defaults(config: Config, workdir: Place | None) -> Defaults:
+def published_defaults(config: Config, workdir: AnyPath | None) -> Defaults:
     """Return the defaults of the published model that a run started from; none of another run.
 
     Raises:

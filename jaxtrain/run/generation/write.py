@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import reads_pairs
@@ -30,7 +30,7 @@ class Writer:
       workdir: the run's folder, with the files of the published model that it started from.
     """
 
-    def __init__(self, setup: Setup, config: Config, workdir: Place | None) -> None:
+    def __init__(self, setup: Setup, config: Config, workdir: AnyPath | None) -> None:
         self._setup, self._config, self._workdir = setup, config, workdir
         self._train = config.train
         self._writes_targets = reads_pairs(config.train.model)

@@ -19,7 +19,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.models.model import Model
@@ -57,7 +57,7 @@ def export_awq(
     config: Config,
     setup: Setup,
     state: TrainState,
-    workdir: Place | None,
+    workdir: AnyPath | None,
     *,
     ancestors: Sequence[Ancestor],
     console: Console,

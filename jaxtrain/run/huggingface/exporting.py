@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from jaxtrain.config.buckets import Place, on_disk, place
+from jaxtrain.config.buckets import AnyPath, on_disk, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, remove_tree, write_atomically
 from jaxtrain.data.pairs.source import PairData
@@ -86,7 +86,7 @@ def export_run(
     config: Config,
     setup: Setup,
     params: nnx.State,
-    workdir: Place | None,
+    workdir: AnyPath | None,
     *,
     dtype: Dtype,
     ancestors: Sequence[Ancestor],
@@ -141,7 +141,7 @@ def export_run(
     return found
 
 
-def companion_files(config: Config, workdir: Place | None) -> dict[str, bytes]:
+def companion_files(config: Config, workdir: AnyPath | None) -> dict[str, bytes]:
     """Return the files to copy: of the import, of the run's start, or the run's tokenizer."""
     folder = published_folder(config, workdir)
     if folder is None:
@@ -158,11 +158,11 @@ def _of_tokenizer(config: Config) -> dict[str, bytes]:
     data = data if isinstance(data, Templated | PairData) else text_of(data)
     found: dict[str, bytes] = {}
     if data is not None and data.tokenizer != "byte":
-        folder = place(data.tokenizer).parent
+        folder = to_path(data.tokenizer).parent
         found = {
             name: (folder / name).read_bytes() for name in _TOKENIZER if (folder / name).is_file()
         }
-        found[TOKENIZER] = place(data.tokenizer).read_bytes()
+        found[TOKENIZER] = to_path(data.tokenizer).read_bytes()
     if isinstance(data, Templated) and data.chat_template is not None:
         found[_TEMPLATE] = data.open_template().source.encode()
     return found
@@ -259,7 +259,10 @@ END_OF_BYTES = "<|endoftext|>"  # name of byte 0, which text does not use
 
 
 def generation_files(
-    config: Config, workdir: Place | None, carried: Mapping[str, bytes], settings: Mapping[str, Any]
+    config: Config,
+    workdir: AnyPath | None,
+    carried: Mapping[str, bytes],
+    settings: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """Return the files of an export, by name, besides copied ones.
 

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from rich.console import Console
 
-from jaxtrain.config.buckets import BucketPath, Place, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, require
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, remove_tree, write_atomically
 from jaxtrain.data.pairs.classed import LabelledText
@@ -43,7 +43,7 @@ from jaxtrain.training.transforms import biases_of
 
 
 def import_run(
-    config: Config, workdir: Place, *, console: Console, report: Callable[[str], None]
+    config: Config, workdir: AnyPath, *, console: Console, report: Callable[[str], None]
 ) -> receipt.Receipt:
     """Create the run's folder: config.gin, a sealed checkpoint of step 0, and copied files.
 
@@ -77,7 +77,7 @@ def import_run(
 
 def _write(
     config: Config,
-    workdir: Place,
+    workdir: AnyPath,
     source: Published,
     params: nnx.State,
     setup: Setup,
@@ -124,7 +124,7 @@ def save_first(
     extra: dict[str, Any],
     *,
     config: Config,
-    workdir: Place,
+    workdir: AnyPath,
     report: Callable[[str], None],
 ) -> None:
     """Write the checkpoint that a new run begins with, then its config.gin.
@@ -143,7 +143,7 @@ def save_first(
 
 
 @contextlib.contextmanager
-def create_atomically(workdir: Place) -> Iterator[None]:
+def create_atomically(workdir: AnyPath) -> Iterator[None]:
     """Remove a new run's folder if an error occurs within the context."""
     is_new = not workdir.exists()
     try:
@@ -153,7 +153,7 @@ def create_atomically(workdir: Place) -> Iterator[None]:
         raise
 
 
-def require_free(named: str, workdir: Place) -> None:
+def require_free(named: str, workdir: AnyPath) -> None:
     """Raise UserError if a new run's folder has a run already, or cannot be created.
 
     Args:
@@ -168,7 +168,7 @@ def require_free(named: str, workdir: Place) -> None:
             raise UserError(f"{named} {workdir}: there is a run already; name a folder that is new")
 
 
-def _with_own_tokenizer(config: Config, source: Published, workdir: Place) -> Config:
+def _with_own_tokenizer(config: Config, source: Published, workdir: AnyPath) -> Config:
     """Return the configuration with the copied tokenizer instead of the source's.
 
     A tokenizer inside a GGUF file has no path for the configuration.

@@ -77,12 +77,14 @@ def read_parameters(
         read = _Reader(of[ours], shapes[ours], stored, order, leaf.dtype)
         slices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         # Device by device: `jax.make_array_from_callback` would hold all their parts.
-        parts = [_place(read, index, leaf.shape, device) for device, index in slices.items()]
+        parts = [
+            _assemble_shard(read, index, leaf.shape, device) for device, index in slices.items()
+        ]
         arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts))
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _place(
+def _assemble_shard(
     read: "_Reader", index: tuple[slice, ...], shape: tuple[int, ...], device: jax.Device
 ) -> jax.Array:
     """Return the part of a parameter at this index, put together on its device out of a few

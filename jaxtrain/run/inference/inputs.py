@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import to_path
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.untrusted import parse_json, read_bounded
@@ -60,7 +60,7 @@ def read_records(argument: str, path: str) -> list[Record]:
     Raises:
       UserError: the file cannot be read, is empty, or has an invalid line.
     """
-    file = place(path)
+    file = to_path(path)
     with path_errors(f"{argument} {path}", needs="name a file of JSON lines that can be read"):
         content = read_bounded(file, named=f"{argument} {path}", limit=_MAX_BYTES)
     found = []

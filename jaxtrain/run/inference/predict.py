@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch, stack
 from jaxtrain.data.images.source import ImageData
@@ -156,7 +156,8 @@ def predict(
     For an image, a text, a vector, a sequence of vectors or each word of tagged texts the
     likeliest classes; for each masked token of a text the likeliest tokens; the regression outputs
     of a vector; the likeliest continuation of a text, or its target; a text's embedding. For a
-    sequence whose positions have classes it is that of the position named by `SequenceData.place`.
+    sequence whose positions have classes it is that of the position that
+    `SequenceData.pooling` names.
 
     Args:
       inputs: PNG or JPEG files, folders of them at any depth, or images of Pillow's; texts, or
@@ -263,7 +264,7 @@ def _of_images(
     skip: Skip,
 ) -> _Request:
     # All are checked before the first batch.
-    images, broken = list[Place | Image.Image](), set[int]()
+    images, broken = list[AnyPath | Image.Image](), set[int]()
     for source in given:
         try:
             images += _images(source)
@@ -443,7 +444,7 @@ def _logits_of_labels(
     return of
 
 
-def _images(source: Given) -> Iterator[Place | Image.Image]:
+def _images(source: Given) -> Iterator[AnyPath | Image.Image]:
     """Yield the images of an input, none of them read yet."""
     if isinstance(source, np.ndarray):
         raise UserError("predict: an array is not an image; give files, or images of Pillow's")
@@ -461,7 +462,7 @@ def _images(source: Given) -> Iterator[Place | Image.Image]:
     yield from found
 
 
-def _read(image: Place | Image.Image) -> Image.Image:
+def _read(image: AnyPath | Image.Image) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
     file = io.BytesIO(image.read_bytes()) if isinstance(image, BucketPath) else image

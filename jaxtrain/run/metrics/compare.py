@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.buckets import Place, place
+from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.run.metrics.files import METRICS_FILE, lines_of
@@ -123,10 +123,10 @@ def open_runs(folders: Sequence[str]) -> list[Run]:
     return [Run("/".join(parts[-depth:]), lines) for parts, lines in found]
 
 
-def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, Place]]:
+def _workdirs(folders: Sequence[str]) -> Iterator[tuple[str, AnyPath]]:
     """Run' folders: those that are named, and those in folders that hold runs."""
     for folder in folders:
-        workdir = place(folder)
+        workdir = to_path(folder)
         with path_errors(f"plot {folder}", needs="use a run's folder that can be read"):
             is_folder = isinstance(workdir, Path) and workdir.is_dir()
             is_run = not is_folder or (workdir / METRICS_FILE).is_file()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import Appended, write_atomically, writing
 from jaxtrain.config.untrusted import MAX_JSON_BYTES, MalformedError, parse_json
@@ -222,12 +222,12 @@ def _warn(sentence: str) -> None:
     sys.stderr.write(f"jaxtrain: {sentence}\n")
 
 
-def read_lines(file: Place, report: Report = _warn) -> list[dict[str, Any]]:
+def read_lines(file: AnyPath, report: Report = _warn) -> list[dict[str, Any]]:
     """Return all of `each_line`."""
     return list(each_line(file, report))
 
 
-def each_line(file: Place, report: Report = _warn) -> Iterator[dict[str, Any]]:
+def each_line(file: AnyPath, report: Report = _warn) -> Iterator[dict[str, Any]]:
     """Yield the objects of a metrics.jsonl one at a time.
 
     A last line that a killed writer left torn is skipped. So is a damaged line, such as one with a
@@ -265,7 +265,7 @@ def parse_line(text: bytes) -> dict[str, Any]:
 _Parsed = tuple[int, bytes, Any]
 
 
-def _parse(file: Place) -> Iterator[_Parsed]:
+def _parse(file: AnyPath) -> Iterator[_Parsed]:
     """Yield of each line its number, its bytes, and its object or the MalformedError."""
     with _open(file) as stream:
         # Zeros after a power failure may extend for gigabytes without a line break.
@@ -278,12 +278,12 @@ def _parse(file: Place) -> Iterator[_Parsed]:
                 yield number, text, error
 
 
-def _damage(file: Place, damaged: Sequence[_Parsed]) -> str:
+def _damage(file: AnyPath, damaged: Sequence[_Parsed]) -> str:
     number, _, reason = damaged[0]
     return f"{file}: {count_of(len(damaged), 'damaged line')} (line {number}: {reason})"
 
 
-def _open(file: Place) -> BinaryIO:
+def _open(file: AnyPath) -> BinaryIO:
     return file.open("rb") if isinstance(file, Path) else io.BytesIO(file.read_bytes())
 
 
@@ -309,7 +309,7 @@ def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
     write_atomically(file, b"".join(kept))
 
 
-def lines_of(folder: Place) -> list[dict[str, Any]]:
+def lines_of(folder: AnyPath) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl; empty if there is no such file yet."""
     file = folder / METRICS_FILE
     return read_lines(file) if file.exists() else []

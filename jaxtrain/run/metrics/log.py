@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numbers_of, strict
@@ -325,7 +325,7 @@ class RunMetrics:
         devices: Sequence[jax.Device],
         *,
         folder: Path | None,
-        workdir: Place | None,
+        workdir: AnyPath | None,
         terminal: Console,
     ) -> None:
         """Store the settings; nothing is opened yet.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.config.buckets import Place, on_disk, place
+from jaxtrain.config.buckets import AnyPath, on_disk, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.source import TextData
@@ -42,7 +42,7 @@ from jaxtrain.run.quantization.activation_aware import (
 )
 from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.run.weights import merge_adapters, on_host, place_weights
+from jaxtrain.run.weights import merge_adapters, on_host, shard_weights
 from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
@@ -81,7 +81,7 @@ def quantize(arguments: argparse.Namespace) -> int:
             f"--group-size {group}: two codes share a byte, so it must be even; the nearest even "
             f"number is {near}"
         )
-    console, out = terminal(), place(arguments.out)
+    console, out = terminal(), to_path(arguments.out)
     require_free("--out", out)
     trainer = open_run(arguments, console=console)
     weight_format = "int8" if bits == 8 else "int4"
@@ -94,7 +94,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 
 def write_quantized(
     trainer: Trainer,
-    out: Place,
+    out: AnyPath,
     weight_format: Literal["int8", "int4"],
     *,
     group: int,
@@ -129,8 +129,8 @@ def write_quantized(
     config = _config(trainer, weight_format, group, out)
     layout, device = layouts.layout(config), jax.local_devices()[0]
     if weight_format == "int4":
-        for refusal in validate_blocks(shapes, layout, weight_format, group, says=_OPTIONS):
-            raise UserError(refusal)
+        for error in validate_blocks(shapes, layout, weight_format, group, says=_OPTIONS):
+            raise UserError(error)
     preflight.check(
         config, device_count=trainer.mesh.size, platform=platform_of_device(device),
         kind=device.device_kind, reads_data=False, trains=False,
@@ -190,11 +190,11 @@ def _scale(
     clip(values, seen, group=group, report=report)
     dtype = np.dtype(trainer.config.precision.params)
     values = {name: x.astype(dtype) for name, x in values.items()}
-    return place_weights(base_step(setup).abstract_state().params, values, setup.stages)
+    return shard_weights(base_step(setup).abstract_state().params, values, setup.stages)
 
 
 def _config(
-    trainer: Trainer, weight_format: Literal["int8", "int4"], group: int, out: Place
+    trainer: Trainer, weight_format: Literal["int8", "int4"], group: int, out: AnyPath
 ) -> Config:
     """Return the configuration of an inference-only run, without training settings."""
     config = trainer.config
@@ -204,7 +204,7 @@ def _config(
     data, workdir = train.data, trainer.workdir
     if isinstance(data, TextData) and workdir is not None and data.tokenizer != "byte":
         own = f"{CARRIED_FOLDER}/{TOKENIZER}"
-        if place(data.tokenizer) == workdir / own:
+        if to_path(data.tokenizer) == workdir / own:
             train = dataclasses.replace(
                 train, data=dataclasses.replace(data, tokenizer=str(out / own))
             )

@@ -153,7 +153,11 @@ def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
     for number in range(1, int(segments.max()) + 1):
         (indices,) = np.nonzero(segments == number)
         letter = LETTERS[(number - 1) % len(LETTERS)]
-        first = "" if example.positions is None else f", from its token {_place(example, indices)}"
+        first = (
+            ""
+            if example.positions is None
+            else f", from its token {_first_position(example, indices)}"
+        )
         lines.append(f"--- {letter}: tokens {indices[0]} to {indices[-1]}{first}")
         if remaining <= 0:
             continue
@@ -162,7 +166,7 @@ def _texts(example: Batch, tokenizer: Tokenizer | None) -> list[str]:
     return lines
 
 
-def _place(example: Batch, positions: np.ndarray) -> int:
+def _first_position(example: Batch, positions: np.ndarray) -> int:
     assert example.positions is not None
     return int(example.positions[positions[0]])
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.writer import changes
 from jaxtrain.data.bad_records import SENTENCES, sentences
@@ -288,7 +288,7 @@ def _fact(value: object) -> str:
 
 
 def show_checkpoint(
-    console: Console, folder: Place, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
+    console: Console, folder: AnyPath, extra: Mapping[str, Any], tree: Mapping[str, StoredLeaf]
 ) -> None:
     """Print a checkpoint's step, versions, configuration and arrays."""
     console.print(f"Checkpoint of step {folder.name} in {folder}", soft_wrap=True)

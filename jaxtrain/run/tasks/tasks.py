@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel, token_model
@@ -221,7 +221,7 @@ def read_task(path: str) -> Task:
     records = read_records("--tasks", path)
     is_choice = "choices" in records[0].fields
     questions = [_choice(one) if is_choice else _exact(one) for one in records]
-    return Task(place(path).name.split(".")[0], questions, is_choice)
+    return Task(to_path(path).name.split(".")[0], questions, is_choice)
 
 
 def _exact(record: Record) -> Question:

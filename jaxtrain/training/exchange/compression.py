@@ -380,15 +380,15 @@ def _pack(x: jax.Array) -> jax.Array:
     """Pack the signs of [4 M] values, four per byte, into uint8 [M]."""
     codes = (x > 0).astype(jnp.uint8) + 2 * (x < 0).astype(jnp.uint8)
     codes = jnp.where(jnp.isfinite(x), codes, _NOT_FINITE)
-    return (codes.reshape(-1, _IN_A_BYTE) << _places()).sum(-1, dtype=jnp.uint8)
+    return (codes.reshape(-1, _IN_A_BYTE) << _bit_offsets()).sum(-1, dtype=jnp.uint8)
 
 
 def _unpack(codes: jax.Array) -> jax.Array:
     """Unpack the signs, float32 [..., 4 M], from bytes [..., M]."""
-    each = (codes[..., None] >> _places()) & jnp.uint8(3)
+    each = (codes[..., None] >> _bit_offsets()) & jnp.uint8(3)
     signs = (each & 1).astype(jnp.float32) - (each >> 1).astype(jnp.float32)
     return jnp.where(each == _NOT_FINITE, jnp.nan, signs).reshape(*codes.shape[:-1], -1)
 
 
-def _places() -> jax.Array:
+def _bit_offsets() -> jax.Array:
     return 2 * jnp.arange(_IN_A_BYTE, dtype=jnp.uint8)

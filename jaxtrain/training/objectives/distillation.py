@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config.buckets import place
+from jaxtrain.config.buckets import to_path
 from jaxtrain.config.errors import UserError, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.shipped import HUGGING_FACE
@@ -83,7 +83,7 @@ class Distillation(TokenObjective):
                 "Distillation.teacher has no value: bind it to the folder of a run, or of Hugging "
                 "Face"
             )
-        file = place(self.teacher) / "config.gin"
+        file = to_path(self.teacher) / "config.gin"
         source = str(file) if file.is_file() else f"{HUGGING_FACE}{self.teacher}"
         model = load_config(source).train.model
         if not reads_tokens(model):

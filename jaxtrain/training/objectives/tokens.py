@@ -144,8 +144,8 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
     def arrange(self, batch: Batch, execution: Execution) -> Batch:
         """Arrange a batch as in `Objective`: rows, and positions over the mesh axis `context`."""
         method = execution.context_parallel
-        of_places = dataclasses.replace(self.in_order(batch), rows=None)
-        arranged = jax.tree.map(lambda x_BT: along_context(x_BT, method), of_places)
+        per_token = dataclasses.replace(self.in_order(batch), rows=None)
+        arranged = jax.tree.map(lambda x_BT: along_context(x_BT, method), per_token)
         return dataclasses.replace(arranged, rows=batch.rows)
 
     def weight(self, batch: Batch) -> jax.Array:
@@ -226,8 +226,8 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
 
         features = features_of(model)
         dtype = "int32" if features is None else "float32"
-        of_place = () if features is None else (features,)
-        found = list(validate_form(batch, "inputs", dtype, ("B", "T", *of_place)))
+        feature_shape = () if features is None else (features,)
+        found = list(validate_form(batch, "inputs", dtype, ("B", "T", *feature_shape)))
         if not found:
             shape = batch.inputs.shape[:2]
             found += validate_form(batch, "targets", "int32", shape)

@@ -41,7 +41,7 @@ class Group(NamedTuple):
     layers: int | None
 
     @property
-    def places(self) -> list[int] | list[None]:
+    def layer_indices(self) -> list[int] | list[None]:
         """Layer of each block."""
         return [None] if self.layers is None else list(range(self.layers))
 
@@ -137,8 +137,8 @@ class Blocks:
         for group in self._of(params, files):
             mine, kept = (part(tree, group.names) for tree in (params, files))
             init = self._compile_for(group, self._init, mine, kept)
-            for layer in group.places:
-                made = init(mine, self._place(layer))
+            for layer in group.layer_indices:
+                made = init(mine, self._layer_array(layer))
                 for file, x in zip(_large(kept), made, strict=True):
                     file.write(x, layer)
 
@@ -152,7 +152,7 @@ class Blocks:
           pending: the step's pending update.
         """
         found = self._of(params, files)
-        blocks = [(group, layer) for group in found for layer in group.places]
+        blocks = [(group, layer) for group in found for layer in group.layer_indices]
         kept = {group: _large(part(files, group.names)) for group in found}
         given = {group: part(pending, group.names) for group in found}
         after = {group: part(params, group.names) for group in found}
@@ -179,7 +179,7 @@ class Blocks:
                     ahead = reading.submit(read, following)
                 mine, own = after[group], part(files, group.names)
                 one = self._compile_for(group, self._update, mine, own)
-                after[group], arrays = one(mine, arrays, given[group], self._place(layer))
+                after[group], arrays = one(mine, arrays, given[group], self._layer_array(layer))
                 if len(writes) == _WRITTEN_LATE:
                     writes.popleft().result()
                 writes.append(writing.submit(write, block, arrays))
@@ -200,7 +200,7 @@ class Blocks:
             self._compiled[key] = make(*of)
         return self._compiled[key]
 
-    def _place(self, layer: int | None) -> jax.Array | None:
+    def _layer_array(self, layer: int | None) -> jax.Array | None:
         if layer is None:
             return None
         if layer not in self._layers:

@@ -107,7 +107,7 @@ class FileArray:
 
     def read(self, layer: int | None = None) -> jax.Array:
         """Return the array on the devices, or one layer of it, [1, ...]; a copy."""
-        shape, part, offset = self._place(layer)
+        shape, part, offset = self._extent(layer)
         copies: dict[Path, np.ndarray] = {}
         for path in self._files.values():
             if path not in copies:
@@ -123,7 +123,7 @@ class FileArray:
           x: with the sharding `sharding`.
           layer: None: all of it.
         """
-        _, part, offset = self._place(layer)
+        _, part, offset = self._extent(layer)
         written = set()
         for shard in x.addressable_shards:
             path = self._files[shard.device]
@@ -131,7 +131,7 @@ class FileArray:
                 written.add(path)
                 np.memmap(path, self.dtype, "r+", offset, part)[...] = np.asarray(shard.data)
 
-    def _place(self, layer: int | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def _extent(self, layer: int | None) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the shape of the whole array, that of a device's part, and the part's offset in
         its file, in bytes.
         """

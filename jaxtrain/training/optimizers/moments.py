@@ -178,10 +178,12 @@ def hash_bits(path: Any, variable: Any, count: jax.Array, number: int, layers: L
     """
     name = zlib.crc32(jax.tree_util.keystr(path).encode(), number)
     stacked = logical_axes(variable)[:1] == ("layers",)
-    return place_in_array(variable.get_value(), count, name, layers if stacked else None)
+    return hash_array_bits(variable.get_value(), count, name, layers if stacked else None)
 
 
-def place_in_array(x: jax.Array, count: jax.Array, number: int, layers: Layers = None) -> jax.Array:
+def hash_array_bits(
+    x: jax.Array, count: jax.Array, number: int, layers: Layers = None
+) -> jax.Array:
     """Return the same for an array without a name; `number` distinguishes it from others."""
     key = _mix(_mix(count.astype(jnp.uint32)) ^ jnp.uint32(number))
     return _mix(_index(x, layers) ^ key)

@@ -114,7 +114,7 @@ class Unfreezing:
                 moved, after = of_rule.update(mine, join([counts, kept]), own, **more)
                 counted.append(_restart_counts(step >= start, part(after, _NONE), counts))
                 opened = {
-                    name: self._open_places(name, param, start, step, extra.get("layers"))
+                    name: self._unfrozen_mask(name, param, start, step, extra.get("layers"))
                     for name, param in by_name(own).items()
                 }
                 found = _take_opened(opened, (moved, after), found)
@@ -141,7 +141,7 @@ class Unfreezing:
         num_layers = jax.tree.leaves(param)[0].shape[0]
         return by_layer(parts, jnp.zeros(num_layers, jnp.int32), layers)
 
-    def _open_places(
+    def _unfrozen_mask(
         self, name: str, param: Any, start: int, step: jax.Array, layers: Sequence[int] | None
     ) -> bool | jax.Array:
         """Return whether each index of an array is unfrozen from this `start` on, by this step."""

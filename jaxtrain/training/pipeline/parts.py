@@ -153,7 +153,7 @@ class Parts(abc.ABC):
         draws = Draws.of_step(self.seed, self.step, micro.rows)
         return dataclasses.replace(self.execution, draws=draws)
 
-    def over_places(
+    def run_stage_layers(
         self,
         run_layer: Callable[[Any, jax.Array, Execution], tuple[jax.Array, Sums]],
         x: jax.Array,
@@ -238,7 +238,7 @@ class TextParts(Parts):
             y_BTD, _, auxiliary = model.run_layer(layer, x_BTD, micro.positions, mask, execution)
             return y_BTD, auxiliary
 
-        x_BTD, auxiliary = self.over_places(
+        x_BTD, auxiliary = self.run_stage_layers(
             run_layer, x["stream"], model.layers, numbers, self.execution
         )
         return {"stream": x_BTD}, auxiliary
@@ -294,7 +294,7 @@ class ImageParts(Parts):
         def run_layer(layer: Any, x_BTD: jax.Array, execution: Execution) -> tuple[jax.Array, Sums]:
             return model.run_layer(layer, x_BTD, execution), {}
 
-        x_BTD, _ = self.over_places(
+        x_BTD, _ = self.run_stage_layers(
             run_layer, x["stream"], model.layers, numbers, self.of_micro(micro)
         )
         return {"stream": x_BTD}, {}
@@ -385,7 +385,7 @@ class PairParts(Parts):
             return model.read_layer(own, x_BSD, mask, execution), {}
 
         with jax.named_scope("encoder"):
-            x_BSD, _ = self.over_places(layer, x_BSD, model.encoder_layers, numbers, execution)
+            x_BSD, _ = self.run_stage_layers(layer, x_BSD, model.encoder_layers, numbers, execution)
         return {"source": x_BSD, "target": x_BTD}
 
     def _write(
@@ -407,7 +407,7 @@ class PairParts(Parts):
             return y_BTD, {}
 
         with jax.named_scope("decoder"):
-            x_BTD, _ = self.over_places(layer, x_BTD, model.decoder_layers, numbers, execution)
+            x_BTD, _ = self.run_stage_layers(layer, x_BTD, model.decoder_layers, numbers, execution)
         return {"source": x_BSD, "target": x_BTD}
 
     def head(self, layers: Variables, outer: Variables, x: Stream, micro: Batch) -> Sums:

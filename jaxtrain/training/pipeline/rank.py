@@ -141,14 +141,14 @@ class Rank:
         kept = jax.tree.leaves((backward.kept, y, before)) if self._keep_residuals else []
         found = _Pass(
             number, backward, auxiliary, kept, None,
-            self._places(self._of_layers, lambda tree: self._parts.of_pass(number, tree)),
-            self._places(self._of_outer, self._parts.split_shared),
+            self._leaf_indices(self._of_layers, lambda tree: self._parts.of_pass(number, tree)),
+            self._leaf_indices(self._of_outer, self._parts.split_shared),
         )  # fmt: skip
         if self._split:
             found = dataclasses.replace(found, halves=backward.halves(params, self._x, context))
         return found
 
-    def _places(self, tree: Any, split: Callable[[Any], tuple[Any, Any]]) -> list[int]:
+    def _leaf_indices(self, tree: Any, split: Callable[[Any], tuple[Any, Any]]) -> list[int]:
         """Return the indices, among a tree's leaves, of those that belong to its first part."""
         leaves, structure = jax.tree.flatten(tree)
         return jax.tree.leaves(split(jax.tree.unflatten(structure, range(len(leaves))))[0])

@@ -62,7 +62,7 @@ class Compiled:
         reserves more if there is room, for overlap.
       unaliased_bytes: outputs that do not alias an argument.
       host_bytes: bytes in host memory.
-      refusal: the compiler's message if the program does not fit into memory.
+      error: the compiler's message if the program does not fit into memory.
       text: HLO text of the scheduled program; "" if it did not fit.
       warnings: warnings of the partitioner about wasted work, and arrays of the state whose
         sharding differs from the layout's.
@@ -75,7 +75,7 @@ class Compiled:
     live_bytes: int | None
     unaliased_bytes: int
     host_bytes: int
-    refusal: str | None
+    error: str | None
     text: str
     warnings: tuple[str, ...]
     seconds: float
@@ -204,7 +204,7 @@ def _facts(
         live_bytes=live,
         unaliased_bytes=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         host_bytes=host,
-        refusal=None,
+        error=None,
         text=compiled.as_text() or "",
         warnings=(*partitioner_warnings(compiler_log), *elsewhere),
         seconds=seconds,
@@ -227,7 +227,7 @@ def _out_of_memory(message: str, arguments: int, seconds: float) -> Compiled:
         live_bytes=None,
         unaliased_bytes=0,
         host_bytes=0,
-        refusal=message.splitlines()[0],
+        error=message.splitlines()[0],
         text="",
         warnings=(),
         seconds=seconds,

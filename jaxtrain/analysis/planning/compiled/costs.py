@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from jaxtrain.analysis.planning.compiled.hlo import Computation, Instruction, Module
-from jaxtrain.analysis.planning.textbook.flops import meeting_places
+from jaxtrain.analysis.planning.textbook.flops import count_kernel_taps
 from jaxtrain.nn.remat import OF_ROWS, OF_WEIGHTS
 
 # Operations that run others, whose costs and times are counted separately.
@@ -176,11 +176,11 @@ def _convolution(module: Module, inside: Computation, one: Instruction) -> int |
     # Input channels per result: with feature groups, only those of the kernel.
     count = result[of_result.index("b")] * result[of_result.index("f")]
     count *= right[of_right.index("i")]
-    dimensions = _places(window.group(1) if window else "")
+    dimensions = _parse_window(window.group(1) if window else "")
     for axis in (letter for letter in of_result if letter.isdigit()):
         given = {name: values[int(axis)] for name, values in dimensions.items()}
         before = given.get("pad", "0_0").split("_")[0]
-        count *= meeting_places(
+        count *= count_kernel_taps(
             inputs=left[of_left.index(axis)],
             kernel=right[of_right.index(axis)],
             outputs=result[of_result.index(axis)],
@@ -192,7 +192,7 @@ def _convolution(module: Module, inside: Computation, one: Instruction) -> int |
     return 2 * count
 
 
-def _places(window: str) -> dict[str, list[str]]:
+def _parse_window(window: str) -> dict[str, list[str]]:
     """Parse 'size=3x3 pad=1_1x1_1' into the values along each spatial dimension."""
     pairs = (part.split("=", 1) for part in window.split())
     return {name: values.split("x") for name, values in pairs}

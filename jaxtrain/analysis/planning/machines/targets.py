@@ -95,15 +95,13 @@ def parse_target(target: str, *, network: float | None = None, disk: float | Non
             f"for example '{name}:{example}'"
         )
     shape = tuple(int(size) for size in grid.split("x"))
-    refusal = _REFUSALS[chip.kind](chip, shape)
-    if refusal is None and math.prod(shape) > MOST_DEVICES:
+    error = _CHECKS[chip.kind](chip, shape)
+    if error is None and math.prod(shape) > MOST_DEVICES:
         inner = shape[1:]
         close = _format_shape((MOST_DEVICES // math.prod(inner), *inner))
-        refusal = (
-            f"at most {MOST_DEVICES:,} devices are planned for; the nearest is '{name}:{close}'"
-        )
-    if refusal is not None:
-        raise UserError(f"target {target!r}: {refusal}")
+        error = f"at most {MOST_DEVICES:,} devices are planned for; the nearest is '{name}:{close}'"
+    if error is not None:
+        raise UserError(f"target {target!r}: {error}")
     return Target(chip, shape)
 
 
@@ -313,4 +311,4 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 
 _EXAMPLES = {"gpu": lambda chip: f"1x{chip.most_together}", "cpu": lambda chip: "8"}
 _FORMS = {"tpu": "GRID", "gpu": "HOSTSxGPUS", "cpu": "DEVICES"}
-_REFUSALS = {"tpu": _check_tpu, "gpu": _check_gpu, "cpu": _check_cpu}
+_CHECKS = {"tpu": _check_tpu, "gpu": _check_gpu, "cpu": _check_cpu}

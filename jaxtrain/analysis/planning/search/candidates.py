@@ -123,7 +123,7 @@ class Found:
       too_large: number of those that do not fit.
       slower: number of layouts pruned without a price: the lower bound from their matmuls, memory
         traffic and exposed communication already exceeds the time of all that are shown.
-      refused: reason -> number of configurations that `jaxtrain train` would reject.
+      rejected: reason -> number of configurations that `jaxtrain train` would reject.
       unfit: the fastest layout that does not fit with any number of microbatches and needs at most
         `NEAR` times the memory, with the most microbatches; None if none is faster than the best
         that fits.
@@ -136,7 +136,7 @@ class Found:
     priced: int
     too_large: int
     slower: int
-    refused: dict[str, int]
+    rejected: dict[str, int]
     unfit: Candidate | None = None
     absent: tuple[str, ...] = ()
     left: int = 0
@@ -170,7 +170,7 @@ class Found:
                 "priced": self.priced,
                 "too_large": self.too_large,
                 "slower": self.slower,
-                "refused": self.refused,
+                "refused": self.rejected,
                 "best_that_does_not_fit": unfit,
                 "absent": list(self.absent),
                 "left": self.left,

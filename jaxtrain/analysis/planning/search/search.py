@@ -36,7 +36,7 @@ from jaxtrain.analysis.planning.search.variants import (
     bindings_of,
     essential,
     pipeline_of,
-    refusal,
+    rejection_reason,
     slices_of,
 )
 from jaxtrain.analysis.planning.textbook.facts import Facts
@@ -68,7 +68,7 @@ from jaxtrain.training.setup import parameter_shapes
 def price(
     config: Config, target: Target, needed: Memory | None = None, layout: Layout | None = None
 ) -> Price:
-    """Return the cost of a configuration that `variants.refusal` accepts; its memory and abstract
+    """Return the cost of a configuration without a `rejection_reason`; its memory and abstract
     layout are computed unless passed."""
     devices = target.devices * slices_of(config, target)
     layout = layouts.abstract_layout(config, devices) if layout is None else layout
@@ -109,12 +109,12 @@ def search(
     _validate_hopeless(config, target, target.devices * slices)
     fitting: list[Candidate] = []
     best: dict[str, float] = {}  # kind -> seconds of its fastest layout
-    refused: dict[str, int] = {}
+    rejected: dict[str, int] = {}
     heavy: dict[tuple[Any, ...], bool] = {}  # layout -> whether the state is too large
     priced = too_large = slower = done = 0
     large: list[tuple[_Layout, _Sized | None]] = []  # None if it was not needed
     unpriced: list[_Layout] = []
-    for layout in _list_layouts(config, target, slices, refused):
+    for layout in _list_layouts(config, target, slices, rejected):
         unpriced.append(layout)
         if not len(unpriced) % _REPORT_EVERY:
             report(f"listing layouts: {len(unpriced):,}")
@@ -144,11 +144,13 @@ def search(
                     best[kind] = min(best.get(kind, math.inf), one.price.seconds)
                 local = _locally(config, layout, one, Facts(one.config, found.layout).passes)
                 if local is not None:
-                    message = _refusal(config, {**local.changes, **local.counts[0]}, target, slices)
+                    message = _rejection(
+                        config, {**local.changes, **local.counts[0]}, target, slices
+                    )
                     if message is None:
                         heapq.heappush(unpriced, local)
                     else:
-                        refused[message] = refused.get(message, 0) + 1
+                        rejected[message] = rejected.get(message, 0) + 1
             else:
                 large.append((layout, found))
             priced, too_large = priced + tried, too_large + over
@@ -157,7 +159,7 @@ def search(
             raise
         interrupted = True
     if not large and not fitting:
-        most = max(refused, key=lambda reason: refused[reason])
+        most = max(rejected, key=lambda reason: rejected[reason])
         raise UserError(
             f"target {target.name!r}: no layout of this configuration can run there: {most}"
         )
@@ -168,7 +170,7 @@ def search(
         unfit = _fastest_unfit(config, target, large, fitting[0].price.seconds)
     candidates = with_reasons(rank(fitting), target)
     return Found(
-        candidates, priced, too_large, slower, refused,
+        candidates, priced, too_large, slower, rejected,
         unfit=unfit,
         absent=() if interrupted else tuple(sorted(kinds - best.keys())),
         left=len(unpriced), interrupted=interrupted,
@@ -226,7 +228,7 @@ def _nothing(config: Config, target: Target, priced: int, smallest: "_Sized") ->
     for changes in LIGHTER:
         if any(essential(smallest.config, changes)):
             variant = apply_changes(smallest.config, changes)
-            if refusal(variant, target) is None:
+            if rejection_reason(variant, target) is None:
                 saved = size - price(variant, target).memory.total
                 ways.append((saved, " and ".join(bindings_of(changes))))
     enough = [enough_text for saved, enough_text in sorted(ways) if size - saved <= room]
@@ -278,16 +280,16 @@ class _Layout:
 
 
 def _list_layouts(
-    config: Config, target: Target, slices: int, refused: dict[str, int]
+    config: Config, target: Target, slices: int, rejected: dict[str, int]
 ) -> Iterator[_Layout]:
     """Yield all valid layouts; count the rejected ones by reason."""
     devices, busy = target.devices * slices, dict[tuple[Any, ...], float]()
     waits: dict[tuple[Any, ...], float] = {}
     for mesh in meshes_and_schedules(config, target, devices):
         counted = list(counts(config, mesh))
-        message = _refusal(config, {**mesh, **counted[0]}, target, slices)
+        message = _rejection(config, {**mesh, **counted[0]}, target, slices)
         if message is not None:
-            refused[message] = refused.get(message, 0) + 1
+            rejected[message] = rejected.get(message, 0) + 1
             continue
         sizes = tuple(value for name, value in mesh.items() if name.startswith("Mesh."))
         split = mesh["Mesh.data"] * mesh["Mesh.fsdp"] * mesh["Mesh.expert"]
@@ -323,12 +325,14 @@ def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -
     return exposed_seconds(variant, layout, target, moved)
 
 
-def _refusal(config: Config, changes: Mapping[str, Any], target: Target, slices: int) -> str | None:
+def _rejection(
+    config: Config, changes: Mapping[str, Any], target: Target, slices: int
+) -> str | None:
     try:
         variant = apply_changes(config, changes)
     except UserError as error:
         return str(error)
-    message = refusal(variant, target)
+    message = rejection_reason(variant, target)
     if message is not None:
         return message.splitlines()[0]
     sharded = dataclasses.replace(variant, sharding=dataclasses.replace(variant.sharding, zero=3))
@@ -487,7 +491,7 @@ def _fastest(
 
     best, tried, chosen = _candidate(config, fewest, target), 0, fewest.changes
     if layout.changes["Mesh.pipe"] > 1:
-        for count in layout.counts[_place(layout, fewest.config) + 1 :]:
+        for count in layout.counts[_count_index(layout, fewest.config) + 1 :]:
             after = grown(best, {**layout.changes, **count})
             if after is None:
                 break
@@ -502,7 +506,7 @@ def _fastest(
     return best, tried
 
 
-def _place(layout: _Layout, config: Config) -> int:
+def _count_index(layout: _Layout, config: Config) -> int:
     """Return the index of a configuration in `layout.counts`."""
     return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
 
@@ -517,5 +521,5 @@ def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _
     if changes is None or passes == 1:
         return None
     pipelined = layout.changes["Mesh.pipe"] > 1
-    left = layout.counts[-1 if pipelined else _place(layout, best.config) :]
+    left = layout.counts[-1 if pipelined else _count_index(layout, best.config) :]
     return _Layout(changes, left, max(layout.least_seconds, best.price.time.compute or 0.0))

@@ -60,7 +60,7 @@ def essential(config: Config, changes: Changes) -> dict[str, Any]:
     return found
 
 
-def refusal(config: Config, target: Target) -> str | None:
+def rejection_reason(config: Config, target: Target) -> str | None:
     """Return why `jaxtrain train` would reject a configuration on a target, or on as many of them
     as Mesh.dcn joins; None if it is valid."""
     try:

@@ -89,7 +89,7 @@ def weights_of(model: Model) -> tuple[Weight, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(model: Model, ranks: int, chunks: int) -> int:
+def _layer_slots(model: Model, ranks: int, chunks: int) -> int:
     """Return the slots for layers on one rank, including padding, which is computed too."""
     return deal(parameter_shapes(model.build), ranks, chunks).longest * chunks
 
@@ -204,7 +204,7 @@ class Facts:
             return 1
         if self.size("pipe") == 1:
             return self.model.layers
-        return _places(self.model, self.size("pipe"), self.config.pipeline.virtual_stages)
+        return _layer_slots(self.model, self.size("pipe"), self.config.pipeline.virtual_stages)
 
     @functools.cached_property
     def batch_axes(self) -> tuple[str, ...]:

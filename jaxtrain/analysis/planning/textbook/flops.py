@@ -250,7 +250,7 @@ def _convolution(equation: JaxprEqn) -> int:
     # Input channels per output value: with feature groups, only those of the kernel.
     products *= right[numbers.rhs_spec[1]]
     for i, axis in enumerate(numbers.lhs_spec[2:]):
-        products *= meeting_places(
+        products *= count_kernel_taps(
             inputs=left[axis],
             kernel=right[numbers.rhs_spec[2 + i]],
             outputs=result[numbers.out_spec[2 + i]],
@@ -263,7 +263,7 @@ def _convolution(equation: JaxprEqn) -> int:
 
 
 @functools.cache
-def meeting_places(
+def count_kernel_taps(
     *,
     inputs: int,
     kernel: int,

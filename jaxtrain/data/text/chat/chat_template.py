@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.untrusted import read_bounded
 from jaxtrain.data.source import existing_path
@@ -194,7 +194,7 @@ class ChatTemplate:
 
 
 def open_template(
-    section: str, word_or_path: str | None, tokenizer: Place | None, today: datetime.date | None
+    section: str, word_or_path: str | None, tokenizer: AnyPath | None, today: datetime.date | None
 ) -> ChatTemplate:
     """Return the template that settings name, or that of the tokenizer's folder.
 
@@ -226,7 +226,7 @@ def open_template(
     return ChatTemplate(source, named, special, today).validate()
 
 
-def template_next_to(tokenizer: Place, today: datetime.date | None) -> ChatTemplate | None:
+def template_next_to(tokenizer: AnyPath, today: datetime.date | None) -> ChatTemplate | None:
     """Return the template in the folder of a tokenizer.json; None if there is none.
 
     Raises:
@@ -250,7 +250,7 @@ def template_next_to(tokenizer: Place, today: datetime.date | None) -> ChatTempl
 # -- the tokenizer's folder ----------------------------------------------------------------------
 
 
-def _read(path: Place, named: str) -> str:
+def _read(path: AnyPath, named: str) -> str:
     content = read_bounded(path, named=named, limit=MAX_SOURCE)
     try:
         return content.decode("utf-8")

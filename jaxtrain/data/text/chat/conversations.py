@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, count_of, did_you_mean, require_at_least
 from jaxtrain.config.values import PathOr
 from jaxtrain.data.bad_records import ending_of, file_facts, heldout_facts
@@ -304,7 +304,7 @@ class Templated:
         train = [one for one, out in zip(found, held, strict=True) if not out]
         return train, [one for one, out in zip(found, held, strict=True) if out], facts
 
-    def _tokenizer_path(self) -> Place | None:
+    def _tokenizer_path(self) -> AnyPath | None:
         if self.tokenizer == "byte":
             return None
         return existing_path(f"{self._section}.tokenizer", self.tokenizer, words=("byte",))
@@ -319,13 +319,15 @@ class Templated:
             ) from error
 
 
-def _take(files: list[Place], records: Records, take: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+def _take(
+    files: list[AnyPath], records: Records, take: Callable[[dict[str, Any]], T]
+) -> Iterator[T]:
     for path in files:
         read_taken = columnar.read_taken if columnar.is_columnar(path) else json_lines.read_taken
         yield from records.texts(read_taken(path, take))
 
 
-def _files(setting: str, source: str, left_out: Counter[str]) -> list[Place]:
+def _files(setting: str, source: str, left_out: Counter[str]) -> list[AnyPath]:
     """Return the file itself, or the record files under a folder, sorted by path.
 
     Args:

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.data.text.documents import BadRecord
 
 _AT_ONCE = 256  # records
 
 
-def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each record of a file, in order.
 
     Raises:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, TypeVar
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.documents import BadRecord, check_field
 from jaxtrain.data.text.formats.json_lines import BadLineError
@@ -23,12 +23,12 @@ _ARROW_FILE = (
 )
 
 
-def is_columnar(path: Place) -> bool:
+def is_columnar(path: AnyPath) -> bool:
     """Whether a file is Parquet or Arrow, by its name."""
     return path.name.lower().endswith((".parquet", ".arrow"))
 
 
-def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each row, in parts; only that column of a Parquet file is read.
 
     Raises:
@@ -41,7 +41,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
             yield _text(value, f"{path}: row {row:,}", text_field)
 
 
-def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
+def read_taken(path: AnyPath, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
     """Yield `take(record)` of each row, a record without nulls.
 
     A column has all fields that any row has, so absent fields are nulls. Where `take` raises
@@ -69,7 +69,7 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
+def _batches(path: AnyPath, text_field: str | None) -> Iterator[Any]:
     """Yield batches of rows; with a text field, at least that column, which is checked."""
     is_parquet = path.name.lower().endswith(".parquet")
     kind, parts = ("Parquet", _of_parquet) if is_parquet else ("Arrow", _of_arrow)
@@ -91,14 +91,14 @@ def _batches(path: Place, text_field: str | None) -> Iterator[Any]:
 
 
 def _of_parquet(
-    path: Place, stream: BinaryIO, columns: list[str] | None
+    path: AnyPath, stream: BinaryIO, columns: list[str] | None
 ) -> tuple[Any, Iterator[Any]]:
     file = arrow("pyarrow.parquet", path).ParquetFile(stream)
     return file.schema_arrow, file.iter_batches(_ROWS, columns=columns)
 
 
 def _of_arrow(
-    path: Place, stream: BinaryIO, columns: list[str] | None
+    path: AnyPath, stream: BinaryIO, columns: list[str] | None
 ) -> tuple[Any, Iterator[Any]]:
     del columns  # all of them are mapped
     ipc = arrow("pyarrow.ipc", path)
@@ -120,7 +120,7 @@ def _text(value: Any, where: str, text_field: str) -> str | BadRecord:
 
 
 @contextlib.contextmanager
-def _load(path: Place, kind: str) -> Iterator[None]:
+def _load(path: AnyPath, kind: str) -> Iterator[None]:
     # ArrowInvalid is a ValueError, ArrowNotImplementedError a NotImplementedError.
     try:
         yield
@@ -133,7 +133,7 @@ def _load(path: Place, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _check_strings(path: Place, text_field: str, kind: Any) -> None:
+def _check_strings(path: AnyPath, text_field: str, kind: Any) -> None:
     types = arrow("pyarrow.types", path)
     value = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(value) or types.is_large_string(value)):

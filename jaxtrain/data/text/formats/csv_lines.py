@@ -4,13 +4,13 @@ import csv
 import sys
 from collections.abc import Iterator
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.documents import BadRecord, check_field, reject_empty
 from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 
 
-def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each row of a file (RFC 4180; tabs in a .tsv); empty lines are skipped.
 
     Raises:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.text.documents import BadRecord, reject_empty
@@ -13,7 +13,7 @@ from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
 T = TypeVar("T")
 
 
-def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
+def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:
     """Yield the text of each record of a file, in order; empty lines are skipped.
 
     Args:
@@ -26,7 +26,7 @@ def read(path: Place, text_field: str) -> Iterator[str | BadRecord]:
     return read_taken(path, lambda record: _text(record, text_field))
 
 
-def read_taken(path: Place, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
+def read_taken(path: AnyPath, take: Callable[[dict[str, Any]], T]) -> Iterator[T | BadRecord]:
     """Yield `take(record)` of each record of a file.
 
     Where it raises `BadLineError`, the record is bad.

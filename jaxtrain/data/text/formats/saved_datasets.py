@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.key_table import (
@@ -54,7 +54,7 @@ INFO_KEYS: KeyTable = {
 _STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 
 
-def is_saved(folder: Place) -> bool:
+def is_saved(folder: AnyPath) -> bool:
     """Whether a folder was written by `save_to_disk`, for one dataset or several splits."""
     return has_splits(folder) or ((folder / _STATE).is_file() and (folder / _INFO).is_file())
 
@@ -65,12 +65,12 @@ def holds_saved(names: Iterable[str]) -> bool:
     return _SPLITS in names or {_STATE, _INFO} <= names
 
 
-def has_splits(folder: Place) -> bool:
+def has_splits(folder: AnyPath) -> bool:
     """Whether a folder has several splits."""
     return (folder / _SPLITS).is_file()
 
 
-def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
+def arrow_files(folder: AnyPath, split: str, setting: str) -> list[AnyPath]:
     """Return the Arrow files of a split, in the order of their rows.
 
     Args:
@@ -106,7 +106,7 @@ def arrow_files(folder: Place, split: str, setting: str) -> list[Place]:
     return files
 
 
-def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
+def column_feature(folder: AnyPath, split: str, column: str) -> dict[str, Any]:
     """Return the feature of a column in dataset_info.json, such as its class names; may be empty.
 
     Args:
@@ -119,23 +119,23 @@ def column_feature(folder: Place, split: str, column: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _json(file: Place) -> dict[str, Any]:
+def _json(file: AnyPath) -> dict[str, Any]:
     return read_json_object(file, advice="save the dataset again")
 
 
-def _entry(file: Place, content: Any, key: str, kind: type) -> Any:
+def _entry(file: AnyPath, content: Any, key: str, kind: type) -> Any:
     found = content.get(key) if isinstance(content, dict) else None
     if not isinstance(found, kind):
         raise _damage_error(file, f"{key} = {found!r}")
     return found
 
 
-def _names(file: Place, found: list[Any]) -> list[str]:
+def _names(file: AnyPath, found: list[Any]) -> list[str]:
     """Return the names that a file lists, at least one."""
     if not found or not all(isinstance(one, str) and one and "\0" not in one for one in found):
         raise _damage_error(file, f"names {found!r}")
     return found
 
 
-def _damage_error(file: Place, what: str) -> UserError:
+def _damage_error(file: AnyPath, what: str) -> UserError:
     return UserError(f"{file} is damaged ({what}); save the dataset again")

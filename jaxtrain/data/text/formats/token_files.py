@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.config.buckets import Place
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import alone, cache_folder, make_once, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
@@ -179,7 +179,7 @@ class TokenSplits:
 
 
 def open_token_files(
-    paths: list[Place],
+    paths: list[AnyPath],
     tokenizer: Tokenizer,
     sequence_length: int,
     *,

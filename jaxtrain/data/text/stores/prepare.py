@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxtrain.config.buckets import BucketPath, Place
+from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.source import Split, existing_path, is_store, part_digest
@@ -35,7 +35,7 @@ def identity(data: TextData) -> str:
     return _identity(data, [] if files is None else _paths(files))
 
 
-def _identity(data: TextData, paths: list[Place]) -> str:
+def _identity(data: TextData, paths: list[AnyPath]) -> str:
     described = [f"{name} {getattr(data, name)!r}" for name in _OF_DOCUMENTS]
     described += map(str, _states(paths))
     return part_digest("\n".join(described).encode())
@@ -129,11 +129,11 @@ def _documents(
     return found
 
 
-def _paths(files: dict[Split, Files]) -> list[Place]:
+def _paths(files: dict[Split, Files]) -> list[AnyPath]:
     return [path for of_split in files.values() for path in of_split.paths]
 
 
-def _states(paths: list[Place]) -> list[tuple[str, int, int]]:
+def _states(paths: list[AnyPath]) -> list[tuple[str, int, int]]:
     """Return each file with its size in bytes and its modification time in ns."""
     found = []
     for path in paths:

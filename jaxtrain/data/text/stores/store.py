@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.config.buckets import BucketPath, Place, in_threads
+from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.untrusted import read_json_object
 from jaxtrain.data.source import STORE_FILE, Split
@@ -177,7 +177,7 @@ def open_store(folder: Path, tokens_in: BucketPath | None = None) -> Store:
     store = _parse_description(folder, tokens_in, file)
     for split, part in store.parts.items():
         sizes = part.tokens * np.dtype(store.dtype).itemsize, (part.documents + 1) * 8
-        files: list[Place] = list(files_of(folder, split))
+        files: list[AnyPath] = list(files_of(folder, split))
         if tokens_in is not None:
             files[0] = tokens_in / files[0].name
         for path, size, sample in zip(files, sizes, part.samples, strict=True):
@@ -278,7 +278,7 @@ def files_of(folder: Path, split: Split) -> tuple[Path, Path]:
     return folder / f"{split}.tokens", folder / f"{split}.offsets"
 
 
-def sample_digest(file: Place) -> str:
+def sample_digest(file: AnyPath) -> str:
     """Return the sha256 hex of some blocks of a file, or of all if it is small."""
     size, sha = _size(file), hashlib.sha256()
     step = max(_BLOCK_BYTES, -(-size // _BLOCKS))
@@ -299,7 +299,7 @@ def sample_digest(file: Place) -> str:
     return sha.hexdigest()
 
 
-def _size(file: Place) -> int:
+def _size(file: AnyPath) -> int:
     return file.size() if isinstance(file, BucketPath) else file.stat().st_size
 
 

@@ -20,7 +20,7 @@ _A, _B, _C, _TURNS = 3.4445, -4.7750, 2.0315, 5
 # learning rate and decay then are AdamW's, the same for matrices and the rest.
 _ROOT_MEAN_SQUARE = 0.2
 # Embeddings and heads are not maps between hidden states: AdamW, as in both papers.
-_TABLES = ("vocab", "place", "classes")
+_TABLES = ("vocab", "positions", "classes")
 
 
 class Momenta(NamedTuple):
