@@ -79,7 +79,7 @@ class Theirs(torch.nn.Module):
         sides = []
         for name, tokens in (("source", input_ids), ("target", decoder_input_ids)):
             length = tokens.shape[1]
-            table = getattr(self, f"{name}_places").weight if self.learned else self.told
+            table = getattr(self, f"{name}_positions").weight if self.learned else self.told
             drop = getattr(self, f"{name}_dropout", lambda x: x)
             sides.append(drop(self.embedding(tokens) * scale + table[:length]))
         memory = self.encoder(sides[0], src_key_padding_mask=padding)
@@ -130,7 +130,7 @@ class TorchPair(SequencePair):
                 found.append(Name(f"{stack}.norm.weight", f"{stack}_norm_scale", "D->D"))
                 found.append(Name(f"{stack}.norm.bias", f"{stack}_norm_bias", "D->D"))
         if self.sizes.positions == "learned":
-            found += [Name(f"{side}_places.weight", f"{side}_embedding", "PD->PD")
+            found += [Name(f"{side}_positions.weight", f"{side}_embedding", "PD->PD")
                       for side in ("source", "target")]  # fmt: skip
         return tuple(found)
 
