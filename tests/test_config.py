@@ -282,7 +282,7 @@ def test_includes_stay_in_their_folder_and_are_one_deep(tmp_path):
     file.write_text("include 'a.gin'\n")
     assert "at most one base" in refused(file=file)
     file.write_text("include 'c.gin'\n")
-    assert "no such file beside it" in refused(file=file)
+    assert "no such file next to it" in refused(file=file)
 
 
 def test_what_has_no_value_is_told_what_it_takes(tmp_path):
@@ -325,7 +325,7 @@ def test_modules_beside_the_config_are_found(tmp_path, monkeypatch):
     assert sys.path == before
     file.write_text("import no_such_module\nGarden.size = 1\n")
     message = refused(file=file, allow_imports=True)
-    assert "No module named 'no_such_module' (looked for beside the config" in message
+    assert "No module named 'no_such_module' (looked for next to the config" in message
     assert "\n" not in message
     file.write_text("import jaxtrain.no_such_module\nGarden.size = 1\n")
     assert refused(file=file, allow_imports=True).endswith("'jaxtrain.no_such_module'")

@@ -182,7 +182,7 @@ def test_what_cannot_be_read_is_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"none.tar has no member that ends in .jpg"):
         opened(tmp_path / "none.tar")
     write(tmp_path / "lacks.tar", [("a.png", png(1)), *samples(range(3))])
-    with pytest.raises(UserError, match=r"1 images without a label: a \(no .cls or .json beside"):
+    with pytest.raises(UserError, match=r"1 images without a label: a \(no .cls or .json next to"):
         opened(tmp_path / "lacks.tar")
     write(tmp_path / "class.tar", samples(range(9), lambda n: b"7"))
     with pytest.raises(UserError, match="has a label 7; set ImageData.num_classes = 8"):

@@ -37,7 +37,7 @@ REFUSALS = {
     ),
     "cudnn-segment-ids": (
         "cudnn", {"segment_ids": True},
-        ["has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
+        ["has no segment ids, so it cannot mask across packed documents; the nearest kernel that "
          "can is 'triton'"],
     ),
     "cudnn-window": (
@@ -95,7 +95,7 @@ REFUSALS = {
     "all-of-them": (
         "cudnn", {"platform": "cpu", "dtype": "float16", "segment_ids": True, "head_dim": 12},
         ["runs on NVIDIA GPUs, not on 'cpu'; the nearest kernel that can is 'blocked'",
-         "has no segment ids, so it cannot keep packed documents apart; the nearest kernel that "
+         "has no segment ids, so it cannot mask across packed documents; the nearest kernel that "
          "can is 'blocked'",
          "takes a head_dim that is a multiple of 8 up to 128, not 12; the nearest kernel that can "
          "is 'blocked'"],
@@ -144,7 +144,7 @@ CHOICES = {
     "gpu": ({}, "cudnn", "the first choice on a gpu"),
     "gpu-packed": (
         {"segment_ids": True}, "triton",
-        "'cudnn' has no segment ids, so it cannot keep packed documents apart",
+        "'cudnn' has no segment ids, so it cannot mask across packed documents",
     ),
     "gpu-packed-window": (
         {"segment_ids": True, "window": 9}, "xla", "'triton' has no window (here 9)",

@@ -232,7 +232,7 @@ def test_a_plan_has_its_bytes_on_disk_device_and_host():
     assert held.host == blocks.BLOCKS_ALIVE * block
     found = plan(config, "v5e:2x4", compile=False)
     assert found.to_json()["memory"]["disk"] == held.disk
-    assert "in files of its host" in found.table()
+    assert "plus its host's disks" in found.table()
     assert any("disks" in one for one in found.time.assumptions)
 
 

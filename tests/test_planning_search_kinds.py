@@ -170,7 +170,7 @@ def test_an_interrupted_search_shows_the_best_so_far(interrupt_after, capsys, tm
     assert saved["search"]["left"] == int(said[1].replace(",", ""))
     assert saved["fits"]
     assert saved["candidates"][0]["bindings"]
-    assert "To train so: -b" in printed.out
+    assert "To train this layout: -b" in printed.out
 
 
 def test_a_search_interrupted_before_any_layout_fits_shows_none(interrupt_after, capsys):

@@ -231,8 +231,8 @@ def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monk
     pair.end()
     (line,) = pair.strangers()
     assert line == (
-        "an unauthenticated client at this run's port turned away (127.0.0.1 proved nothing "
-        "within 0.5 s); the run goes on, and others are reported once an hour"
+        "rejected an unauthenticated client at this run's port (127.0.0.1 proved nothing "
+        "within 0.5 s); the run continues, and others are reported once an hour"
     )
 
 
@@ -282,7 +282,7 @@ def test_strangers_are_told_of_once_in_an_hour(monkeypatch):
     strangers.note("10.0.0.8", "has another token")
     assert len(said) == 2
     assert said[1].startswith(
-        "1000 unauthenticated clients at this run's port turned away (10.0.0.8 has"
+        "rejected 1000 unauthenticated clients at this run's port (10.0.0.8 has"
     )
 
 

@@ -171,13 +171,13 @@ class _Bindings:
             self.lacks_bindings = True
 
     def _base(self, path: Path, name: str) -> Path:
-        with path_errors(f"{path}: include {name!r}", needs="include a file beside it"):
+        with path_errors(f"{path}: include {name!r}", needs="include a file next to it"):
             for folder in (path.parent, self.search_path):
                 base = (folder / name).resolve()
                 if base.is_file() and base.is_relative_to(folder.resolve()):
                     return base
         raise UserError(
-            f"{path}: include {name!r}: no such file beside it or among the shipped configs "
+            f"{path}: include {name!r}: no such file next to it or among the shipped configs "
             f"(a base stays inside its folder){did_you_mean(name, _gin_files(path.parent))}"
         )
 
@@ -272,7 +272,7 @@ class _Bindings:
                 import_trusted(module, (self.folder, Path.cwd()))
         except ImportError as error:
             self.lacks_modules = True
-            searched = " (looked for beside the config, in this folder and where Python looks; "
+            searched = " (looked for next to the config, in this folder and where Python looks; "
             searched = "" if is_own else f"{searched}PYTHONPATH adds folders)"
             raise UserError(f"{where}: import {module}: {error}{searched}") from error
         if module not in self.imports:

@@ -264,7 +264,7 @@ class BadStepError(FloatingPointError):
         )
         if policy == "stop":
             reason = "training stops, because later steps would be lost too"
-            way_out += ", or let Guard.policy='skip' or 'rewind' go on by itself"
+            way_out += ", or let Guard.policy='skip' or 'rewind' continue automatically"
         else:
             reason = f"training stops after {in_a_row} in a row (Guard.max_bad_steps)"
         super().__init__(f"step {step} is bad, {why}: {reason}; {way_out}")

@@ -57,8 +57,8 @@ def _head(console: Console, plan: "Plan") -> None:
     elif plan.compiled is not None and not plan.fits:
         print_lines(
             console,
-            "A GPU's compiler rejects no program for its size: its arguments and what it reserves "
-            "beside them are more than programs get there (Train.gpu_memory_fraction)",
+            "XLA for GPUs does not reject a program that is too large: its arguments and temporary "
+            "buffers exceed the memory that a program gets (Train.gpu_memory_fraction)",
         )
 
 
@@ -86,23 +86,23 @@ def _memory(console: Console, plan: "Plan") -> None:
     for name, size in parts.items():
         table.add_row(name, human_bytes(size), "#" * round(_BAR * size / most))
     table.add_section()
-    table.add_row("closed forms together", human_bytes(plan.estimate.total), "")
+    table.add_row("total of the closed forms", human_bytes(plan.estimate.total), "")
     for name, size in plan.estimate.left_out.items():
         if size:
             table.add_row(f"not counted: {name}", human_bytes(size), "")
     if plan.estimate.host:
         host = human_bytes(plan.estimate.host)
-        table.add_row("beside them, in host memory", host, "")
+        table.add_row("plus host memory", host, "")
     if plan.estimate.arguments.disk:
         disk = human_bytes(plan.estimate.arguments.disk)
-        table.add_row("in files of its host", disk, "")
+        table.add_row("plus its host's disks", disk, "")
     compiled = plan.compiled
     if compiled is not None:
         table.add_row("compiled: arguments", human_bytes(compiled.argument_bytes), "")
         if compiled.live_bytes is not None:
-            table.add_row("compiled: alive beside them", human_bytes(compiled.live_bytes), "")
+            table.add_row("compiled: live temporaries", human_bytes(compiled.live_bytes), "")
         if compiled.temp_bytes is not None:
-            table.add_row("compiled: reserved beside them", human_bytes(compiled.temp_bytes), "")
+            table.add_row("compiled: temporary buffers", human_bytes(compiled.temp_bytes), "")
         if compiled.host_bytes:
             table.add_row("compiled: host memory", human_bytes(compiled.host_bytes), "")
     console.print(table)
@@ -111,7 +111,7 @@ def _memory(console: Console, plan: "Plan") -> None:
 def _buffers(console: Console, plan: "Plan") -> None:
     if not plan.buffers:
         return
-    table = Table(title="Largest arrays alive at the memory peak", title_justify="left")
+    table = Table(title="Largest live arrays at the memory peak", title_justify="left")
     table.add_column("bytes", justify="right")
     table.add_column("arrays", overflow="fold")
     table.add_column("operation", overflow="fold")
@@ -180,7 +180,7 @@ def _time(console: Console, plan: "Plan") -> None:
     estimate = closed or time
     for name, seconds, extra in (
         ("computation", time.compute, estimate.compute),
-        ("communication that nothing hides", time.exposed, estimate.exposed),
+        ("exposed communication", time.exposed, estimate.exposed),
         ("pipeline bubble", time.bubble, estimate.bubble),
     ):
         row(name, seconds, extra, f"{(seconds or 0) / time.seconds:.1%}")
@@ -191,14 +191,14 @@ def _time(console: Console, plan: "Plan") -> None:
     unit = plan.config.train.model.inputs
     extra = [] if closed is None else [""]
     rate = f"{plan.tokens_per_second or 0:,.0f}"
-    table.add_row(f"{unit} a second and device", rate, *extra, f"{time.tflops or 0:.0f} TFLOP/s")
-    row("communication behind computation", time.hidden, estimate.hidden, "")
+    table.add_row(f"{unit} per second and device", rate, *extra, f"{time.tflops or 0:.0f} TFLOP/s")
+    row("overlapped communication", time.hidden, estimate.hidden, "")
     console.print(table)
     if time.kernels:
         print_lines(
             console,
-            f"Of the computation {human_seconds(time.kernels)} are attention's kernels, of which "
-            "the program says nothing: by closed form.",
+            f"Of the computation {human_seconds(time.kernels)} are attention kernels, whose time "
+            "is not in the compiled program: by closed form.",
         )
     if plan.whole_run is not None:
         watts = plan.target.chip.watts
@@ -268,12 +268,12 @@ def _candidates(console: Console, plan: "Plan") -> None:
     print_lines(
         console,
         f"{found.priced} layouts priced, {found.too_large} of them too large; {found.slower} left "
-        f"out, slower by products and what their mesh waits for alone; {rejected} meshes rejected",
+        f"out, slower by their matmuls and exposed communication alone; {rejected} meshes rejected",
     )
     for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])[:5]:
         print_lines(console, f"  {count} x {reason}")
     pasted = " ".join(f'-b "{binding}"' for binding in found.shown[0].bindings)
-    print_lines(console, f"To train so: {pasted or 'as it is'}")
+    print_lines(console, f"To train this layout: {pasted or 'as it is'}")
 
 
 def _describe_unpriced(found: "Found") -> str:
@@ -319,9 +319,9 @@ _GREYS: list[dict[str, Any]] = [
 def compiled_parts(compiled: "Compiled") -> dict[str, int]:
     """Return the compiler's memory of a step on one device, in bytes, in the order of the bar."""
     live = compiled.live_bytes or compiled.temp_bytes or 0
-    parts = {"arguments": compiled.argument_bytes, "alive beside them": live}
+    parts = {"arguments": compiled.argument_bytes, "live temporaries": live}
     rest = (compiled.temp_bytes or 0) - live
-    return {**parts, "reserved besides": rest} if rest > 0 else parts
+    return {**parts, "reserved": rest} if rest > 0 else parts
 
 
 def traffic_by_axis(plan: "Plan") -> dict[str, int]:

@@ -99,7 +99,7 @@ def _figures(plan: Plan) -> list[Tile | None]:
         found.append(Tile("MFU", time.mfu, f"{time.mfu:.1%}", note))
     rate, unit = plan.tokens_per_second, plan.config.train.model.inputs
     if rate is not None:
-        found.append(Tile(f"{unit.capitalize()} a second and device", rate, f"{rate:,.0f}"))
+        found.append(Tile(f"{unit.capitalize()} per second and device", rate, f"{rate:,.0f}"))
     if run is None:
         return found
     steps = f"{run.steps:,} steps"

@@ -240,7 +240,7 @@ def _label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], field: str
             near = did_you_mean(field, record) if isinstance(record, dict) else ""
             raise ValueError(f"its .json has no field {field!r}{near}")
         return _number(record[field])
-    raise ValueError("no .cls or .json beside it")
+    raise ValueError("no .cls or .json next to it")
 
 
 def _number(text: object) -> int:

@@ -178,7 +178,7 @@ def _not_by_splash(request: Request) -> list[str]:
 def _not_sparse(request: Request) -> list[str]:
     reasons = _not_in_a_cache(request) + _not_biased(request) + _not_with_sinks(request)
     if request.window is not None:
-        reasons.append(f"has no window beside a pattern (here {request.window})")
+        reasons.append(f"does not support a window with a pattern (here {request.window})")
     if request.pattern is None:
         reasons.append("does the products of a pattern, and this model has no attention_pattern")
     elif not request.causal and not request.pattern.both_ways:
@@ -197,7 +197,7 @@ def _not_by_xla(request: Request) -> list[str]:
 def _not_by_cudnn(request: Request) -> list[str]:
     reasons = _not_by_gpus(request)
     if request.segment_ids:
-        reasons.append("has no segment ids, so it cannot keep packed documents apart")
+        reasons.append("has no segment ids, so it cannot mask across packed documents")
     if request.window is not None and not request.causal:
         reasons.append(f"has a window (here {request.window}) for causal attention only")
     if request.head_dim % 8 or request.head_dim > 128:

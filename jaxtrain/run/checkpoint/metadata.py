@@ -112,7 +112,7 @@ def require_same_run(
             raise UserError(
                 f"{workdir}: the checkpoint of step {step} was written with {setting[0]} = "
                 f"{setting[1]}, this configuration has {setting[2]}: the data would not resume "
-                "where it stopped; use the config.gin beside it, or another --workdir"
+                "where it stopped; use the config.gin next to it, or another --workdir"
             )
         if pythons is not None:
             raise UserError(

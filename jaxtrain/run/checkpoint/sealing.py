@@ -334,7 +334,7 @@ class Sealer:
         if self._failures >= self._max_failures:
             self._raise_unsaved()
         self._report(
-            f"{self._unsaved}; the run goes on and saves again when it next should, but stops "
+            f"{self._unsaved}; the run continues and saves again at the next interval, but stops "
             f"after {self._max_failures} failures in a row (this is number {self._failures})"
         )
 

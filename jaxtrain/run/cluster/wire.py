@@ -293,7 +293,7 @@ class RejectedClients:
         self._reported = self.count
         who = "an unauthenticated client" if many == 1 else f"{many} unauthenticated clients"
         self._report(
-            f"{who} at this run's port turned away ({address} {why}); the run goes on, and others "
+            f"rejected {who} at this run's port ({address} {why}); the run continues, and others "
             "are reported once an hour"
         )
 

@@ -239,13 +239,13 @@ def _reason(one: Candidate, best: Candidate, fastest: float, hbm_bytes: int | No
         which = "the fastest that fits" if one.price.seconds <= fastest else AS_FAST
         return (
             f"{which} ({room}): {time.compute:.3g} s of computation, "
-            f"{time.exposed:.2g} s of communication that nothing hides, {time.bubble:.2g} s of "
+            f"{time.exposed:.2g} s of exposed communication, {time.bubble:.2g} s of "
             "pipeline bubble"
         )
     pieces = {
         "computation, recomputation and update": (time.compute or 0)
         - (best.price.time.compute or 0),
-        "communication that nothing hides": (time.exposed or 0) - (best.price.time.exposed or 0),
+        "exposed communication": (time.exposed or 0) - (best.price.time.exposed or 0),
         "pipeline bubble": (time.bubble or 0) - (best.price.time.bubble or 0),
     }
     name, more = max(pieces.items(), key=lambda piece: piece[1])

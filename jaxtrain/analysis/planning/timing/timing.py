@@ -478,26 +478,27 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         scores = ""
     hides, within = "", "prediction"
     if compiled:
-        hides = "what the schedule puts beside a collective hides it; by closed forms "
-        within = "closed forms, which alone were held against them"
+        hides = "collectives overlap with what the schedule runs next to them; by closed forms "
+        within = "closed forms, the only ones compared with those runs"
     untimed = ()
     if config.offload.optimizer_state == "disk":
         rate_of_disk = f"{chip.disk_bandwidth / 1e9:.3g} GB/s"
         untimed = (
-            f"{rate_of_disk} a device of its host's disks (--disk), reads and writes together: the "
-            "state waits for the gradients",
+            f"{rate_of_disk} a device from its host's disks (--disk), reads and writes together; "
+            "the optimizer state is transferred after the gradients",
         )
     if config.offload != Offload() or config.remat.offloads:
         link = f"{(chip.host_bandwidth or 0) / 1e9:.0f} GB/s each way"
         untimed = (
             *untimed,
-            f"host memory at {link}: activations go there beside the forward pass and come back "
-            "beside the backward pass; a state waits for the gradients",
+            f"host memory at {link}: transfers of activations overlap with the forward and the "
+            "backward pass; those of optimizer state follow the gradients",
         )
     held = (
-        f"shares fitted on published runs{'' if is_known(target) else ' of other chips'}; of a "
-        f"{family} model on {chip.kind.upper()}s two of three runs of a stack that no share was "
-        f"fitted on lie within {error_bar(target, family):.0%} of the {within}"
+        "efficiency factors fitted on published runs"
+        f"{'' if is_known(target) else ' of other chips'}; two of three runs of a {family} model "
+        f"on {chip.kind.upper()}s by a training stack outside the fit lie within "
+        f"{error_bar(target, family):.0%} of the {within}"
     )
     measured = target.calibration
     if measured is not None:
@@ -508,10 +509,12 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         )
     return (
         *untimed,
-        f"{shares.products:.0%} of {peaks} in products{scores}; {shares.memory:.0%} of the "
+        f"{shares.products:.0%} of {peaks} in matmuls{scores}; {shares.memory:.0%} of the "
         "memory's bandwidth",
-        f"{rate}, {chip.links} torus direction(s) laid under the mesh axes as JAX does; {network}",
-        f"{hides}{1 - shares.shown:.0%} of what moves weights and gradients hides behind "
-        f"computation, {1 - shares.activations:.0%} of what tensor moves; the rest waits",
+        f"{rate}, {chip.links} torus direction(s), assigned to the mesh axes as JAX does; "
+        f"{network}",
+        f"{hides}{1 - shares.shown:.0%} of the communication of weights and gradients overlaps "
+        f"with computation, {1 - shares.activations:.0%} of tensor parallelism's; the rest is "
+        "exposed",
         held,
     )

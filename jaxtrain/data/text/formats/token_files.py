@@ -86,7 +86,7 @@ def read_file(path: Path, vocab_size: int) -> TokenFile:
     if len(head) and (other := _NO_TOKENS.get(head[:1].tobytes())) is not None:
         raise UserError(
             f"TextData.source: {path} begins like {other}, and holds no tokens; a .bin file is "
-            "nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
+            "nanoGPT's, llm.c's, or Megatron's with its .idx next to it"
         )
     tokens = _map(path, 0, np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4"))
     if tokens.dtype.itemsize == 2 and len(tokens) > 2 and not tokens[1:_SLICE:2].any():
@@ -156,7 +156,7 @@ def _map(path: Path, begin: int, dtype: np.dtype) -> np.ndarray:
     if size <= 0 or size % dtype.itemsize:
         raise UserError(
             f"TextData.source: {path} has {size:,} bytes, which is not a multiple of {dtype} "
-            "tokens; a .bin file is nanoGPT's, llm.c's, or Megatron's with its .idx beside it"
+            "tokens; a .bin file is nanoGPT's, llm.c's, or Megatron's with its .idx next to it"
         )
     return np.memmap(path, dtype, "r", begin)
 

@@ -84,7 +84,8 @@ def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Awq
         three = [one for one in parts if isinstance(one, Tensor)]
         if len(three) < len(parts):
             raise UserError(
-                f"{where}: {name} has no {stem}{ZEROS} and {stem}{SCALES} beside it; fetch it again"
+                f"{where}: {name} has no {stem}{ZEROS} and {stem}{SCALES} next to it; "
+                "fetch it again"
             )
         if not _fit(*three):
             shapes = ", ".join(f"{list(one.shape)} of {one.dtype}" for one in three)

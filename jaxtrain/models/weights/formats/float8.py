@@ -79,7 +79,7 @@ def merge(
     for name in [name for name, tensor in stored.items() if tensor.dtype == _DTYPE]:
         codes, scales = stored[name], found.pop(name + _SCALES, None)
         if not isinstance(scales, Tensor):
-            raise UserError(f"{where}: {name} has no {name}{_SCALES} beside it; fetch it again")
+            raise UserError(f"{where}: {name} has no {name}{_SCALES} next to it; fetch it again")
         blocks = tuple(math.ceil(n / size) for n, size in zip(codes.shape, block, strict=False))
         if len(codes.shape) != 2 or scales.shape != blocks or scales.dtype != "F32":
             raise UserError(

@@ -71,7 +71,7 @@ def merge(stored: Mapping[str, Tensor], *, where: str) -> dict[str, Tensor | Mxf
         blocks, scales = found.pop(name), found.pop(whole + _SCALES, None)
         assert isinstance(blocks, Tensor), "stored so"
         if not isinstance(scales, Tensor):
-            raise UserError(f"{where}: {name} has no {whole}{_SCALES} beside it; fetch it again")
+            raise UserError(f"{where}: {name} has no {whole}{_SCALES} next to it; fetch it again")
         is_four_bits = blocks.dtype == scales.dtype == "U8" and len(scales.shape) == 3
         if not is_four_bits or blocks.shape != (*scales.shape, _IN_A_BLOCK // 2):
             raise UserError(
