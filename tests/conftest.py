@@ -31,6 +31,9 @@ os.environ.setdefault(
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["JAXTRAIN_TEST_CACHE"]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Where in the source an operation was made is written into every program: a tenth of the time of
+# tracing and lowering, and no test reads it.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax  # noqa: E402 - after the flags
 import numpy as np

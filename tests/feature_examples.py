@@ -7,6 +7,7 @@ committed. The first pairs were written by the checks that stood in 20 files bef
 """
 
 import csv
+import functools
 import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -206,8 +207,13 @@ def config_of(bindings: Bindings) -> Config:
     model, data = bindings["Train.model"][1:-2], bindings["Train.data"][1:-2]
     left_out = {"GPT", "TextData"} - {model, data}
     lines = [f"{k} = {v}" for k, v in bindings.items() if k.split(".")[0] not in left_out]
+    return _loaded("\n".join(lines))
+
+
+@functools.cache
+def _loaded(text: str) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".gin") as file:
-        file.write("\n".join(lines))
+        file.write(text)
         file.flush()
         return load_config(file.name)
 

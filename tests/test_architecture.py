@@ -1,6 +1,7 @@
 """Imports flow one way, files stay short, and every module says what it is for."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +43,17 @@ def name_of(path: Path) -> str:
     return ".".join(parts)
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The nodes of a file, which is parsed once."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """The package's modules that a file imports, without the leading "jaxtrain."."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -54,7 +62,7 @@ def imports(path: Path) -> set[str]:
         else:
             continue
         found |= {n.removeprefix("jaxtrain.") for n in names if n.startswith("jaxtrain.")}
-    return found
+    return frozenset(found)
 
 
 def is_module(name: str) -> bool:
@@ -121,9 +129,7 @@ TAKE_ALL = (
 def test_a_component_takes_its_own_settings(path):
     if f"{name_of(path)}.".startswith(tuple(f"{name}." for name in TAKE_ALL)):
         return
-    functions = [
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)
-    ]
+    functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
     for function in functions:
         given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = {
@@ -278,7 +284,7 @@ def test_a_file_is_short_and_says_what_it_is_for(path):
 def test_only_the_wrappers_know_gin_and_orbax(path):
     libraries = {
         (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name) or ""
-        for n in ast.walk(ast.parse(path.read_text()))
+        for n in nodes(path)
         if isinstance(n, ast.Import | ast.ImportFrom)
     }
     roots = {library.split(".")[0] for library in libraries}

@@ -90,14 +90,46 @@ def assert_equal(row: Row, folder: Path, own: list[float], other: list[float]) -
 
 
 # Those that are left out compile for long, and others run the same code.
-@pytest.mark.slow_cases("alexnet", "vgg11", "googlenet")
+@pytest.mark.slow_cases(
+    "alexnet",
+    "vgg11",
+    "googlenet",
+    "lora",
+    "mixtral",
+    "t5",
+    "mamba",
+    "bert",
+    "rnn",
+    "gru",
+    "vgg11_norm",
+    "resnet20",
+    "resnet18",
+    "vit",
+    "autoencoder",
+)
 @pytest.mark.parametrize("name", TINY)
 def test_ten_losses_are_those_of_pytorch(name: str, folders) -> None:
     row, folder = TINY[name], folders(name)
     assert_equal(row, folder, own_losses(name, folder), losses(theirs(row, str(folder))))
 
 
-@pytest.mark.slow_cases("alexnet", "vgg11", "googlenet", "mamba", "mixtral")
+@pytest.mark.slow_cases(
+    "alexnet",
+    "vgg11",
+    "googlenet",
+    "mamba",
+    "mixtral",
+    "lora",
+    "t5",
+    "bert",
+    "rnn",
+    "gru",
+    "vgg11_norm",
+    "resnet20",
+    "resnet18",
+    "vit",
+    "autoencoder",
+)
 @pytest.mark.parametrize("name", TINY)
 def test_torch_compile_traces_the_peer(name: str, folders) -> None:
     row, folder = TINY[name], folders(name)

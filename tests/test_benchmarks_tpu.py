@@ -122,7 +122,7 @@ def of_two_gathered_weights(name: str, *, ours: bool = False) -> tuple[Scheduled
     return step, layers, embed * mlp
 
 
-@pytest.mark.slow_cases("v6e:2x2-2")
+@pytest.mark.slow_cases("v6e:2x2-2", "v5p:2x2x1-2")
 @pytest.mark.parametrize(("name", "waits"), [("v5e:2x2", 1), ("v5p:2x2x1", 2), ("v6e:2x2", 2)])
 def test_a_gather_inside_a_product_is_not_waited_for(name: str, waits: int) -> None:
     """On v5e the second weight is gathered while the first one is multiplied, which libtpu does

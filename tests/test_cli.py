@@ -47,9 +47,10 @@ def finish(*arguments: str) -> str:
 @pytest.fixture(scope="module")
 def finished(tiny_config, tmp_path_factory):
     """A finished run: its folder, what it printed, and its exit.json as it was then."""
-    workdir = tmp_path_factory.mktemp("cli")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main(["train", str(tiny_config), "--workdir", str(workdir), *TINY]) == 0
+    folder = tmp_path_factory.mktemp("cli")
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["train", str(tiny_config), *TINY, "-b", "Train.save_every = 2"]) == 0
+    workdir = folder / "runs" / "tiny"
     return workdir, out.getvalue(), json.loads((workdir / "exit.json").read_text())
 
 
@@ -79,17 +80,14 @@ def test_train_prints_what_a_run_shows(finished):
         assert words in out, words
     assert "\x1b[" not in out  # plain where it is no terminal
     assert exit_file == {
-        "status": "done",
-        "reason": "trained to step 4",
-        "step": 4,
-        "attempt": 1,
-    }
+        "status": "done", "reason": "trained to step 4", "step": 4, "attempt": 1,
+    }  # fmt: skip
 
 
-def test_the_command_printed_at_the_end_goes_on(run, tiny_config, tmp_path, capsys, monkeypatch):
+def test_the_command_printed_at_the_end_goes_on(finished, tmp_path, capsys, monkeypatch):
+    shutil.copytree(finished[0], tmp_path / "runs" / "tiny")
     monkeypatch.chdir(tmp_path)
-    main(["train", str(tiny_config), *TINY])
-    printed = re.search(r"To go on: .*jaxtrain (train .*)", capsys.readouterr().out)
+    printed = re.search(r"To go on: .*jaxtrain (train .*)", finished[1])
     assert main(shlex.split(printed.group(1))) == 0
     out = capsys.readouterr().out
     assert "Going on from the checkpoint of step 4" in out
@@ -119,6 +117,7 @@ def test_another_learning_rate_than_the_checkpoints_is_said_where_a_run_goes_on(
     assert line in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow  # two more runs; the test before resumes with a changed setting, too
 def test_settings_that_are_others_than_the_checkpoints_are_said_where_a_run_goes_on(run, capsys):
     """Some change what the same parameters compute, and no shape of an array tells."""
     copied = run.with_name("otherwise")
@@ -213,12 +212,11 @@ def test_eval_says_nothing_of_the_run_s_own_data(run, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(tiny_config, tmp_path, capsys):
-    run = ["--workdir", str(tmp_path)]
-    assert main(["train", str(tiny_config), *run, *TINY, "-b", "Train.save_every = 2"]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(finished, capsys):
+    folder = finished[0]
+    run = ["--workdir", str(folder)]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
-    capsys.readouterr()
     for step in (2, 4):
         assert main(["eval", *run, "--step", str(step)]) == 0
         values = json.loads(capsys.readouterr().out)
@@ -234,7 +232,7 @@ def test_a_step_s_checkpoint_is_evaluated_sampled_and_inspected(tiny_config, tmp
     assert len(samples) == 2
     for command in (["eval"], ["inspect"], ["generate", "--prompt", "x"]):
         assert main([*command, *run, "--step", "5"]) == 2
-        told = f"no checkpoint of step 5 in {tmp_path}/checkpoints; there are 2, 4; the nearest "
+        told = f"no checkpoint of step 5 in {folder}/checkpoints; there are 2, 4; the nearest "
         assert capsys.readouterr().err == f"jaxtrain: {told}is 4\n"
 
 
@@ -539,6 +537,7 @@ def test_another_command_ends_with_1_where_nobody_reads_it(run):
     assert "BrokenPipe" not in errors
 
 
+@pytest.mark.slow  # starts Python twice; test_train.py preempts and resumes in this process
 def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, tmp_path):
     arguments = ["train", str(tiny_config), "--workdir", str(tmp_path), "--simulate-devices", "8",
                  "-b", "Train.steps = 100000", "-b", "Train.log_every = 1"]  # fmt: skip

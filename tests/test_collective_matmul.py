@@ -121,7 +121,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("kv heads on several devices, full", "context, microbatches, dots")
+@pytest.mark.slow_cases(
+    "kv heads on several devices, full", "context, microbatches, dots", "experts"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_one_device(case):
     model, sizes, changes = CASES[case]

@@ -59,14 +59,24 @@ def _of_zeros_and_ones(x: jax.ShapeDtypeStruct) -> np.ndarray:
 _EXCHANGES = ("stream_fragments", "compress_gradients", "delay_gradients")
 
 
+@pytest.fixture(scope="module")
+def plain(tiny_config) -> str:
+    """The step without any of them."""
+    config = configured(tiny_config)
+    return lowered(composed(config), config)
+
+
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "balance_experts"])
-def test_a_rebuilt_step_has_its_transform(name, tiny_config):
+def test_a_rebuilt_step_has_its_transform(name, tiny_config, plain):
     config = configured(tiny_config, *SETTINGS[name])
-    step, text = composed(config), lowered(composed(config), config)
+    step = composed(config)
+    text = lowered(step, config)
     assert lowered(step.rebuild(), config) == text
-    assert lowered(composed(configured(tiny_config)), config) != text
+    assert plain != text
 
 
+# Two compiled steps; the order of transforms is checked above without compiling.
+@pytest.mark.slow
 def test_sharpness_moves_the_master_parameters_that_are_offloaded(tiny_config):
     """In bfloat16 the copies on the devices would be moved to other numbers."""
     radius = [*SETTINGS["minimize_sharpness"], "Precision.compute = 'bfloat16'"]

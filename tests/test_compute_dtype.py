@@ -32,6 +32,8 @@ def kernel_of_bfloat16(monkeypatch):
     monkeypatch.setitem(KERNELS, "xla", kernel)
 
 
+# Other callers of the same trace.
+@pytest.mark.slow_cases("microbatches", "exchange")
 @pytest.mark.parametrize("layout", ["data", "microbatches", "pipeline", "exchange"])
 def test_training_and_evaluation(layout, tiny_config, tmp_path) -> None:
     trainer = Trainer(load_config(tiny_config, [*BINDINGS, *LAYOUTS[layout]]), tmp_path)

@@ -117,6 +117,13 @@ MESHES = {2: {"context": 2, "data": 2}, 4: {"context": 4, "tensor": 2}, 8: {"con
     "window-both-ways-2-ring",
     "window-both-ways-2-ulysses",
     "window-both-ways-4-ring",
+    "causal-4-ulysses",
+    "full-4-ring",
+    "full-4-ulysses",
+    "grouped-4-ulysses",
+    "window-4-ring",
+    "documents-not-causal-4-ulysses",
+    "everything-2-ring",
 )
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 @pytest.mark.parametrize(

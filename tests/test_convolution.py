@@ -109,6 +109,17 @@ SMALL = [
 ]  # fmt: skip
 
 
+# The cases that are left have an even and an odd kernel, strides 1 to 3 and each padding.
+@pytest.mark.slow_cases(
+    "4-4-3-1-1",
+    "4-4-3-2-1",
+    "3-4-3-2-1",
+    "4-4-5-1-2",
+    "6-5-5-2-2",
+    "3-3-2-1-0",
+    "4-4-3-1-2",
+    "2-2-3-1-1",
+)
 @pytest.mark.parametrize(("height", "width", "size", "stride", "padding"), SMALL)
 def test_small_images_are_patches_and_equal_torch(height, width, size, stride, padding):
     torch = pytest.importorskip("torch")

@@ -90,7 +90,7 @@ def placed_copy(state):
     return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state), may_alias=False)
 
 
-@pytest.mark.slow_cases("data8", "pipe", "zero1", "zero3")
+@pytest.mark.slow_cases("data8", "pipe", "zero1", "zero3", "zero0")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trained_replicas_are_equal_and_a_replayed_step_too(name, trained):
     program, step, state, batch = trained(name)

@@ -60,7 +60,7 @@ DATA = {
 }  # fmt: skip
 SIDE = {"ViT": 32, "GoogLeNet": 32, "LeNet": 32, "ResNet": 32}
 # One of each kind of layer and of input is in the fast part.
-FAST = {"Autoencoder", "GPT", "Gemma2", "LSTM", "LeNet", "Llama", "MLP", "Mamba", "Seq2Seq", "ViT"}
+FAST = {"Autoencoder", "GPT", "Gemma2", "LSTM", "LeNet", "Mamba", "Seq2Seq", "ViT"}
 
 
 def by_cost(names):

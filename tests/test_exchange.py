@@ -217,6 +217,8 @@ def test_diloco_is_nesterov_on_the_mean_movement():
         assert_close([x[r] for x in values(state.opt_state)], values(replicas[r].opt_state))
 
 
+# A special case of the Nesterov update that the test before checks.
+@pytest.mark.slow
 def test_diloco_without_momentum_at_rate_one_is_plain_averaging():
     bare = Exchange(method="diloco", outer_learning_rate=1.0, outer_momentum=0.0)
     changes = {"optimizer": sgd(momentum=0.0)}

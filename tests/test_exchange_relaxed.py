@@ -115,6 +115,7 @@ def test_a_vote_that_is_not_finite_is_seen():
     np.testing.assert_array_equal(np.isnan(told[0]), [i in (3, 5) for i in range(9)])
 
 
+@pytest.mark.slow_cases("positions")
 @pytest.mark.parametrize(
     ("model", "name", "read"),
     [

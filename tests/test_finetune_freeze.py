@@ -186,6 +186,8 @@ def _config(tiny_config, steps: int, *bindings: str):
     )
 
 
+# Three runs; tests/test_train.py resumes a run in the fast part.
+@pytest.mark.slow
 def test_a_restarted_run_is_the_run_never_stopped_bit_for_bit(frozen_run, tiny_config):
     _, restarted = frozen_run
     never_stopped = Trainer(_config(tiny_config, 4))

@@ -127,6 +127,8 @@ def test_the_processes_of_prepare_take_no_module_from_the_current_folder(
     assert (folder / "o" / "store.json").exists()
 
 
+# Starts Python twice and trains; the command itself is checked above.
+@pytest.mark.slow
 def test_a_supervised_run_takes_no_module_from_the_current_folder(hostile, call, tmp_path):
     folder = hostile(tmp_path / "here", ALL)
     done = call(folder, "supervise", "--", "train", *MLP, "--workdir", "run")

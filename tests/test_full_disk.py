@@ -90,6 +90,9 @@ def test_metrics_catch_up_when_there_is_room_again(tmp_path):
     assert [one["step"] for one in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+# Starts Python and trains; tests/test_train_faults.py takes the folder from a run in this
+# process.
+@pytest.mark.slow_cases("small_files")
 @pytest.mark.parametrize("kind", [pytest.param(small_disk, marks=pytest.mark.slow), small_files])
 def test_a_run_on_a_full_disk_ends_with_the_reason_and_nothing_half_written(
     kind, tiny_config, tmp_path

@@ -68,7 +68,7 @@ def sharper(state):
     return dataclasses.replace(state, params=jax.tree.map(lambda x: 8 * x, state.params))
 
 
-@pytest.mark.slow_cases("deepseek", "gpt")
+@pytest.mark.slow_cases("deepseek", "gpt", "lstm")
 @pytest.mark.parametrize("name", SIZES)
 def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     sizes = SIZES[name]
@@ -95,6 +95,8 @@ def test_greedy_with_cache_equals_the_whole_text_again_for_every_token(name):
     assert len(set(answer.tokens)) > 2
 
 
+# Other caches, the same loop over layers.
+@pytest.mark.slow_cases("mamba", "lstm")
 @pytest.mark.parametrize("name", ["llama", "mamba", "lstm"])
 def test_one_cpu_decodes_without_a_loop_over_layers_to_equal_answers(name, monkeypatch):
     """Deeper models keep the loop; the cache that comes out is stacked in both."""
@@ -126,7 +128,7 @@ def test_several_devices_and_other_platforms_decode_with_the_loop(monkeypatch):
         assert not decoding.unstacks_layers(model, program.setup.layout)
 
 
-@pytest.mark.slow_cases("deepseek", "gpt")
+@pytest.mark.slow_cases("deepseek", "gpt", "lstm")
 @pytest.mark.parametrize("name", SIZES)
 def test_a_padded_row_has_the_logits_of_the_row_alone(name):
     """Whatever stands in the padding, whose last token here would be seen first."""

@@ -152,6 +152,8 @@ def test_a_block_that_ends_after_the_file_is_rejected(tmp_path):
         _ = GgufFile(file).family_and_model
 
 
+# Starts Python; what our reader says of such counts is in tests/test_gguf.py.
+@pytest.mark.slow
 def test_the_packages_reader_believes_a_count_and_ours_does_not(tmp_path):
     """Why the header is not read by the package: once this fails, it can be."""
     file = tmp_path / "a.gguf"

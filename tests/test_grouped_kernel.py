@@ -57,7 +57,13 @@ def drawn(case: str, dtype: str) -> tuple[jax.Array, ...]:
     return x, w, jnp.asarray(sizes, jnp.int32), g
 
 
-@pytest.mark.slow_cases("some_left-float32-1e-05-triton", "whole_tiles-float32-1e-05-triton")
+@pytest.mark.slow_cases(
+    "some_left-float32-1e-05-triton",
+    "whole_tiles-float32-1e-05-triton",
+    "odd-float32-1e-05-tiles",
+    "one_has_all-float32-1e-05-triton",
+    "none-float32-1e-05-tiles",
+)
 @pytest.mark.parametrize("kernel", ["triton", "tiles"])
 @pytest.mark.parametrize(
     ("case", "dtype", "tolerance"),

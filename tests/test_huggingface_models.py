@@ -244,6 +244,7 @@ def from_pretrained(folder: Path) -> torch.nn.Module:
     "qwen3",
     "qwen3-moe",
     "roberta-odd",
+    "gemma3",
 )
 @pytest.mark.parametrize(
     "case",

@@ -261,6 +261,8 @@ def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     assert_equal(evaluate(program, BATCH), one_device("capacity"))
 
 
+# tests/test_exchange.py has experts of replicas in the fast part.
+@pytest.mark.slow
 def test_replicas_that_tell_each_other_everything_are_one_device_too():
     """Each has its own number of targets and of tokens, and the means are over all of them."""
     program = with_exchange(

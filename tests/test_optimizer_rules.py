@@ -481,7 +481,7 @@ MODEL = GPT(vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, context_leng
 BATCH = text_batch(rows=8, length=8, vocab_size=32)
 
 
-@pytest.mark.slow_cases("adam8bit", "muon", "schedule_free", "sgd", "soap", "sophia_g")
+@pytest.mark.slow_cases("adam8bit", "muon", "schedule_free", "sgd", "soap", "sophia_g", "adamw")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_run_keeps_what_its_rule_says_and_goes_on_bit_for_bit(name, tmp_path):
     """ZeRO 3: every dimension of the state is split as the parameter's."""

@@ -107,6 +107,7 @@ SLOW = ("uneven_zero_bubble_residuals", "uneven_dualpipe_v", "dualpipe_v_residua
     "gpipe",
     "interleaved",
     "residuals",
+    "uneven",
 )
 @pytest.mark.parametrize(
     "case",

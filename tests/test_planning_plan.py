@@ -197,6 +197,9 @@ def test_a_program_that_compiles_is_never_said_not_to_fit(llama_file, target, te
     assert ("XLA for GPUs does not reject" in report.table()) == (not report.fits)
 
 
+# Compiles for a TPU three times; tests/test_planning_advice.py has fixes that fit by closed
+# forms.
+@pytest.mark.slow
 @needs_libtpu
 def test_what_does_not_fit_gets_fixes_that_do(llama_file):
     big = ["Mesh.fsdp = 1", "Train.global_batch_size = 2048", "Llama.num_layers = 4"]

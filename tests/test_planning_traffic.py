@@ -438,8 +438,9 @@ def faults(rows: list[Row], forms: set[str]) -> list[object]:
 
 
 @pytest.mark.slow_cases(
-    "int8 products, sequence parallel", "fsdp, tied, chunks", "pipe x fsdp, pairs"
-)
+    "int8 products, sequence parallel", "fsdp, tied, chunks", "pipe x fsdp, pairs",
+    "local, hsdp, accumulation",
+)  # fmt: skip
 @needs_libtpu
 @pytest.mark.parametrize("name", CASES)
 def test_everything_that_moves_is_explained_and_the_textbooks(name):

@@ -113,7 +113,11 @@ def one_device(model):
 
 
 @pytest.mark.slow_cases(
-    "experts", "ring, experts, chunks, remat", "zero 1, chunks, remat", "zero bubble, zero 1"
+    "experts",
+    "ring, experts, chunks, remat",
+    "zero 1, chunks, remat",
+    "zero bubble, zero 1",
+    "zero 3, local",
 )
 @pytest.mark.parametrize(
     "name",

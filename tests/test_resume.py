@@ -158,7 +158,7 @@ def run(tiny_config, tmp_path_factory):
     return get
 
 
-@pytest.mark.slow_cases("data", "tensor", "uneven")
+@pytest.mark.slow_cases("accumulated", "data", "tensor", "uneven", "zero1")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_alike(name, run):
     expected, found = run("one"), run(name)
@@ -186,7 +186,7 @@ PAIRS = [
     or {writer, reader} <= set(PIPELINES)
     or ("masters" in (writer, reader) and {writer, reader} <= SHARDED)
 ]
-SLOW = ("data", "tensor", "uneven")
+SLOW = ("accumulated", "data", "tensor", "uneven", "zero1")
 
 
 @pytest.mark.parametrize(

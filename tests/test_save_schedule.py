@@ -191,6 +191,8 @@ sys.exit(main([word.format(**names) for word in words]))
 """
 
 
+# Starts Python twice; the agreement between processes is checked above without them.
+@pytest.mark.slow
 def test_all_processes_save_at_the_same_steps_though_one_measures_more(tiny_config, tmp_path):
     """Process 1 alone would not save before the end; process 0 alone every few steps."""
     words = ["train", str(tiny_config), "--workdir", str(tmp_path / "run")]

@@ -69,6 +69,8 @@ def assert_same_bits(found, expected):
             np.testing.assert_array_equal(one, theirs[name], err_msg=name)
 
 
+# A second model and mesh of the same claim.
+@pytest.mark.slow_cases("llama-data x fsdp x tensor, microbatches, remat")
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_masters_are_those_of_stage_1_and_of_stage_3_bit_for_bit(model, mesh):
     """In bfloat16: where weights are gathered once a step, whatever is kept of them."""
@@ -80,6 +82,8 @@ def test_masters_are_those_of_stage_1_and_of_stage_3_bit_for_bit(model, mesh):
     assert found[3] == three[3] != trained(model, mesh, "bfloat16", zero=1)[3]
 
 
+# A second model and mesh of the same claim.
+@pytest.mark.slow_cases("llama-data x fsdp x tensor, microbatches, remat")
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_gathering_each_layer_instead_gives_the_same_sums_in_another_order(model, mesh):
     found = trained(model, mesh, "float32", **SHARDED)
@@ -117,8 +121,9 @@ COMPILED = {
 }
 
 
+# tests/test_traffic.py has the same closed forms for other meshes.
 @needs_libtpu
-@pytest.mark.slow_cases("pipe")
+@pytest.mark.slow_cases("pipe", "tensor, replicas", "pipe, sums in bfloat16")
 @pytest.mark.parametrize("name", COMPILED)
 def test_what_a_compiled_step_moves_is_the_closed_form(name):
     """For TPUs, with two microbatches; of one and without other axes: tests/test_traffic.py."""

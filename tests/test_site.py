@@ -106,6 +106,8 @@ def test_what_leads_nowhere_fails_the_build(page, added, said, tmp_path):
     assert not (tmp_path / "site").exists()
 
 
+# A narrow window overflows first.
+@pytest.mark.slow_cases("1280")
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_fit_the_window_and_load_nothing_from_elsewhere(address, tab, width):

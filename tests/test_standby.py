@@ -35,6 +35,8 @@ def wait_for(condition, seconds=60):
     return value
 
 
+# The case that is left ends with an error, which is the harder one.
+@pytest.mark.slow_cases("words0", "words2")
 @pytest.mark.parametrize("words", [["configs"], ["train", "no_such_config"], ["--version"]])
 def test_it_runs_a_command_as_a_fresh_process_does(words, capfd, tmp_path, monkeypatch):
     fresh = subprocess.run([*PROGRAM, *words], capture_output=True, text=True, check=False)

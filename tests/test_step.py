@@ -96,6 +96,10 @@ CASES = [
     "gpt_heads-heads_hsdp",
     "llama-zero3",
     "llama_heads-heads_zero2",
+    "gpt-data8",
+    "gpt-zero2",
+    "gpt-all_zero2_sequence",
+    "llama_heads-heads_zero3",
 )
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_loss_and_gradients_equal_one_device(name, layout, capfd):
@@ -124,7 +128,7 @@ def test_gradients_of_tokens_nobody_saw_are_exactly_zero(layout):
     assert np.abs(table[np.unique(BATCH.inputs)]).sum(1).min() > 0
 
 
-@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'zero': 2}")
+@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'zero': 2}", "{'fsdp': 2, 'tensor': 2}")
 @pytest.mark.parametrize(
     "sizes", [{}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "zero": 2}], ids=str
 )

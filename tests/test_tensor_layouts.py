@@ -57,7 +57,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow_cases("gpt-2d", "gpt-2d_zero2", "gpt-3d", "llama-2.5d")
+@pytest.mark.slow_cases("gpt-2d", "gpt-2d_zero2", "gpt-3d", "llama-2.5d", "llama-2d_fsdp")
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_loss_and_gradients_equal_one_device(model, name, capfd):
     expected = one_device(model)

@@ -332,6 +332,7 @@ DEAR = pytest.mark.slow_cases(
 )
 
 
+@pytest.mark.slow_cases("masters", "tensor", "data, 2 microbatches", "zero1, 2 microbatches")
 @DEAR
 @pytest.mark.parametrize("name", CASES)
 def test_traffic_equals_the_closed_form(name):

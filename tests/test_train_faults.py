@@ -136,6 +136,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_neither_begins_anew_nor_is_look
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "8"]
 
 
+# Another file of the run, the same handler.
+@pytest.mark.slow_cases(".loss.png-jaxtrain: --workdir {run}: Permission denied ({run}/.loss.png.")
 @pytest.mark.parametrize(
     ("refused", "told"),
     [

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -78,6 +79,7 @@ class OneOf:
     words: tuple[str, ...]
 
 
+@functools.cache
 def hints(cls: type) -> dict[str, Any]:
     """Return the annotation of each field of a settings class with its mark; `OneOf` becomes a
     Literal.
@@ -114,6 +116,7 @@ def by_name(annotation: Any) -> ByName | None:
     return next((mark for mark in marks if isinstance(mark, ByName)), None)
 
 
+@functools.cache
 def settings_of(cls: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a settings class by their gin names."""
     takes = hints(cls)
