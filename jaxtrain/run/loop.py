@@ -297,10 +297,13 @@ class Loop:
             is_best = step == stretch.best_step
             return self.saved.schedule.is_due(step) or step == last or is_best or stretch.ends_early
 
+        is_due_locally = self.saved.is_due_locally
         due = [Due(lambda step: step == stretch.first + 1, lambda _: stretch.garbage.settle())]
         if recorder is not None:
             due.append(Due(recorder.turns_at, lambda _: self._turn(recorder, stretch.log)))
         due.append(Due(lambda step: _every(eval_every, step) or step == last, of(self._evaluate)))
+        # The last step is in the run's folder.
+        due.append(Due(lambda step: step != last and is_due_locally(step), of(self._save_locally)))
         due.append(Due(is_saved, of(self._save_and_time)))
         if stretch.record is not None:
             due.append(Due(lambda step: stretch.ends_early or step == last, of(self._report_best)))
@@ -382,6 +385,15 @@ class Loop:
                 self.saved.schedule.record(step, saved, waited_seconds=waited)
             stretch.garbage.collect()
         self._account(stretch.log)
+
+    def _save_locally(self, stretch: _Stretch, step: int) -> None:
+        with stretch.log.pause(), self.attempt.phases.phase("save", step):
+            jax.block_until_ready(self.stepper.state)
+            self.saved.save_locally(
+                step, self.stepper.state, next_batch=self.next_batch, digest=self.dataset.digest
+            )
+        if self.folder is not None:
+            self.folder.push_soon()  # the metrics of these steps are not repeated
 
     def _save(self) -> tuple[float, float]:
         """Save; return the seconds that steps in flight took before it, and those of the save

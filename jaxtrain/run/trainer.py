@@ -28,7 +28,7 @@ from jaxtrain.parallel.devices import (
 )
 from jaxtrain.run.attempts.attempt import Attempt
 from jaxtrain.run.attempts.folder import nothing, own_folder
-from jaxtrain.run.checkpoint.states import states_of
+from jaxtrain.run.checkpoint.states import PeerAccess, states_of
 from jaxtrain.run.cluster.cluster import OneProcess
 from jaxtrain.run.evaluation import Evaluation
 from jaxtrain.run.feed import Feed, RunData
@@ -158,6 +158,7 @@ class Trainer:
             InitialState(config, self.program, self.report),
             read_only=read_only, report=self.report,
             may_write=self._attempt.may_write, phases=self._attempt.phases,
+            peers=PeerAccess(self._attempt.token, self._attempt.address, self._report_here),
             before_seal=nothing if self._folder is None else self._folder.secure,
         )  # fmt: skip
         self._has_shapes = False  # all lengths of rows compiled
@@ -190,6 +191,10 @@ class Trainer:
         if self._folder is not None and jax.process_index() == 0:
             write_atomically(self._folder.local / "config.gin", config.operative().encode())
             self._folder.push_soon()
+
+    def _report_here(self, line: str) -> None:
+        """Print a line on this process's own terminal."""
+        self.console.print(line, soft_wrap=True, markup=False)
 
     @classmethod
     def from_huggingface(

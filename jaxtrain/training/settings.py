@@ -101,7 +101,7 @@ for _package in (
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpointing: retention on disk, asynchronous saves and the interval's failure rate.
+    """Checkpointing: retention, asynchronous saves, and local (multi-tier) checkpoints.
 
     Attributes:
       keep: number of newest checkpoints kept; at least 1.
@@ -110,6 +110,12 @@ class Checkpoint:
       mtbf: device-hours per interruption, for Train.save_every='auto' and `jaxtrain plan`; None is
         the median of published rates, about 50,000. Spot machines have far less.
       max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
+      local_directory: a folder on each host's own disk or in its memory, such as '/dev/shm/run',
+        for frequent checkpoints between those of Train.save_every; environment variables are
+        expanded. A run resumes from the newest state that all hosts have. None writes none.
+      local_interval: steps between two local checkpoints.
+      local_keep: number of newest local checkpoints kept; at least 2, since hosts may fail while
+        one is written. Another one takes space during the write.
     """
 
     keep: int = 3
@@ -117,6 +123,9 @@ class Checkpoint:
     asynchronous: bool = True
     mtbf: float | None = None
     max_failed_saves: int = 3
+    local_directory: str | None = None
+    local_interval: int = 20
+    local_keep: int = 2
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -135,6 +144,18 @@ class Checkpoint:
             raise UserError(
                 f"Checkpoint.max_failed_saves = {self.max_failed_saves}: a run stops after 1 "
                 "failed save in a row or more"
+            )
+        require_at_least(1, self, "local_interval")
+        require_at_least(2, self, "local_keep")
+        if self.local_directory is not None:
+            self._validate_local_directory(self.local_directory)
+
+    @staticmethod
+    def _validate_local_directory(name: str) -> None:
+        if "://" in name or not name.startswith(("/", "$", "~")):
+            raise UserError(
+                f"Checkpoint.local_directory={name!r}: use an absolute path on each host's own "
+                "disk or in its memory, such as '/dev/shm/run' or '$TMPDIR/run', or None"
             )
 
 

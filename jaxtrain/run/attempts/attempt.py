@@ -37,6 +37,7 @@ class Attempt:
       goodput: where the time of the run goes.
       may_write: raises if the run's folder belongs to a later attempt by now.
       folder: the run's folder; None: the trainer opens its own.
+      token: the secret of the run's processes; None for a single one.
       step: optimizer steps done, set by the trainer.
       has_begun: whether there is a trainer, so that its configuration was accepted.
       at_end: waits for the other processes at a clean exit; skipped if one of
@@ -52,12 +53,14 @@ class Attempt:
         goodput: Goodput | None = None,
         may_write: Callable[[], None] = nothing,
         folder: RunFolder | None = None,
+        token: bytes | None = None,
     ) -> None:
         self.number = number
         self.phases = Phases() if phases is None else phases
         self.goodput = Goodput(None, self.phases) if goodput is None else goodput
         self.may_write = may_write
         self.folder = folder
+        self.token = token
         self.step = 0
         self.has_begun = False
         self.at_end: list[Callable[[], None]] = []
@@ -69,6 +72,11 @@ class Attempt:
     def is_first(self) -> bool:
         """Whether this is process 0, which writes and shows."""
         return self._peers.process_id == 0
+
+    @property
+    def address(self) -> str:
+        """This machine's address, for the other processes."""
+        return self._peers.address
 
     def stop_reason(self) -> str | None:
         """Return the reason to stop before this step or evaluation batch, or None.

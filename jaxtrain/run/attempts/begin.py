@@ -75,9 +75,12 @@ def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -
                     sealing.reject_others(workdir)
                     lock = RunLock.acquire(workdir, report=report, on_superseded=_leave_superseded)
                 stack.callback(_give_back, lock, is_new)
-            peers = _rendezvous(
-                cluster, config, workdir, 0 if lock is None else lock.attempt, report
-            )
+            token = None
+            if cluster.num_processes > 1:
+                token_file = workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE
+                token = RunToken(os.environ, token_file, report=report)
+            number = 0 if lock is None else lock.attempt
+            peers = _rendezvous(cluster, config, token, number, report)
             stack.callback(peers.close)
             lock = lock or RunLock.join(workdir, int(peers.welcome["attempt"]))
             own = (METRICS_FILE, GOODPUT_FILE, *POSITION_FILES) if peers.process_id == 0 else ()
@@ -90,6 +93,7 @@ def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -
             goodput=_goodput(folder.local, phases) if peers.process_id == 0 else None,
             may_write=_fence(lock),
             folder=folder,
+            token=None if token is None else token.find(),
         )
         end = _End(folder, lock, peers, attempt)
         try:
@@ -141,9 +145,9 @@ def _goodput(workdir: Path, phases: Phases) -> Goodput:
 
 
 def _rendezvous(
-    cluster: Cluster, config: Config, workdir: AnyPath, attempt: int, report: Reporter
+    cluster: Cluster, config: Config, token: RunToken | None, attempt: int, report: Reporter
 ) -> Peers:
-    if cluster.num_processes == 1:
+    if token is None:
         return OneProcess({"attempt": attempt})
     names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
@@ -152,7 +156,7 @@ def _rendezvous(
     return rendezvous(
         cluster,
         hello,
-        token=RunToken(os.environ, workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE, report=report),
+        token=token,
         report=report,
         welcome={"attempt": attempt},
         heartbeat_seconds=SILENCE_SECONDS / 10,

@@ -15,7 +15,12 @@ from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.checkpoint import metadata, sealing
-from jaxtrain.run.checkpoint.leaves import OtherLeavesError
+from jaxtrain.run.checkpoint.leaves import OtherLeavesError, flatten
+from jaxtrain.run.checkpoint.local.checkpoints import (
+    LocalCheckpoints,
+    agree_on,
+    forget_local_checkpoints,
+)
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.metadata import Ancestor, bindings_of, of_checkpoint
 from jaxtrain.run.checkpoint.save_schedule import (
@@ -24,7 +29,7 @@ from jaxtrain.run.checkpoint.save_schedule import (
     FixedInterval,
     SaveSchedule,
 )
-from jaxtrain.run.checkpoint.states import Initial, RunStates
+from jaxtrain.run.checkpoint.states import Initial, PeerAccess, RunStates
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.phases import Phases
 from jaxtrain.training.finetune.finetune import Finetune, tuning_of
@@ -54,6 +59,7 @@ class SavedRun(RunStates):
         may_write: Callable[[], None],
         before_seal: Callable[[], None],
         phases: Phases,
+        peers: PeerAccess,
     ) -> None:
         """Open the checkpoints; args: as of `states_of`."""
         super().__init__(config, program, initial, report)
@@ -70,8 +76,29 @@ class SavedRun(RunStates):
         )
         for line in self._checkpoints.cleaned:
             report(line)
+        self._local: LocalCheckpoints | None = None
+        if not read_only:
+            self._local = self._open_local(may_write, peers)
         self.schedule = self._schedule()
         self._described: dict[str, Any] | None = None  # the metadata of every save
+
+    def _open_local(
+        self, may_write: Callable[[], None], peers: PeerAccess
+    ) -> LocalCheckpoints | None:
+        settings, folder = self._config.checkpoint, self._checkpoints.folder
+        if settings.local_directory is None:
+            if jax.process_index() == 0:
+                forget_local_checkpoints(folder, may_write)
+            return None
+        return LocalCheckpoints(
+            settings,
+            folder,
+            layer_order=self._program.setup.layer_order,
+            report=peers.report,
+            may_write=may_write,
+            token=peers.token,
+            address=peers.address,
+        )
 
     def _schedule(self) -> SaveSchedule:
         train, mtbf = self._config.train, self._config.checkpoint.mtbf
@@ -95,29 +122,92 @@ class SavedRun(RunStates):
 
     def rewind(self, step: int, dataset: Dataset) -> tuple[TrainState, int]:
         self._checkpoints.drop_after(step)
+        if self._local is not None:
+            self._local.drop_after(step)
         return self._newest(dataset)
 
     def _newest(self, dataset: Dataset | None) -> tuple[TrainState, int]:
+        newest = None
+        if self._local is not None and dataset is not None:
+            newest = agree_on(self._checkpoints.latest_step())
+            found = self._newest_local(dataset, at_least=newest or 0)
+            if found is not None:
+                return found
         while True:
             with self._phases.phase("restore"):
-                step = self._checkpoints.newest_good()
+                try:
+                    step = self._checkpoints.newest_good()
+                except UnreadError:
+                    raise
+                except CheckpointError:
+                    found = self._newest_local(dataset, at_least=0)
+                    if found is None:
+                        raise
+                    self._checkpoints.put_aside("a local one is used")
+                    return found
+            if step != newest and (found := self._newest_local(dataset, at_least=step or 0)):
+                return found  # the newest in the run's folder is damaged
             if step is None:
+                self._begin_local(None)
                 return self._first(), 0
             with self._phases.phase("restore", step):
                 try:
-                    return self._restore(step, dataset)
+                    found = self._restore(step, dataset)
                 except CheckpointError as error:
                     if self._read_only or isinstance(error, UnreadError):
                         raise
                     self._checkpoints.pass_over(step, error)
+                    continue
+            self._begin_local(step)
+            return found
+
+    def _newest_local(
+        self, dataset: Dataset | None, *, at_least: int
+    ) -> tuple[TrainState, int] | None:
+        """Return the newest state in local checkpoints that all processes have, and its
+        position; None if there is none of `at_least` this step."""
+        if self._local is None or dataset is None:
+            return None
+        names, leaves, treedef = flatten(self._program.abstract_state())
+        with self._phases.phase("restore"), jax.transfer_guard("allow"):
+            found = self._local.restore(dict(zip(names, leaves, strict=True)), at_least=at_least)
+        if found is None:
+            return None
+        self._require_same_run(found.extra, dataset, found.step)
+        self._report(found.line)
+        self.extra, self.ancestors = found.extra, found.extra["ancestors"]
+        state = jax.tree.unflatten(treedef, [found.arrays[name] for name in names])
+        return state, found.extra["data"]["next_batch"]
+
+    def _begin_local(self, step: int | None) -> None:
+        """Delete local checkpoints, from none of which the run resumes."""
+        if self._local is None:
+            return
+        if step is not None:
+            self._report(
+                f"Resumed from the checkpoint of step {step} in {self._checkpoints.folder}"
+            )
+        self._local.abandon()
+
+    def is_due_locally(self, step: int) -> bool:
+        return self._local is not None and step % self._local.interval == 0
+
+    def save_locally(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        assert self._local is not None
+        names, leaves, _ = flatten(state)
+        with jax.transfer_guard("allow"):
+            extra = self._metadata(next_batch, digest)
+            self._local.save(step, dict(zip(names, leaves, strict=True)), extra)
 
     def save(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        with jax.transfer_guard("allow"):
+            self._checkpoints.save(step, state, self._metadata(next_batch, digest))
+
+    def _metadata(self, next_batch: int, digest: str) -> dict[str, Any]:
         if self._described is None:
             self._described = metadata.describe(self._config, self._program, digest, 0)
         data = {**self._described["data"], "next_batch": next_batch}
-        extra = {**self._described, "ancestors": self.ancestors, "data": data}
-        with jax.transfer_guard("allow"):
-            self._checkpoints.save(step, state, extra)
+        return {**self._described, "ancestors": self.ancestors, "data": data}
 
     def line(self, step: int) -> list[Ancestor]:
         if step not in self._checkpoints.steps():
@@ -132,9 +222,15 @@ class SavedRun(RunStates):
 
     def wait(self) -> None:
         self._checkpoints.wait()
+        if self._local is not None:
+            self._local.abandon()  # the end of a run is in its folder
 
     def close(self) -> None:
-        self._checkpoints.close()
+        try:
+            if self._local is not None:
+                self._local.close()
+        finally:
+            self._checkpoints.close()
 
     def _restore(self, step: int, dataset: Dataset | None) -> tuple[TrainState, int]:
         extra = self._checkpoints.extra(step)
@@ -145,18 +241,20 @@ class SavedRun(RunStates):
             state, self.extra = self._initial.from_parameters(self._checkpoints, step), extra
             return state, 0
         if dataset is not None:
-            metadata.require_same_run(
-                extra, self._config, dataset, step=step, workdir=self._workdir
-            )
-            for notes in (metadata.other_settings, metadata.other_rate):
-                for note in notes(extra, self._config, step):
-                    self._report(note)
+            self._require_same_run(extra, dataset, step)
         try:
             state = restore(self._checkpoints, step, self._program)
         except OtherLeavesError as error:
             raise metadata.with_settings(error, extra["config"], self._config) from error
         self.extra = extra
         return state, extra["data"]["next_batch"]
+
+    def _require_same_run(self, extra: dict[str, Any], dataset: Dataset, step: int) -> None:
+        """Raise UserError if resuming would be another run; report other settings."""
+        metadata.require_same_run(extra, self._config, dataset, step=step, workdir=self._workdir)
+        for notes in (metadata.other_settings, metadata.other_rate):
+            for note in notes(extra, self._config, step):
+                self._report(note)
 
 
 def _largest(values: Sequence[float]) -> Sequence[float]:

@@ -1,6 +1,8 @@
 """States of a run: the initial one, and the saved ones."""
 
 import abc
+import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from jaxtrain.run.checkpoint.metadata import Ancestor
     from jaxtrain.run.checkpoint.store import Checkpoints
 
+_log = logging.getLogger(__name__)
+
 
 class Initial(Protocol):
     """Makes the state that a run starts with, such as `run.initial_state.InitialState`."""
@@ -27,6 +31,21 @@ class Initial(Protocol):
     def from_parameters(self, checkpoints: "Checkpoints", step: int) -> TrainState:
         """Return an initial state with the parameters of a checkpoint that has nothing else."""
         ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerAccess:
+    """How this process exchanges local checkpoints with the others.
+
+    Attributes:
+      token: the run's secret; None: no copies on peers.
+      address: of this machine.
+      report: prints a line on this process's own terminal.
+    """
+
+    token: bytes | None = None
+    address: str = "127.0.0.1"
+    report: Callable[[str], None] = _log.warning
 
 
 class RunStates(abc.ABC):
@@ -97,6 +116,15 @@ class RunStates(abc.ABC):
           next_batch: index of the next step's batch.
           digest: the data's sha256.
         """
+
+    def is_due_locally(self, step: int) -> bool:
+        """Whether a local checkpoint follows this step; equal on all processes."""
+        del step
+        return False
+
+    def save_locally(self, step: int, state: TrainState, *, next_batch: int, digest: str) -> None:
+        """Save a state on each host's own disk or in its memory; args: as of `save`."""
+        raise AssertionError("no local checkpoints")
 
     @abc.abstractmethod
     def line(self, step: int) -> "list[Ancestor]":
@@ -184,6 +212,7 @@ def states_of(
     may_write: Callable[[], None],
     before_seal: Callable[[], None],
     phases: Phases,
+    peers: PeerAccess = PeerAccess(),
 ) -> RunStates:
     """Return the states of a run.
 
@@ -197,6 +226,7 @@ def states_of(
       may_write: raises if the folder belongs to another attempt by now.
       before_seal: copies files that belong to a state to the folder, before the state is sealed.
       phases: of this process.
+      peers: for copies of local checkpoints.
     """
     if workdir is None:
         return InMemory(config, program, initial, report)
@@ -205,5 +235,5 @@ def states_of(
 
     return SavedRun(
         workdir, config, program, initial, read_only=read_only, report=report, may_write=may_write,
-        before_seal=before_seal, phases=phases,
+        before_seal=before_seal, phases=phases, peers=peers,
     )  # fmt: skip

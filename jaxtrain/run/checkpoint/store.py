@@ -211,7 +211,7 @@ class Checkpoints:
             except CheckpointError as error:
                 self.pass_over(step, error)
                 continue
-            self._put_aside()
+            self.put_aside()
             return step
         if not self._bad:
             return None
@@ -229,16 +229,20 @@ class Checkpoints:
         processes."""
         self._bad[step] = error
 
-    def _put_aside(self) -> None:
+    def put_aside(self, instead: str = "the one before it is used") -> None:
         """Report the damaged checkpoints that were skipped for a good one, and rename them,
-        unless opened read-only."""
+        unless opened read-only.
+
+        Args:
+          instead: what is used, for the report.
+        """
         for step, error in sorted(self._bad.items(), reverse=True):
             renamed = ""
             if not self._read_only and jax.process_index() == 0:
                 self._may_write()
                 moved_to = sealing.put_aside(self.folder, step)
                 renamed = f"it is now {moved_to}, to be looked at and deleted; "
-            self._report(f"{error}; {renamed}the one before it is used")
+            self._report(f"{error}; {renamed}{instead}")
         if not self._read_only:
             self._bad.clear()
 
