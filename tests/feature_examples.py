@@ -179,6 +179,7 @@ OTHERS: dict[str, Bindings] = {
     "sign_sgd": _exchange("sign_sgd"),
     "power_sgd": _exchange("power_sgd"),
     "asynchronous": _exchange("asynchronous"),
+    "local": {"Checkpoint.local_directory": "'/dev/shm/run'"},
     "plateau": {"Schedule.plateau_patience": "2"},
     "unfreeze": {"Finetune.unfreeze": "{'layers/*': 2}"},
     "freeze": {"Finetune.freeze": "('layers/*',)"},
@@ -243,9 +244,9 @@ def rejected() -> set[tuple[str, str]]:
 
 # -- combinations ----------------------------------------------------------------------------------
 
-# Their state is on disks or compared between steps, which the loop around the step does; pairs of
+# Their state is on disks, copied or compared between steps, which the loop around it does; pairs of
 # rows are in test_t5.py.
-_LEFT_OUT = {"state_disk", "replay", "compare", "noise_alone", "t5"}
+_LEFT_OUT = {"state_disk", "replay", "compare", "noise_alone", "t5", "local"}
 # Of a kind that another example stands for.
 _LEFT_OUT |= {
     "soap", "adafactor", "muon", "spikes", "float8", "grad16", "zero1", "remat_offload_names",

@@ -379,6 +379,7 @@ EXCEPTIONS = {
     "run/evaluation.py": "bits of a number that other processes sent",
     "run/checkpoint/store.py": "what was just written, for a copy",
     "run/checkpoint/manifest.py": "the file that `read` has checked byte for byte",
+    "run/checkpoint/local/peers.py": "lengths of authenticated messages; test_local_processes.py",
     "run/cluster/wire.py": "authenticated messages; test_strangers.py",
     "run/attempts/standby.py": "a message of the supervisor, over a socket pair",
     "run/huggingface/awq.py": "config.json that `Folder.extra_files` has bounded",

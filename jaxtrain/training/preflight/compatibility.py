@@ -398,6 +398,19 @@ FEATURES: tuple[Feature, ...] = (
         takes={"state in device memory": ""},
     ),
     Feature(
+        "state on disk",
+        _is("Offload.optimizer_state", "disk"),
+        "Offload.optimizer_state='none'",
+        takes={"copies of the state": "files of the state change in place, and a copy of them "
+               "would hold up every such step"},
+    ),
+    Feature(
+        "local checkpoints",
+        _unless(None, "Checkpoint.local_directory"),
+        "Checkpoint.local_directory=None",
+        needs={"copies of the state": ""},
+    ),
+    Feature(
         "gradient offload",
         _is("Offload.gradients", "host"),
         "Offload.gradients='none'",
