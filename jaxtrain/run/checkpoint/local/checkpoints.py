@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.config.buckets import Place, on_disk
+from jaxtrain.config.buckets import AnyPath, on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import full_disk, path_errors, remove_tree, write_atomically
 from jaxtrain.config.untrusted import parse_json
@@ -83,7 +83,7 @@ class LocalCheckpoints:
     def __init__(
         self,
         settings: Checkpoint,
-        folder: Place,
+        folder: AnyPath,
         *,
         layer_order: list[int] | None,
         report: Callable[[str], None],
@@ -536,7 +536,7 @@ def agree_on(value: Any) -> Any:
     return _gather(value)[0]
 
 
-def forget_local_checkpoints(folder: Place, may_write: Callable[[], None]) -> None:
+def forget_local_checkpoints(folder: AnyPath, may_write: Callable[[], None]) -> None:
     """Let no later attempt find local checkpoints: this one writes none; called by process 0.
 
     Args:
