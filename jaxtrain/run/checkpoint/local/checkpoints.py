@@ -141,7 +141,7 @@ class LocalCheckpoints:
             row = {
                 "key": key,
                 "storage": self._storage,
-                "held": [one for one in self._held() if one[1] >= at_least],
+                "held": [one for one in self._list_sealed() if one[1] >= at_least],
                 "failed": sorted(failed),
                 "address": self._address(),
             }
@@ -203,7 +203,7 @@ class LocalCheckpoints:
         """Delete the checkpoints newer than `step`, to which a run goes back."""
         self._settle()
         self._forget_written()
-        for key, newer in self._held():
+        for key, newer in self._list_sealed():
             if newer > step and self._run is not None:
                 _remove(self._run / key / str(newer))
         _gather(None)  # no process continues before they are deleted
@@ -291,7 +291,7 @@ class LocalCheckpoints:
             "does not use; delete the folders of runs that have ended"
         )
 
-    def _held(self) -> list[tuple[str, int]]:
+    def _list_sealed(self) -> list[tuple[str, int]]:
         """Return layout key and step of each sealed folder on this process's disk."""
         if self._run is None or not self._run.is_dir():
             return []
@@ -307,7 +307,7 @@ class LocalCheckpoints:
         (-1: its own disk); None if there is none. Damaged ones are deleted."""
         assert self._run is not None
         folder = self._run / key / str(step)
-        if (key, step) in self._held():
+        if (key, step) in self._list_sealed():
             try:
                 shards.check(folder, step)
             except CheckpointError as error:

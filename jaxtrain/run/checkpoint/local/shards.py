@@ -136,13 +136,13 @@ def read(
       CheckpointError: a shard is missing or cannot be read.
     """
     with Reading(folder, step):
-        places: dict[tuple[str, Bounds], tuple[int, int]] = {
+        positions: dict[tuple[str, Bounds], tuple[int, int]] = {
             (name, tuple((int(start), int(stop)) for start, stop in bounds)): (file, offset)
             for name, bounds, file, offset in parse_json((folder / _LAYOUT).read_bytes())
         }
 
         def shard(name: str, leaf: jax.ShapeDtypeStruct, bounds: Bounds) -> np.ndarray:
-            file, offset = places[name, bounds]
+            file, offset = positions[name, bounds]
             shape = tuple(stop - start for start, stop in bounds)
             dtype = jnp.dtype(leaf.dtype)
             size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
