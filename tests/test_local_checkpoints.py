@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.records import newest_step
 from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.run.checkpoint.local import shards
 from jaxtrain.run.loop import Loop
@@ -99,7 +100,15 @@ def test_a_run_resumes_from_its_local_checkpoint_bit_for_bit(run, undisturbed, m
     assert "Resumed from the local checkpoint of step 8 in" in run.printed
     assert (bits(trainer), run.losses()) == undisturbed
     assert run.held() == []
-    assert not (run.workdir / "checkpoints/local_id").exists()
+    assert not (run.workdir / "checkpoints/local.json").exists()
+
+
+def test_a_resume_from_a_local_checkpoint_counts_as_progress(run, monkeypatch):
+    """Of a run that `supervise` restarts, and that saves nothing in its folder meanwhile."""
+    run.start(monkeypatch, "Train.save_every=0", crash=7)
+    assert newest_step(run.workdir) is None
+    run.start(monkeypatch, "Train.save_every=0", crash=8)
+    assert newest_step(run.workdir) == 6
 
 
 def damage(run: Run, step: int) -> None:

@@ -107,8 +107,14 @@ def test_replicated_states_need_no_copies(runs):
     assert hosts.keys(0) == hosts.keys(1)
     assert len(hosts.keys(0)) == 1
     shutil.rmtree(hosts.disk(0))
-    log = hosts.finish({4, 6})
+    with runs.start(
+        hosts.name, *hosts.bindings, *hosts.local, faults="1:enter:step:10:SIGTERM"
+    ) as processes:
+        assert [process.end() for process in processes] == [75, 75], processes[0].log()
+        log = hosts.check(processes[0].log(), {4, 6})
     assert "process 0 from process 1's copy" in log
+    assert hosts.keys(0) == hosts.keys(1) == set()  # the stop is saved in the run's folder
+    hosts.finish({10, 11})
     assert state_of(runs.folder / "replicated") == state_of(runs.folder / "replicated-unharmed")
     assert metrics_of(runs.folder / "replicated") == metrics_of(runs.folder / "replicated-unharmed")
 

@@ -192,6 +192,10 @@ def test_the_newest_step_is_the_newest_sealed_one(tmp_path):
         (folder / "manifest.json").touch()
     (tmp_path / "checkpoints" / "20").mkdir()
     assert newest_step(tmp_path) == 10
+    for resumed, expected in ((12, 12), (8, 10), (None, 10), ("12", 10)):
+        content = json.dumps({"id": "0" * 16, "resumed_step": resumed})
+        (tmp_path / "checkpoints/local.json").write_text(content)
+        assert newest_step(tmp_path) == expected
 
 
 def test_the_wait_before_a_restart_doubles_to_a_minute():

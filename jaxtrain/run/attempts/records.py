@@ -114,13 +114,17 @@ def attempt_in(content: dict[str, Any] | None) -> int:
 
 def newest_step(workdir: AnyPath) -> int | None:
     """Return the step of the newest complete checkpoint: a numbered folder that holds
-    manifest.json."""
+    manifest.json, or a local one from which the run has resumed."""
     try:
         folders = [f for f in (workdir / "checkpoints").iterdir() if f.name.isdecimal()]
     except FileNotFoundError:
         return None
     newest_first = sorted(folders, key=lambda folder: -int(folder.name))
-    return next((int(f.name) for f in newest_first if (f / "manifest.json").is_file()), None)
+    step = next((int(f.name) for f in newest_first if (f / "manifest.json").is_file()), None)
+    resumed = (read(workdir / "checkpoints" / "local.json") or {}).get("resumed_step")
+    if not isinstance(resumed, int):
+        return step
+    return resumed if step is None else max(step, resumed)
 
 
 def stops_without_progress(workdir: AnyPath, status: int) -> int:

@@ -223,7 +223,8 @@ class SavedRun(RunStates):
     def wait(self) -> None:
         self._checkpoints.wait()
         if self._local is not None:
-            self._local.abandon()  # the end of a run is in its folder
+            with jax.transfer_guard("allow"):
+                self._local.abandon()  # the newest state is in the run's folder
 
     def close(self) -> None:
         try:

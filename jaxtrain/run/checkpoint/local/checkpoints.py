@@ -3,8 +3,9 @@
 Each process writes its own shards to `<local_directory>/<run>/<layout key>/<step>/`, without
 waiting for the others. Whether a step is whole is decided when a run resumes: all processes gather
 which folders they hold, and restore the newest step of which every process finds its shards, on its
-own disk or on a peer's. `<run>` is a random id in `checkpoints/local_id` of the run's folder. It is
-drawn anew whenever the run resumes from anything else, so that no abandoned state is ever found.
+own disk or on a peer's. `<run>` comes from a random id in `checkpoints/local.json` of the run's
+folder. It is drawn anew whenever the run resumes from anything else, so that no abandoned state is
+ever found.
 """
 
 import concurrent.futures
@@ -35,7 +36,7 @@ from jaxtrain.run.checkpoint.local.peers import PeerCopies
 from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, damage_error
 from jaxtrain.training.settings import Checkpoint
 
-ID_FILE = "local_id"  # in the run's checkpoints/
+ID_FILE = "local.json"  # in the run's checkpoints/; the supervisor reads it too
 _ID = re.compile(r"[0-9a-f]{16}")
 _OWNER = "workdir"  # in the run's folder here: for whoever finds it
 
@@ -111,6 +112,7 @@ class LocalCheckpoints:
         with path_errors(named, needs="use a folder that can be made and written"):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.interval, self._keep = settings.local_interval, settings.local_keep
+        self._asynchronous = settings.asynchronous
         self._folder, self._layer_order = folder, layer_order
         self._report, self._may_write = report, may_write
         self._storage = _storage(self._root)
@@ -168,6 +170,8 @@ class LocalCheckpoints:
             if not all(_gather(error is None)):
                 failed.add(step)
                 continue
+            assert self._drawn is not None
+            self._write_id(self._drawn, step)
             return Restored(
                 step, arrays, shards.read_extra(folder, step), _where(step, self._root, sources)
             )
@@ -198,6 +202,8 @@ class LocalCheckpoints:
         # Isolated from later changes by the caller.
         extra = json.loads(json.dumps(extra))
         self._pending = self._thread.submit(self._write, plan, step, content, leaves, extra)
+        if not self._asynchronous:
+            self._settle()
 
     def drop_after(self, step: int) -> None:
         """Delete the checkpoints newer than `step`, to which a run goes back."""
@@ -236,17 +242,23 @@ class LocalCheckpoints:
         """Return the id in the run's folder, as process 0 reads it."""
         found = None
         if jax.process_index() == 0:
-            with contextlib.suppress(FileNotFoundError):
-                found = (self._folder / ID_FILE).read_bytes().decode("ascii", "replace").strip()
+            # Missing, or damaged.
+            with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+                found = str(parse_json((self._folder / ID_FILE).read_bytes())["id"])
         found = _gather(found)[0]
         return found if found is not None and _ID.fullmatch(found) else None
+
+    def _write_id(self, drawn: str, resumed: int | None) -> None:
+        """Write the id, and the step that the run has resumed from last, on process 0."""
+        if jax.process_index() == 0:
+            self._may_write()
+            content = {"id": drawn, "resumed_step": resumed}
+            write_atomically(self._folder / ID_FILE, json.dumps(content).encode())
 
     def _begin_run(self) -> None:
         """Draw an id, so that only checkpoints from now on are found."""
         drawn = _gather(secrets.token_hex(8))[0]
-        if jax.process_index() == 0:
-            self._may_write()
-            write_atomically(self._folder / ID_FILE, f"{drawn}\n".encode())
+        self._write_id(drawn, None)
         self._open_run(drawn)
         assert self._run is not None
         with contextlib.suppress(FileExistsError):  # another process of this host
@@ -254,6 +266,7 @@ class LocalCheckpoints:
         (self._run / _OWNER).write_text(f"{self._folder.parent}\n")
 
     def _open_run(self, drawn: str | None) -> None:
+        self._drawn = drawn
         if drawn is None:
             self._run = None
             return
