@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy import optimize
 
+from jaxtrain.analysis.planning.machines.calibration import StepProfile
 from jaxtrain.analysis.planning.timing.efficiency_factors import (
     BARE_MATMUL,
     EfficiencyFactors,
@@ -36,6 +37,7 @@ class Point:
       fits: whether the run is expressed well enough to be fitted on.
       error_bar: that `plan` prints.
       alike: what it has in common with other layouts of the same: chips, model, data, precision.
+      profile: by which a measured run is similar to it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Point:
     fits: bool
     error_bar: float
     alike: tuple[str, ...]
+    profile: StepProfile
 
     @property
     def kind(self) -> str:

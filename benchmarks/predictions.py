@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from scipy import stats
 
-from benchmarks.calibrated import calibrated_bars
+from benchmarks.calibrated import calibrated_bars, fit_exponents, pairs_of
 from benchmarks.fitting import Point, Prediction, fit, left_out, two_of_three
 from benchmarks.published_memory import (
     AT_ONCE,
@@ -47,7 +47,7 @@ from jaxtrain.analysis.planning.timing.efficiency_factors import (
     efficiency_of,
     family_of,
 )
-from jaxtrain.analysis.planning.timing.timing import StepCosts
+from jaxtrain.analysis.planning.timing.timing import StepCosts, profile_of
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.figures import Picture
@@ -111,6 +111,7 @@ def read(row: dict[str, str]) -> Point:
         made.time.error_bar,
         (row["chip"], str(made.layout.mesh.size),
          *sorted(b for b in bindings if b.startswith(_OF_THE_WORK))),
+        profile_of(config, made.layout, counted, efficiency_of(made.target)),
     )  # fmt: skip
 
 
@@ -339,6 +340,9 @@ def main(words: Sequence[str] | None = None) -> None:
             say(f"{one.point.name:32} {one.point.published:9.3f} s  {now:.2f}  {one.ratio:.2f}")
     say(f"Leave-one-stack-out:\n\n{by_family(left)}\n\n{by_stack(left)}\n")
     say(f"Calibrated by one measured run of the stack:\n\n{calibrated_bars(left)}\n")
+    say("Exponents, fitted on all: {:.1f} per distance, {:.1f} per difference\n".format(
+        *fit_exponents(pairs_of(left))
+    ))  # fmt: skip
     pairs, right = in_order(points, factors_of)
     say(f"{right} of {pairs} pairs of layouts of one model on the same chips in published order\n")
     say(f"Runs that ran, whose estimate does not fit:\n\n{unfit(read_all(say))}\n")

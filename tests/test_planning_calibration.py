@@ -7,12 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.calibrated import by_one_run, calibrated_bars
+from benchmarks.calibrated import by_one_run, calibrated_bars, fit_exponents, pairs_of
 from benchmarks.fitting import Prediction
 from benchmarks.predictions import FILE, read
 from jaxtrain import load_config, plan
 from jaxtrain.__main__ import main
 from jaxtrain.analysis.planning.calibrate import by_measured, by_run
+from jaxtrain.analysis.planning.machines.calibration import Calibration, StepProfile
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.plan import _plan, silent
 from jaxtrain.analysis.planning.search import search as searching
@@ -48,34 +49,80 @@ def test_the_layout_that_was_measured_takes_what_was_measured():
     assert made.to_json()["time"]["calibration"]["measured"] == 0.5
 
 
+def test_the_exponent_falls_with_the_distance_and_with_each_difference():
+    """By hand: half of the differences of the fractions, the model's class, and two axes."""
+    measured = StepProfile("Mixtral", frozenset({"pipe"}), {"matmuls": 0.7, "bubble": 0.3})
+    other = StepProfile("dense", frozenset({"tensor"}), {"matmuls": 0.6, "tensor": 0.4})
+    assert measured.distance(other) == pytest.approx((0.1 + 0.3 + 0.4) / 2)
+    assert measured.differences(other) == 3
+    assert measured.exponent(other) == pytest.approx(1 / (1 + 5.0 * 0.4 + 5.4 * 3))
+    assert measured.exponent(measured) == 1.0
+    known = Calibration(1.2, 0.8, "", "dense", measured)
+    assert known.factor(measured) == pytest.approx(1.5)
+    assert 1 < known.factor(other) == pytest.approx(1.5 ** (1 / 19.2))
+    # Of all steps of such a kind: at a distance of 1, or of 0 if the factor is below 1.
+    kind = ("dense", frozenset({"tensor"}))
+    assert known.least_factor(*kind) == pytest.approx(1.5 ** (1 / (1 + 5.0 + 16.2)))
+    less = dataclasses.replace(known, measured=0.4)
+    assert less.least_factor(*kind) == pytest.approx(0.5 ** (1 / (1 + 16.2)))
+
+
+PIPELINE = ("Mesh.pipe=2", "Pipeline.microbatches=8")
+
+
 @pytest.mark.parametrize("name", ["compute", "exposed", "bubble", "hidden", "seconds", "chunks"])
 def test_another_layout_is_scaled_in_all_its_parts(name):
-    target, other = parse_target(TARGET), small("Mesh.pipe=2", "Pipeline.microbatches=8")
-    plain = price(other, target).time
-    scaled = price(other, by_measured(small(), target, 3 * seconds(small(), target))).time
-    assert getattr(scaled, name) == pytest.approx(3 * getattr(plain, name))
+    target, other = parse_target(TARGET), small(*PIPELINE)
+    plain, own = price(other, target).time, price(small(), target).time
+    scaled = price(other, by_measured(small(), target, 3 * own.seconds)).time
+    # A pipeline, and as much as its bubble and traffic take.
+    distance = own.profile.distance(plain.profile)
+    assert 0.11 < distance < 0.2
+    factor = 3 ** (1 / (1 + 5.0 * distance + 5.4))
+    assert getattr(scaled, name) == pytest.approx(factor * getattr(plain, name))
     if name in ("compute", "exposed", "bubble", "seconds"):
         assert getattr(plain, name) > 0
 
 
+@pytest.mark.parametrize(("name", "kind"), [
+    ("gpt2_124m", "dense"), ("llama_1b", "dense"), ("mixtral_8x7b", "Mixtral"),
+])  # fmt: skip
+def test_the_kind_of_a_model_is_its_family_or_the_class_of_a_mixture(name, kind):
+    config = load_config(name, ["Attention.kernel='tpu'"])
+    assert price(config, parse_target("v5p:4x4x4")).time.profile.model == kind
+
+
+def test_fractions_of_the_step_sum_to_one():
+    made = price(small(*PIPELINE), parse_target(TARGET)).time
+    parts = made.profile.composition
+    assert sum(parts.values()) == pytest.approx(1)
+    assert parts["bubble"] == pytest.approx(made.bubble / made.seconds)
+    exposed = ("weights", "tensor", "other collectives", "slices and hosts")
+    assert sum(parts[name] for name in exposed) == pytest.approx(made.exposed / made.seconds)
+
+
 @pytest.mark.parametrize("factor", [0.2, 5.0])
-def test_a_search_finds_the_same_layouts_in_scaled_times(factor, monkeypatch):
-    """A bound that stays as it was prunes what should be found, or nothing."""
-    monkeypatch.setattr(space, "POLICIES", ("none", "full"))
-    target = parse_target("v5e:2x4")
-    config = small("GPT.num_layers=4", "Train.global_batch_size=64")
-    scaled = by_measured(config, target, factor * seconds(config, target))
-    plain, found = search(config, target), search(config, scaled)
-    assert [one.bindings for one in found.candidates] == [one.bindings for one in plain.candidates]
-    assert found.slower == plain.slower > 0
-    assert found.candidates[0].price.seconds == pytest.approx(
-        factor * plain.candidates[0].price.seconds
-    )
-    bounds = [
-        [layout.least_seconds for layout in searching._list_layouts(config, one, 1, {})]
-        for one in (target, scaled)
-    ]
-    assert bounds[1] == pytest.approx([factor * bound for bound in bounds[0]])
+def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monkeypatch):
+    """With a bound above its time a layout could be skipped that is the best."""
+    monkeypatch.setattr(space, "POLICIES", ("none",))
+    monkeypatch.setattr(searching, "_may_be_shown", lambda *_: True)
+    target = parse_target(TARGET)
+    config = small("Train.accumulation=2")
+    measured = small(*PIPELINE)
+    scaled = by_measured(measured, target, factor * seconds(measured, target))
+    over = []
+
+    def fastest(config, layout, target, fewest):
+        found, tried = make(config, layout, target, fewest)
+        over.append(found.price.seconds / layout.least_seconds)
+        return found, tried
+
+    make = searching._fastest
+    monkeypatch.setattr(searching, "_fastest", fastest)
+    found = search(config, scaled)
+    assert found.slower == 0
+    assert len(over) >= 10
+    assert 1 <= min(over) < 2
 
 
 def test_the_time_of_a_compiled_schedule_is_not_scaled():
@@ -98,6 +145,10 @@ def test_the_error_bar_is_that_of_a_known_stack_in_its_family_alone():
     said = price(small(), known).time
     assert said.error_bar == error_bar(known, "dense")
     assert "--measured=0.5 measured 500" in said.assumptions[-1]
+    assert "this step is the measured one" in said.assumptions[-1]
+    other = price(small(*PIPELINE), known).time
+    assert "similar to the measured one to the power of 0.1" in other.assumptions[-1]
+    assert f"its times are multiplied by {other.factor:.3g}" in other.assumptions[-1]
     assert f"within {said.error_bar:.0%}" in said.assumptions[-1]
 
 
@@ -115,12 +166,15 @@ def test_a_run_calibrates_by_its_median_after_the_first_lines(tmp_path):
     """Of another layout on another number of chips: its own prediction on these is the divisor."""
     run = write_run(tmp_path / "run", *EIGHT)
     found = by_run(run, parse_target(TARGET))
-    own = seconds(small(*EIGHT), parse_target("v5e:2x4"))
+    own = price(small(*EIGHT), parse_target("v5e:2x4")).time
     assert found.name == TARGET
     assert found.calibration.measured == pytest.approx(np.median([0.7, 0.9, 0.8, 0.7]))
-    assert found.factor == pytest.approx(found.calibration.measured / own)
+    assert found.calibration.ratio == pytest.approx(found.calibration.measured / own.seconds)
     made = plan(small(), TARGET, compile=False, calibrate=run)
-    assert made.time.seconds == pytest.approx(found.factor * seconds(small(), parse_target(TARGET)))
+    plain = price(small(), parse_target(TARGET)).time
+    exponent = 1 / (1 + 5.0 * own.profile.distance(plain.profile) + 5.4)  # it has a tensor axis
+    factor = found.calibration.ratio**exponent
+    assert made.time.seconds == pytest.approx(factor * plain.seconds)
 
 
 @pytest.mark.parametrize(("bindings", "lines", "target", "said"), [
@@ -156,9 +210,13 @@ def test_layouts_side_by_side_are_calibrated_by_one_run(tmp_path, capsys):
     assert main([*asked, "--calibrate", str(run), "--json", str(file)]) == 0
     first, second = json.loads(file.read_text())["plans"]
     assert first["step_seconds"] == pytest.approx(np.median([0.7, 0.9, 0.8, 0.7]))
-    factor = first["time"]["calibration"]["factor"]
+    known, other = (one["time"]["calibration"] for one in (first, second))
+    assert known["factor"] == pytest.approx(known["measured"] / known["predicted"])
+    assert known["exponent"] == 1
+    assert other["factor"] == pytest.approx(known["ratio"] ** other["exponent"])
+    assert 0 < other["exponent"] < 1 / (1 + 5.4)
     plain = seconds(small("Mesh.tensor=2"), parse_target(TARGET))
-    assert second["step_seconds"] == pytest.approx(factor * plain)
+    assert second["step_seconds"] == pytest.approx(other["factor"] * plain)
 
 
 def test_each_run_is_predicted_by_the_others_of_its_stack_chip_and_family():
@@ -171,8 +229,31 @@ def test_each_run_is_predicted_by_the_others_of_its_stack_chip_and_family():
         made("a", 1.2), made("b", 1.5), made("c", 2.0, chip="v5e"), made("d", 3.0, stack="other"),
         made("e", 4.0, family="mixture"),
     ]  # fmt: skip
-    pairs = {one.point.name: one.ratio for one in by_one_run(runs)}
+    pairs = {one.point.name: one.ratio for one in by_one_run(runs, lambda stack: None)}
     assert pairs == {"a": pytest.approx(1.2 / 1.5), "b": pytest.approx(1.5 / 1.2)}
+    runs += [made("f", 1.2, chip="v5p", stack="f"), made("g", 1.5, chip="v5p", stack="f")]
     table = calibrated_bars(runs)
-    assert "| dense | TPU | 2 | 1 | 35.0% | 22.5% |" in table
+    assert "| dense | TPU | 4 | 2 | 35.0% | 22.5% | 22.5% |" in table
     assert "mixture" not in table
+
+
+def test_constants_of_the_exponent_come_from_other_stacks():
+    """Pairs at distance 0.5 of which another run shares a third of the logarithm, or nothing."""
+    point = read(next(row for row in csv.DictReader(FILE.open()) if row["id"] == "v6e-8b-8"))
+
+    def pair(stack, first, second):
+        for name, ratio, mixed in (("a", first, 0.0), ("b", second, 0.5)):
+            profile = StepProfile("dense", frozenset(), {"matmuls": 1 - mixed, "tensor": mixed})
+            one = dataclasses.replace(point, name=f"{stack}{name}", stack=stack, profile=profile)
+            yield Prediction(one, ratio)
+
+    alike = [*pair("one", 8.0, 2.0), *pair("two", 8.0, 2.0)]
+    # 8 and 2: the factor of 8 to the power of 1/3 is right, that of 2 is too small as it is.
+    per_distance, per_difference = fit_exponents(pairs_of(alike)[:1])
+    assert 1 / (1 + 0.5 * per_distance) == pytest.approx(1 / 3, abs=0.02)
+    assert per_difference == pytest.approx(5.4)
+    other = [*pair("three", 8.0, 1.0)]
+    known = {one.point.name: one.ratio for one in by_one_run([*alike, *other])}
+    own, _ = fit_exponents(pairs_of(other)[:1])
+    assert own > 50
+    assert known["threeb"] < 0.9

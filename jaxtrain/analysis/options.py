@@ -71,8 +71,8 @@ def add_analysis_commands(add: Add) -> None:
         "--measured",
         type=float,
         metavar="SECONDS",
-        help="a measured step of CONFIG on the target: calibrates the times of this and other "
-        "layouts",
+        help="a measured step of CONFIG on the target: calibrates its time, and those of other "
+        "layouts as far as they are similar",
     )
     command.add_argument(
         "--calibrate",

@@ -45,13 +45,14 @@ def calibrate(config: Config, target: Target, seconds: float, source: str) -> Ta
             f"{source}: the measured configuration cannot run on {target.name!r}, so nothing can "
             f"be predicted for it: {message}"
         )
-    predicted = price(config, target).time.seconds
-    if predicted is None:
+    time = price(config, target).time
+    predicted, profile = time.seconds, time.profile
+    if predicted is None or profile is None:
         raise UserError(
             f"{source}: no time is predicted for {target.name!r}, so there is nothing to "
             "calibrate; name a target with a known peak, such as 'v5e:2x4' or 'h100:1x8'"
         )
-    found = Calibration(seconds, predicted, source, family_of(config.train.model))
+    found = Calibration(seconds, predicted, source, family_of(config.train.model), profile)
     return dataclasses.replace(target, calibration=found)
 
 

@@ -88,8 +88,9 @@ def plan(
       mtbf: device-hours per interruption of the job; None: Checkpoint.mtbf, else
         the median of the published rates.
       storage: GB/s at which each host reads or writes checkpoints; None: 1.
-      measured: measured seconds of a step of this configuration on the target: all times are
-        multiplied by its ratio to the closed-form prediction.
+      measured: measured seconds of a step of this configuration on the target: its times are
+        multiplied by the ratio to the closed-form prediction, those of other layouts by less of it
+        (`machines.calibration`).
       calibrate: the workdir of a run on the target's chips, whose median step is used instead; its
         layout, model and number of chips may differ.
       allow_imports: whether that run's configuration may import modules.

@@ -275,8 +275,18 @@ class Plan:
         return found
 
     def _calibration(self) -> dict[str, Any] | None:
-        made = self.target.calibration
-        return None if made is None else {**dataclasses.asdict(made), "factor": made.factor}
+        made, profile = self.target.calibration, self.time.profile
+        if made is None or profile is None:
+            return None
+        return {
+            "measured": made.measured,
+            "predicted": made.predicted,
+            "source": made.source,
+            "family": made.family,
+            "ratio": made.ratio,
+            "exponent": made.profile.exponent(profile),
+            "factor": self.time.factor,
+        }
 
     def _summary(self) -> list[dict[str, Any]]:
         if self.compiled and self.compiled.text:

@@ -163,7 +163,7 @@ def _time(console: Console, plan: "Plan") -> None:
         return
     # A compiled program's schedule is shown next to the closed forms.
     closed = time.estimate
-    by = "" if plan.target.calibration is None else f", calibrated by {plan.target.factor:.3g}"
+    by = "" if plan.target.calibration is None else f", calibrated by {plan.time.factor:.3g}"
     table = Table(title=f"Time of one step (predicted{by})", title_justify="left")
     table.add_column("what")
     table.add_column("time" if closed is None else "by the schedule", justify="right")

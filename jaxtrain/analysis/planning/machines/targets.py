@@ -30,18 +30,13 @@ class Target:
       chip: its chip, one of `chips.CHIPS`.
       shape: TPUs: chips along each torus dimension; GPUs: hosts, GPUs per host; CPU: simulated
         devices.
-      calibration: a step of the user's stack measured on this chip, which scales all closed-form
-        times; None if not calibrated.
+      calibration: a step of the user's stack measured on this chip, which scales closed-form times
+        by how similar their steps are to it; None if not calibrated.
     """
 
     chip: Chip
     shape: tuple[int, ...]
     calibration: Calibration | None = None
-
-    @property
-    def factor(self) -> float:
-        """The factor for closed-form times; 1 without a calibration."""
-        return 1.0 if self.calibration is None else self.calibration.factor
 
     @property
     def name(self) -> str:

@@ -52,6 +52,7 @@ from jaxtrain.analysis.planning.timing.executed import stack_costs
 from jaxtrain.analysis.planning.timing.timing import (
     busy_seconds,
     exposed_seconds,
+    least_factor,
     step_time,
 )
 from jaxtrain.analysis.planning.timing.unstacked import between_layers
@@ -142,7 +143,8 @@ def search(
                 bisect.insort(fitting, one, key=order_of)
                 for kind in layout.kinds:
                     best[kind] = min(best.get(kind, math.inf), one.price.seconds)
-                local = _locally(config, layout, one, Facts(one.config, found.layout).passes)
+                passes = Facts(one.config, found.layout).passes
+                local = _locally(config, layout, target, one, passes)
                 if local is not None:
                     message = _rejection(
                         config, {**local.changes, **local.counts[0]}, target, slices
@@ -295,6 +297,7 @@ def _list_layouts(
         split = mesh["Mesh.data"] * mesh["Mesh.fsdp"] * mesh["Mesh.expert"]
         rows = config.train.global_batch_size
         held = math.ceil(rows / split) * split / rows  # of each row, with those that fill a batch
+        factor = _least_factor(config, mesh, target)
         if sizes not in waits:
             waits[sizes] = _waits(config, {**mesh, **counted[0]}, target, devices)
         for rest in stages_and_policies(config, target, mesh):
@@ -308,7 +311,12 @@ def _list_layouts(
             least = (held * busy[key] + waits[sizes]) / (
                 1 - bubble_fraction(pipeline, ranks, stack_costs(config))
             )
-            yield _Layout(changes, counted, least)
+            yield _Layout(changes, counted, factor * least)
+
+
+def _least_factor(config: Config, changes: Mapping[str, Any], target: Target) -> float:
+    sizes = {axis: changes[f"Mesh.{axis}"] for axis in MESH_AXES}
+    return least_factor(config.train.model, sizes, target)
 
 
 def _waits(config: Config, mesh: dict[str, Any], target: Target, devices: int) -> float:
@@ -511,7 +519,9 @@ def _count_index(layout: _Layout, config: Config) -> int:
     return next(n for n, one in enumerate(layout.counts) if not essential(config, one))
 
 
-def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _Layout | None:
+def _locally(
+    config: Config, layout: _Layout, target: Target, best: Candidate, passes: int
+) -> _Layout | None:
     """Return a priced layout with local accumulation; None if it has one microbatch or is local.
 
     Local accumulation takes more memory, so no fewer microbatches fit. It has no weight traffic per
@@ -522,4 +532,8 @@ def _locally(config: Config, layout: _Layout, best: Candidate, passes: int) -> _
         return None
     pipelined = layout.changes["Mesh.pipe"] > 1
     left = layout.counts[-1 if pipelined else _count_index(layout, best.config) :]
-    return _Layout(changes, left, max(layout.least_seconds, best.price.time.compute or 0.0))
+    # Without the factor of `best`: that of the local layout may be smaller.
+    time = best.price.time
+    factor = _least_factor(config, layout.changes, target)
+    busy = factor * (time.compute or 0.0) / time.factor
+    return _Layout(changes, left, max(layout.least_seconds, busy))

@@ -27,12 +27,13 @@ measured by head_dim and length (`efficiency_factors.attention_speed`): the only
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
 from jaxtrain.analysis.planning.machines import links
+from jaxtrain.analysis.planning.machines.calibration import Calibration, StepProfile
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.timing import wave_quantization
@@ -59,6 +60,7 @@ from jaxtrain.analysis.planning.timing.executed import (
 from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
+from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.kernels import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.flops import flops_per_step
@@ -69,6 +71,10 @@ from jaxtrain.training.settings import Config
 
 # Axes with collectives of weights and gradients, which partly overlap with compute.
 _OF_WEIGHTS = frozenset({"data", "fsdp", "pipe"})
+# Axes that distinguish the kinds of layouts.
+_PROFILE_AXES = ("tensor", "context", "pipe", "expert")
+# The exponent of a calibration above which a step counts as the measured one in the assumptions.
+_ALIKE = 0.995
 
 
 class CollectiveLike(Protocol):
@@ -122,6 +128,8 @@ class StepTime:
         nothing was compiled.
       chunks: part of the closed-form `compute`: memory-bound time of the loss.
       pieces: the counts of the closed forms, before efficiency factors; None without a time.
+      profile: the properties that a calibration compares; None without a time.
+      factor: the calibration factor by which the closed forms were multiplied; 1 without one.
     """
 
     compute: float | None
@@ -138,6 +146,8 @@ class StepTime:
     kernels: float | None = None
     chunks: float = 0.0
     pieces: "StepCosts | None" = None
+    profile: StepProfile | None = None
+    factor: float = 1.0
 
     @property
     def tflops(self) -> float | None:
@@ -174,7 +184,7 @@ def _product_seconds(config: Config, target: Target, flops: float, peak: float) 
 
 def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: bool) -> float:
     """Return a lower bound on the step time without bubble: matmuls and their memory traffic; 0
-    without a peak.
+    without a peak. No calibration is applied.
 
     Of the layout it depends only on the number of devices and on whether they form a pipeline.
     """
@@ -190,20 +200,28 @@ def busy_seconds(config: Config, devices: int, target: Target, *, pipelined: boo
     config = dataclasses.replace(config, sharding=split)
     read = activation_bytes(config, pipelined=pipelined, devices=devices) / devices
     seconds += shares.passes * read / (shares.memory * (target.chip.hbm_bandwidth or math.inf))
-    return target.factor * (seconds + scores / peak / _attention_share(config, target))
+    return seconds + scores / peak / _attention_share(config, target)
 
 
 def exposed_seconds(
     config: Config, layout: Layout, target: Target, moved: Iterable[CollectiveLike]
 ) -> float:
     """Return the communication that is exposed however well weight and gradient traffic overlaps;
-    0 without a peak. Arguments are those of `step_time`."""
+    0 without a peak. Arguments are those of `step_time`; no calibration is applied."""
     peak = peak_flops(config, target)
     if peak is None:
         return 0.0
     config = resolve_config(config, target.chip.kind)
     counted = pieces(config, layout, target, moved, peak=peak, update_bytes=0)
-    return target.factor * (efficiency_of(target).activations * counted.tensor + counted.others)
+    return efficiency_of(target).activations * counted.tensor + counted.others
+
+
+def least_factor(model: Model, sizes: Mapping[str, int], target: Target) -> float:
+    """Return a lower bound of the calibration factor for all steps of a model on a mesh (axis to
+    size); 1 without a calibration."""
+    if target.calibration is None:
+        return 1.0
+    return target.calibration.least_factor(_kind_of(model), _profile_axes(sizes))
 
 
 def slow_axes(config: Config, layout: Layout, target: Target) -> set[str]:
@@ -298,6 +316,24 @@ class StepCosts:
         """Return the total step time."""
         return self.stretch(shares, self.compute(shares) + self.exposed_seconds(shares))
 
+    def composition(self, shares: EfficiencyFactors) -> dict[str, float]:
+        """Return part of the step -> its fraction of the time; the sum is 1."""
+        compute = self.compute(shares)
+        busy = compute + self.exposed_seconds(shares)
+        parts = {
+            "matmuls": self.products / shares.products,
+            "attention": self.attention(shares),
+            "activations": shares.passes * self.activations / shares.memory,
+            "update": self.update / shares.memory,
+            "loss chunks": self.chunks(shares),
+            "weights": self.weights - self.overlap_seconds(shares),
+            "tensor": shares.activations * self.tensor,
+            "other collectives": self.others,
+            "slices and hosts": self.beyond(compute),
+        }
+        found = {name: (1 - self.bubble) * part / busy for name, part in parts.items()}
+        return {**found, "bubble": self.bubble}
+
 
 def pieces(
     config: Config,
@@ -377,8 +413,8 @@ def step_time(
 ) -> StepTime:
     """Predict the step time.
 
-    For a calibrated target it is the closed-form time multiplied by the calibration factor, even if
-    the step was compiled.
+    For a calibrated target it is the closed-form time multiplied by the calibration factor of this
+    step (`Calibration.factor`), even if the step was compiled.
 
     Args:
       config: the configuration.
@@ -407,9 +443,11 @@ def step_time(
         update_bytes=update_bytes, to_host=to_host, on_disk=on_disk,
     )  # fmt: skip
     shares = efficiency_of(target)
+    profile, by = profile_of(config, layout, counted, shares), 1.0
     if target.calibration is not None:
         text = ""  # the calibration factor applies to the closed forms
-    assumed = _assumptions(config, target, peak, compiled=bool(text))
+        by = target.calibration.factor(profile)
+    assumed = _assumptions(config, target, peak, profile, compiled=bool(text))
     bar = error_bar(target, family_of(config.train.model))
     best = _narrow_peak(config, target) or peak
 
@@ -417,11 +455,10 @@ def step_time(
         total = counted.stretch(shares, compute + waited)
         idle = counted.bubble * total
         exposed, hidden = max(total - idle - compute, 0.0), max(hidden, 0.0)  # rounding
-        by = target.factor
         return StepTime(
             by * compute, by * exposed, by * idle, by * hidden, flops, model,
             model / best / (by * total), counted.by_axis, bar, assumed,
-            chunks=by * counted.chunks(shares), pieces=counted,
+            chunks=by * counted.chunks(shares), pieces=counted, profile=profile, factor=by,
         )  # fmt: skip
 
     closed = time(
@@ -434,6 +471,23 @@ def step_time(
     waited = found.waited + counted.beyond(found.compute)
     made = time(found.compute, waited, found.sent - found.waited)
     return dataclasses.replace(made, estimate=closed, kernels=found.of_kernels)
+
+
+def profile_of(
+    config: Config, layout: Layout, counted: StepCosts, shares: EfficiencyFactors
+) -> StepProfile:
+    """Return the properties of a step that a calibration compares."""
+    axes = _profile_axes(dict(layout.mesh.shape))
+    return StepProfile(_kind_of(config.train.model), axes, counted.composition(shares))
+
+
+def _kind_of(model: Model) -> str:
+    """Return `StepProfile.model`."""
+    return family_of(model) if model.experts is None else type(model).__name__
+
+
+def _profile_axes(sizes: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(axis for axis in _PROFILE_AXES if sizes[axis] > 1)
 
 
 def _attention_share(config: Config, target: Target) -> float:
@@ -456,7 +510,9 @@ def _attention_speed(config: Config, target: Target) -> float:
     )
 
 
-def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool) -> tuple[str, ...]:
+def _assumptions(
+    config: Config, target: Target, peak: float, profile: StepProfile, *, compiled: bool
+) -> tuple[str, ...]:
     chip, shares = target.chip, efficiency_of(target)
     family = family_of(config.train.model)
     rate = f"{(chip.link_bandwidth or 0) / 1e9:.0f} GB/s a link and direction"
@@ -504,8 +560,8 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
     if measured is not None:
         held = (
             f"{measured.source} measured {human_seconds(measured.measured)} where the closed forms "
-            f"predict {human_seconds(measured.predicted)}, so that all times are multiplied by "
-            f"{measured.factor:.3g}; {bar_in_words(target, family)}"
+            f"predict {human_seconds(measured.predicted)}, a factor of {measured.ratio:.3g}; "
+            f"{_factor_in_words(measured, profile)}; {bar_in_words(target, family)}"
         )
     return (
         *untimed,
@@ -517,4 +573,15 @@ def _assumptions(config: Config, target: Target, peak: float, *, compiled: bool)
         f"with computation, {1 - shares.activations:.0%} of tensor parallelism's; the rest is "
         "exposed",
         held,
+    )
+
+
+def _factor_in_words(measured: Calibration, profile: StepProfile) -> str:
+    """Return a clause on how much of the measured factor a step's time is multiplied by."""
+    exponent = measured.profile.exponent(profile)
+    if exponent > _ALIKE:
+        return "this step is the measured one, or one like it, and its times are multiplied by it"
+    return (
+        f"this step is similar to the measured one to the power of {exponent:.2f}, so that its "
+        f"times are multiplied by {measured.factor(profile):.3g}"
     )
