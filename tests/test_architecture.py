@@ -70,12 +70,13 @@ def is_module(name: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_imports_flow_one_way(path):
+# A test for each of hundreds of files would take longer to collect than all of them to run.
+def test_imports_flow_one_way():
     """Those for type annotations too: a package is understood without any to its left."""
-    name = name_of(path)
     against = [
-        other
+        (name, other)
+        for path in MODULES
+        for name in [name_of(path)]
         for other in imports(path)
         if floor_of(other) <= floor_of(name) and package_of(other) != package_of(name)
     ]
@@ -85,12 +86,10 @@ def test_imports_flow_one_way(path):
 MOST_IN_A_ROOM = 14  # modules of a folder, beside its sub-packages
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({path.parent for path in MODULES}), ids=lambda folder: folder.name
-)
-def test_a_room_is_seen_at_a_glance(folder):
-    modules = [path for path in folder.glob("*.py") if not path.name.startswith("__")]
-    assert len(modules) <= MOST_IN_A_ROOM
+def test_a_room_is_seen_at_a_glance():
+    for folder in {path.parent for path in MODULES}:
+        modules = [path for path in folder.glob("*.py") if not path.name.startswith("__")]
+        assert len(modules) <= MOST_IN_A_ROOM, folder
 
 
 @pytest.mark.parametrize("package", [name for names in FLOORS for name in names if name != "cli"])
@@ -125,12 +124,20 @@ TAKE_ALL = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_component_takes_its_own_settings(path):
-    if f"{name_of(path)}.".startswith(tuple(f"{name}." for name in TAKE_ALL)):
-        return
-    functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
-    for function in functions:
+def test_a_component_takes_its_own_settings():
+    components = [
+        path
+        for path in MODULES
+        if not f"{name_of(path)}.".startswith(tuple(f"{name}." for name in TAKE_ALL))
+    ]
+    assert len(components) > 200
+    functions = [
+        (path, node)
+        for path in components
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    for path, function in functions:
         given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = {
             part.id
@@ -139,7 +146,8 @@ def test_a_component_takes_its_own_settings(path):
             for part in ast.walk(argument.annotation)
             if isinstance(part, ast.Name)
         }
-        assert "Config" not in names, f"{function.name} takes all settings; give it its own"
+        told = f"{path}: {function.name} takes all settings; give it its own"
+        assert "Config" not in names, told
 
 
 # What models implement, and what name maps are made of: no architecture itself.
@@ -271,27 +279,26 @@ def test_a_decoder_is_short_and_its_interface_small():
     assert protocols == ["Model", "TokenModel", "ImageModel", "VectorModel"]
 
 
-@pytest.mark.parametrize("path", MODULES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_is_short_and_says_what_it_is_for(path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_LINES
-    docstring = ast.get_docstring(ast.parse(text))
-    assert docstring
-    assert docstring.splitlines()[0].endswith((".", "?"))
+def test_a_file_is_short_and_says_what_it_is_for():
+    for path in MODULES + TESTS:
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_LINES, path
+        docstring = ast.get_docstring(ast.parse(text))
+        assert docstring, path
+        assert docstring.splitlines()[0].endswith((".", "?")), path
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_only_the_wrappers_know_gin_and_orbax(path):
-    libraries = {
-        (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name) or ""
-        for n in nodes(path)
-        if isinstance(n, ast.Import | ast.ImportFrom)
-    }
-    roots = {library.split(".")[0] for library in libraries}
-    assert ("gin" in roots) == (name_of(path) == "config.reader")
-    assert ("orbax" in roots) == (name_of(path) == "run.checkpoint.store")
-    assert "torch" not in roots
-    assert "pickle" not in roots
+def test_only_the_wrappers_know_gin_and_orbax():
+    for path in MODULES:
+        libraries = {
+            (n.module if isinstance(n, ast.ImportFrom) else n.names[0].name) or ""
+            for n in nodes(path)
+            if isinstance(n, ast.Import | ast.ImportFrom)
+        }
+        roots = {library.split(".")[0] for library in libraries}
+        assert ("gin" in roots) == (name_of(path) == "config.reader"), path
+        assert ("orbax" in roots) == (name_of(path) == "run.checkpoint.store"), path
+        assert not {"torch", "pickle"} & roots, path
 
 
 def test_at_most_sixteen_runtime_dependencies():
