@@ -87,7 +87,8 @@ def one_device():
     return batch, evaluate(make_step(ON_MESH, make_layout()), batch)
 
 
-@pytest.mark.slow_cases("context_sequence_parallel", "tensor_chunks")
+# tests/test_masked_token.py has BERT's step on a mesh in the fast part.
+@pytest.mark.slow_cases("context_sequence_parallel", "tensor_chunks", "pipe")
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

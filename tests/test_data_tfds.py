@@ -107,6 +107,8 @@ def test_images_without_a_held_out_split_are_split_by_class(data_dir):
     assert opened.digest == images(data_dir, heldout_fraction=0.2).open(seed=1).digest
 
 
+# Trains and starts again; the files are read by the tests above.
+@pytest.mark.slow
 def test_cifar10_goes_from_its_files_to_a_confusion_matrix(data_dir, tmp_path, capsys):
     """The shipped config, on images of the form of CIFAR-10's; a second start trains nothing."""
     command = ["train", "lenet_cifar10", "--workdir", str(tmp_path)]

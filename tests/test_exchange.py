@@ -111,7 +111,12 @@ def alone(state, batches, replica: int, replicas: int):
 # -- local SGD ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow_cases("{'data': 2, 'context': 2}", "{'data': 4, 'fsdp': 2}")
+# tests/test_exchange_compression.py has an exchange that is the synchronous step.
+@pytest.mark.slow_cases(
+    "{'data': 2, 'context': 2}",
+    "{'data': 4, 'fsdp': 2}",
+    "{'data': 2, 'fsdp': 2, 'tensor': 2, 'zero': 2}",
+)
 @pytest.mark.parametrize(
     "sizes",
     [

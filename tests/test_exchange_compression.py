@@ -217,6 +217,8 @@ def test_a_run_resumed_with_a_rest_is_the_run_never_stopped(method, tiny_config,
     stopped_and_not(load_config(tiny_config, said), tmp_path, some)
 
 
+# tests/test_int8.py and tests/test_precision.py skip steps that overflow.
+@pytest.mark.slow
 def test_a_gradient_that_overflows_is_skipped_and_not_kept():
     program = with_exchange(
         Exchange(method="int8"),

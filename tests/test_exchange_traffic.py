@@ -82,7 +82,7 @@ def test_the_inner_step_moves_nothing_over_data(method, sizes):
     assert 4 * numbers <= payload <= 4 * numbers + SCALARS
 
 
-@pytest.mark.slow_cases("{'data': 4}")
+@pytest.mark.slow_cases("{'data': 4}", "{'data': 2, 'fsdp': 2, 'tensor': 2}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_gossip_permutes_with_its_neighbours_and_nothing_else(sizes):
     found = over_data(sizes, "gossip")
@@ -99,7 +99,7 @@ def by_kind(found: list[Collective]) -> dict[tuple[str, str], int]:
     return total
 
 
-@pytest.mark.slow_cases("{'data': 4}")
+@pytest.mark.slow_cases("{'data': 4}", "{'data': 2, 'fsdp': 2, 'tensor': 2}")
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_int8_moves_a_byte_a_number_each_way(sizes):
     k, found = sizes["data"], by_kind(over_data(sizes, "int8"))

@@ -117,6 +117,8 @@ def test_python_m_takes_no_library_from_the_current_folder(hostile, call, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
+# Starts Python four times; the command itself is checked above.
+@pytest.mark.slow
 def test_the_processes_of_prepare_take_no_module_from_the_current_folder(
     hostile, call, tiny_config, tmp_path
 ):

@@ -144,6 +144,7 @@ SEQUENCE = {"fsdp": 2, "tensor": 2, "sequence_parallel": True}, {}
 ZERO_BUBBLE = {"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microbatches=2)}
 
 
+# tests/test_extras_on_meshes.py has windows and `context` in the fast part.
 @pytest.mark.slow_cases(
     "gemma-context_tensor_chunks",
     "gemma-pipe",
@@ -153,6 +154,7 @@ ZERO_BUBBLE = {"pipe": 2}, {"pipeline": Pipeline(schedule="zero_bubble", microba
     "gemma2-zero_bubble",
     "gemma3-pipe",
     "gemma3-zero_bubble",
+    "gemma3-context_tensor_chunks",
 )
 @pytest.mark.parametrize(
     ("one_device", "mesh"),

@@ -255,6 +255,8 @@ def test_tokens_that_go_in_two_parts_equal_one_device(name, layout, monkeypatch)
     assert_equal(evaluate(program, BATCH), alone)
 
 
+# tests/test_feature_compatibility.py has every pair of features, in the slow part, too.
+@pytest.mark.slow
 def test_accumulation_equals_the_big_batch_auxiliary_losses_included():
     layout = make_layout(expert=4, fsdp=2)
     program = make_step(MODELS["capacity"], layout, accumulation=2)

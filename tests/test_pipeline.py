@@ -108,6 +108,7 @@ SLOW = ("uneven_zero_bubble_residuals", "uneven_dualpipe_v", "dualpipe_v_residua
     "interleaved",
     "residuals",
     "uneven",
+    "zero_bubble",
 )
 @pytest.mark.parametrize(
     "case",

@@ -71,6 +71,8 @@ def bindings(*texts: str) -> list[str]:
     return [word for text in texts for word in ("-b", text)]
 
 
+# Trains in a process of its own; the starter of tests/test_init.py has a model of one's own.
+@pytest.mark.slow
 def test_the_recipe_of_a_model(copy):
     out, lines = train(
         copy,

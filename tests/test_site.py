@@ -23,6 +23,10 @@ def build(root: Path, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(words, cwd=root, capture_output=True, text=True)
 
 
+# `make site`, which `.ci/run` runs before the tests, builds it too.
+whole_site = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "site"
@@ -52,6 +56,7 @@ def tab():
         yield opened
 
 
+@whole_site
 def test_every_page_of_the_repository_is_a_page_of_the_site(site):
     for page in (ROOT / "docs").rglob("*.md"):
         name = page.relative_to(ROOT / "docs").with_suffix("")
@@ -70,6 +75,7 @@ def test_every_page_of_the_repository_is_a_page_of_the_site(site):
         assert f'.{name}" class="doc doc-heading"' in page, name
 
 
+@whole_site
 def test_no_formula_is_left_as_text(site):
     for page in (site / "notebooks").rglob("index.html"):
         prose = re.sub(r"<(pre|code|script|math)\b.*?</\1>", "", page.read_text(), flags=re.S)
@@ -84,7 +90,7 @@ def test_no_formula_is_left_as_text(site):
             "docs/data.md",
             "[gone](gone.md) [gone](planning.md#gone)",
             ("page does not exist", "anchor does not exist"),
-            marks=pytest.mark.slow,  # it builds the whole site
+            marks=whole_site,
         ),
         ("docs/data.md", r"$\nosuchcommand{x}$", ["docs/data.md: this formula has a command"]),
         ("docs/gone.md", "# Gone", ["docs/index.md does not list docs/gone.md"]),
@@ -106,8 +112,7 @@ def test_what_leads_nowhere_fails_the_build(page, added, said, tmp_path):
     assert not (tmp_path / "site").exists()
 
 
-# A narrow window overflows first.
-@pytest.mark.slow_cases("1280")
+@whole_site
 @needs_chromium
 @pytest.mark.parametrize("width", [390, 1280])
 def test_pages_fit_the_window_and_load_nothing_from_elsewhere(address, tab, width):
@@ -121,6 +126,7 @@ def test_pages_fit_the_window_and_load_nothing_from_elsewhere(address, tab, widt
         assert others == [], page
 
 
+@whole_site
 @needs_chromium
 def test_the_front_page_is_the_readme_in_light_and_dark(address, tab):
     tab.open(address)
@@ -134,6 +140,7 @@ def test_the_front_page_is_the_readme_in_light_and_dark(address, tab):
     assert tab.run(background) != light
 
 
+@whole_site
 @needs_chromium
 def test_the_search_finds_lora(address, tab):
     tab.open(address)
@@ -149,6 +156,7 @@ def test_the_search_finds_lora(address, tab):
     assert "LoRA" in results[0][1]
 
 
+@whole_site
 @needs_chromium
 def test_formulas_are_drawn(address, tab):
     tab.open(address + "notebooks/3_tensor_sequence_context/")
@@ -162,6 +170,7 @@ def test_formulas_are_drawn(address, tab):
     assert max(height for _, height in sizes) > 40
 
 
+@whole_site
 @needs_chromium
 def test_the_page_of_the_trainer_shows_its_methods(address, tab):
     tab.open(address + "api/Trainer/")

@@ -165,6 +165,8 @@ checkpoints.close()
 """
 
 
+# Saves and restores in a process of its own, again and again.
+@pytest.mark.slow
 def test_a_save_leaves_no_more_python_objects_than_tensorstore_leaks(tmp_path):
     """TensorStore 0.1.86 leaks 4 objects an array and about 280 a save (docs/reliability.md).
 

@@ -115,6 +115,8 @@ def own_batch(trainer: Trainer, rows: int) -> Batch:
     )
 
 
+# Another caller of the same filling.
+@pytest.mark.slow
 def test_a_batch_of_ones_own_is_filled_too(tiny_config, devices):
     asked = [*PLAIN, "Train.global_batch_size=8", "Train.fill_batch=True"]
     one = Trainer(load_config(tiny_config, [*asked, *on({})]), devices=devices[:1])
