@@ -273,3 +273,15 @@ def test_an_unset_variable_in_the_directory_is_an_error(run, monkeypatch):
     run.local = Path("$NO_SUCH_DISK/run")
     with pytest.raises(UserError, match="an environment variable in it is not set on this host"):
         run.start(monkeypatch)
+
+
+@pytest.mark.slow
+def test_moments_in_host_memory_come_back_there(run, monkeypatch):
+    offload = "Offload.optimizer_state='host'"
+    expected = Run(run.config, run.workdir.with_name("expected"), None)
+    state = bits(expected.start(monkeypatch, offload))
+    run.start(monkeypatch, offload, crash=9)
+    trainer = run.start(monkeypatch, offload)
+    assert "Resumed from the local checkpoint of step 8" in run.printed
+    assert bits(trainer) == state
+    assert run.losses() == expected.losses()

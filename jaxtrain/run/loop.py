@@ -392,6 +392,7 @@ class Loop:
             self.saved.save_locally(
                 step, self.stepper.state, next_batch=self.next_batch, digest=self.dataset.digest
             )
+        self._account(stretch.log)
         if self.folder is not None:
             self.folder.push_soon()  # the metrics of these steps are not repeated
 
