@@ -171,6 +171,6 @@ def test_what_it_cannot_do_is_refused() -> None:
     )  # fmt: skip
     assert list(validate("blocked", asked)) == []
     assert list(validate("blocked", dataclasses.replace(asked, cached=True))) == [
-        "Attention.kernel='blocked' cannot start queries in the middle of a key-value cache; the "
-        "nearest kernel that can is 'reference'"
+        "Attention.kernel='blocked' does not support queries that start in the middle of "
+        "a key-value cache; the nearest kernel that can is 'reference'"
     ]

@@ -116,7 +116,7 @@ def test_the_commands_of_the_page_are_commands():
 @pytest.mark.slow
 def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
     name, at_two, told, _ = in_bucket
-    assert "Going on from the checkpoint of step 2 in gs://runs/first" in told
+    assert "Resuming from the checkpoint of step 2 in gs://runs/first" in told
     assert lines(gcs.read("runs", "first/metrics.jsonl")) == lines(
         (local / "metrics.jsonl").read_bytes()
     )
@@ -192,7 +192,7 @@ def test_only_what_the_bucket_has_no_digest_of_is_read_back(gcs):
     assert "7/plain" not in {name for _, _, name in gcs.requests}
     for name, composed in (("plain", False), ("whole", True)):
         gcs.put("parts", f"7/{name}", b"other", composed=composed)
-        with pytest.raises(CheckpointError, match=f"{name} is not what was written: its digest"):
+        with pytest.raises(CheckpointError, match=f"{name} its digest"):
             manifest.check(folder, found, found.files)
         gcs.put("parts", f"7/{name}", name.encode(), composed=composed)
 
@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_the_one_before_it_used(gcs, copie
     gcs.put("copy", victim, gcs.read("copy", victim)[:-1] + b"?")
     told = train(tiny_config, copied)
     assert "its digest differs" in told
-    assert "Going on from the checkpoint of step 2" in told
+    assert "Resuming from the checkpoint of step 2" in told
     assert gcs.read("copy", victim.replace("/4/", "/damaged-4/")).endswith(b"?")
     assert "first/checkpoints/4/manifest.json" in gcs.names("copy")
 
@@ -249,7 +249,7 @@ def test_a_bucket_that_is_lost_costs_nothing_that_was_saved(gcs, copied, tiny_co
     gcs.refuse = lambda *_: None
     records.record_end(to_path(copied), 3)  # it could not say so; we, its process, are still alive
     told = train(tiny_config, copied, "-b", "Train.steps = 6")
-    assert "Going on from the checkpoint of step 4" in told
+    assert "Resuming from the checkpoint of step 4" in told
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_the_command_printed_at_the_end_goes_on(finished, tmp_path, capsys, monk
     printed = re.search(r"To go on: .*jaxtrain (train .*)", finished[1])
     assert main(shlex.split(printed.group(1))) == 0
     out = capsys.readouterr().out
-    assert "Going on from the checkpoint of step 4" in out
+    assert "Resuming from the checkpoint of step 4" in out
     assert "step 8/8" in out
     workdir = tmp_path / "runs" / "tiny"
     steps = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
@@ -126,7 +126,7 @@ def test_settings_that_are_others_than_the_checkpoints_are_said_where_a_run_goes
     others = ["-b", "GPT.norm_eps = 0.1", "-b", "AdamW.b1 = 0.5", "-b", "Schedule.decay_steps = 3"]
     assert main([*words, *others]) == 0
     line = (
-        "Set otherwise than for the checkpoint of step 4: Train.steps = 5 (was 4), "
+        "Settings that differ from those of the checkpoint of step 4: Train.steps = 5 (was 4), "
         "GPT.norm_eps = 0.1 (was 1e-05), AdamW.b1 = 0.5 (was 0.9), Schedule.decay_steps = 3 (was 0)"
     )
     assert line in capsys.readouterr().out.splitlines()
@@ -311,8 +311,8 @@ def test_a_sample_s_control_characters_do_not_reach_a_terminal(run, capsys, monk
 
 def test_another_size_is_named_and_not_its_arrays(run, tiny_config, capsys):
     for changed, line in (
-        ("GPT.num_layers = 3", "GPT.num_layers = 2 wrote it, this configuration has 3"),
-        ("Optimizer.name = 'sgd'", "Optimizer.name = 'adamw' wrote it, this configuration has"),
+        ("GPT.num_layers = 3", "GPT.num_layers = 2 when it was written, 3 in this"),
+        ("Optimizer.name = 'sgd'", "Optimizer.name = 'adamw' when it was written,"),
     ):
         arguments = ["-b", changed, "-b", "Train.log_every = 3"]
         assert main(["eval", "--workdir", str(run), *arguments]) == 2
@@ -554,7 +554,7 @@ def test_a_signal_saves_exits_with_75_and_the_same_command_goes_on(tiny_config, 
     assert (tmp_path / "checkpoints" / str(saved["step"])).is_dir()
     again = start(*arguments)
     for line in again.stdout:
-        if "Going on from" in line:
+        if "Resuming from" in line:
             assert f"step {saved['step']}" in line
             break
     else:

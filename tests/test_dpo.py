@@ -242,5 +242,5 @@ def test_the_file_of_the_guide_trains_as_it_is_printed(folder, tmp_path, monkeyp
     words = [word for binding in short for word in ("-b", binding)]
     assert main(["train", "preferences.gin", "--simulate-devices", "8", *words]) == 0
     said = capsys.readouterr().out
-    assert "by preferences.gin nothing uses TextData" in said
+    assert "with preferences.gin nothing uses TextData" in said
     assert "eval_margin" in said

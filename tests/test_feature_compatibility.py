@@ -139,7 +139,7 @@ def _bindings(way: str) -> Iterator[tuple[str, str]]:
         ("noise_alone", "tensor", "Train.noise_scale_every=2 with Train.accumulation=1: the norm"),
         ("balance", "power_sgd", "the router biases of DeepSeek with Exchange.method='power"),
         ("plateau", "gossip", "Schedule.plateau_patience=2 with Exchange.method='gossip': each"),
-        ("lora_dropout", "pipe", "Finetune.lora_dropout=0.1 with Mesh.pipe=2: what is dropped"),
+        ("lora_dropout", "pipe", "Finetune.lora_dropout=0.1 with Mesh.pipe=2: the dropout mask"),
         ("lora", "2d", "Finetune.lora_rank=4 with Sharding.tensor_layout='2d': adapters and"),
         ("skip", "diloco", "Guard.policy='skip' with Exchange.method='diloco': between"),
         ("params_host", "replay", "Corruption.replay_every=10 with Offload.parameters='host': "),

@@ -205,5 +205,5 @@ def test_tokens_that_are_not_there_are_refused_with_the_nearest(corpus, bpe):
 
 def test_a_model_that_tells_hidden_tokens_is_refused():
     config = load_config("bert_tiny", bindings=["TextData.fill_in_middle = @FillInMiddle()"])
-    with pytest.raises(UserError, match=r"fill_in_middle is for models that tell the next token"):
+    with pytest.raises(UserError, match=r"fill_in_middle is for models that predict the next"):
         preflight.check(config, device_count=1, platform="cpu", kind="cpu")

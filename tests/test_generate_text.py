@@ -180,7 +180,7 @@ def test_guesses_change_no_greedy_answer_and_are_counted(run, capsys, draft):
     out, said = capsys.readouterr()
     assert out == plain
     if draft == "itself":  # a token of the prompt, then three of each of five passes
-        assert "10 of 10 guesses were kept (100%), 3.00 tokens a pass of the model" in said
+        assert "10 of 10 draft tokens were accepted (100%), 3.00 tokens per forward pass" in said
 
 
 @pytest.mark.parametrize(

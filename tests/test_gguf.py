@@ -221,7 +221,7 @@ def test_an_imported_file_is_a_run_with_its_tokenizer(file, tmp_path, capsys):
     assert main(words) == 0
     said = capsys.readouterr()
     assert "Parity: the largest difference of a logit" in said.out
-    assert "No tokenizer came with it" not in said.out
+    assert "It has no tokenizer" not in said.out
     assert "Converting" not in said.err
     data = load_config(workdir / "config.gin").train.data
     assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
@@ -233,7 +233,7 @@ def test_an_import_that_names_no_text_reads_the_embedded_one_with_its_tokenizer(
 ):
     workdir = tmp_path / "run"
     assert main(["import-hf", str(file), "--workdir", str(workdir)]) == 0
-    assert "No tokenizer came with it" not in capsys.readouterr().out
+    assert "It has no tokenizer" not in capsys.readouterr().out
     data = load_config(workdir / "config.gin").train.data
     assert data.source == "embedded"
     assert data.tokenizer == str(workdir / "huggingface" / "tokenizer.json")
@@ -289,7 +289,7 @@ def test_another_architecture_is_refused(tmp_path):
 def test_a_file_without_a_tokenizer_is_reported(tensors, tmp_path, capsys):
     file = write_file(tmp_path / "bare.gguf", SAID, tensors)
     assert main(["import-hf", str(file), "--workdir", str(tmp_path / "run")]) == 0
-    assert "No tokenizer came with it" in capsys.readouterr().out
+    assert "It has no tokenizer" in capsys.readouterr().out
 
 
 def test_another_tokenizer_does_not_come_along(tmp_path):

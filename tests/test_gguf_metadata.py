@@ -128,7 +128,7 @@ def test_a_receipt_says_parity_only_of_transformers_reading(tmp_path, capsys, mo
         return
     assert "Parity" not in shown
     assert "Compared with itself: 21 of 21 tensors are bit for bit those of" in shown
-    assert f"No other program's reading was compared: transformers {words}" in shown
+    assert f"Not compared with another program: transformers {words}" in shown
     assert found["compared_with"] == "itself"
 
 

@@ -295,7 +295,7 @@ def test_the_terminal_shows_causes_and_a_sentence():
     assert "evaluating" not in text  # what took no time takes no line
     assert text.splitlines()[-1] == (
         "Goodput 85.0%: 2:50 of 3:20 went into steps that count, with 1 restart; the most lost: "
-        "steps done again after a restart or rewind 10.0 s, compiling 8.0 s, "
+        "steps repeated after a restart or rewind 10.0 s, compiling 8.0 s, "
         "reading a checkpoint 5.0 s"
     )
 

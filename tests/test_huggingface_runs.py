@@ -142,7 +142,7 @@ def test_it_trains_on_and_what_it_became_is_exported(run, source, tmp_path, caps
     said = capsys.readouterr().out
     assert f"bit for bit those of {tmp_path / '2'} (GPT2LMHeadModel" in said
     assert "Parity" not in said  # nothing else has read them
-    assert said.count("No other program's reading was compared: transformers and PyTorch are") == 2
+    assert said.count("Not compared with another program: transformers and PyTorch are") == 2
     before, after = tensors(tmp_path / "0"), tensors(tmp_path / "2")
     for name, value in tensors(source).items():
         assert np.array_equal(raw(before[name]), raw(value)), name
@@ -236,7 +236,7 @@ def test_replicas_start_alike(run):
 
 def test_another_model_is_refused_with_the_settings_that_differ(run, source, tmp_path):
     bindings = [f"Train.start_from='{run}'", "GPT.num_layers=3"]
-    with pytest.raises(UserError, match="GPT.num_layers = 2 wrote it, this configuration has 3"):
+    with pytest.raises(UserError, match="GPT.num_layers = 2 when it was written, 3 in this"):
         Trainer(load_config(run / "config.gin", bindings))
     bindings = [f"Train.start_from='{source}'", "GPT.num_layers=3"]
     with pytest.raises(UserError, match=r"transformer.h.2.ln_1.weight \[32\] is missing"):
@@ -289,7 +289,9 @@ def test_a_checkpoint_names_what_it_came_from_through_restart_export_and_import(
     assert told[1:] == expected
     assert main(["inspect", "--workdir", str(tmp_path / "child")]) == 0
     said = capsys.readouterr().out
-    assert f"Its parameters began as those of {run}, step {newest} ({seal(run, newest)})" in said
+    assert (
+        f"Its parameters were initialized from {run}, step {newest} ({seal(run, newest)})" in said
+    )
     assert f"which began as those of {source} ({first})" in said
 
     assert trainer.export_huggingface(tmp_path / "out").passed

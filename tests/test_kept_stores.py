@@ -32,7 +32,7 @@ def test_the_store_is_made_once_and_is_the_text(large):
     data = TextData(source=str(large / "large.txt"), sequence_length=16)
     said = []
     stored = with_stores(data, said.append)
-    assert "is large (8,890 bytes): its tokens are kept in " in said[0]
+    assert "is large (8,890 bytes): its tokens are cached in " in said[0]
     assert f"{large / 'cache'}" in said[0]
     assert any("% tokenized, " in line for line in said[1:])
     found, expected = stored.open(seed=0), data.open(seed=0)

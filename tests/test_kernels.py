@@ -46,8 +46,8 @@ REFUSALS = {
     ),
     "cudnn-cache": (
         "cudnn", {"cached": True},
-        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
-         "'xla'"],
+        ["does not support queries that start in the middle of a key-value cache; the nearest "
+         "kernel that can is 'xla'"],
     ),
     "cudnn-head-dim": (
         "cudnn", {"head_dim": 132},
@@ -82,12 +82,12 @@ REFUSALS = {
     ),
     "tpu-cache": (
         "tpu", {"platform": "tpu", "cached": True},
-        ["cannot start queries in the middle of a key-value cache; the nearest kernel that can is "
-         "'xla'"],
+        ["does not support queries that start in the middle of a key-value cache; the nearest "
+         "kernel that can is 'xla'"],
     ),
     "cudnn-capped": (
         "cudnn", {"capped": True},
-        ["has no soft cap of scores; the nearest kernel that can is 'xla'"],
+        ["does not support a soft cap on the scores; the nearest kernel that can is 'xla'"],
     ),
     "triton-sinks": (
         "triton", {"sinks": True}, ["has no attention sinks; the nearest kernel that can is 'xla'"],
@@ -135,7 +135,8 @@ CHOICES = {
     ),
     "cpu-ring": (
         {"platform": "cpu", "in_ring": True}, "xla",
-        "'blocked' gives no log-sum-exp, which a ring over Mesh.context merges by",
+        "'blocked' returns no log-sum-exp, which a ring over Mesh.context needs to merge its "
+        "blocks",
     ),
     "cpu-ring-float16": (
         {"platform": "cpu", "in_ring": True, "dtype": "float16"}, "reference",
@@ -152,7 +153,7 @@ CHOICES = {
     "gpu-float32": (
         {"dtype": "float32"}, "xla", "'cudnn' computes in bfloat16 or float16, not in float32",
     ),
-    "gpu-capped": ({"capped": True}, "xla", "'triton' has no soft cap of scores"),
+    "gpu-capped": ({"capped": True}, "xla", "'triton' does not support a soft cap on the scores"),
     "cpu-sinks": ({"platform": "cpu", "sinks": True}, "blocked", "the first choice on a cpu"),
     "gpu-sinks": ({"sinks": True}, "xla", "'triton' has no attention sinks"),
     "gpu-long-sinks": (

@@ -169,7 +169,7 @@ def test_who_takes_no_lock_outlives_a_holder_that_went_with_its_machine(holder, 
     lines = []
     lock.require_not_held(tmp_path, lines.append)
     assert len(lines) == 1
-    assert "on elsewhere, did not beat for 0.15 seconds" in lines[0]
+    assert "on elsewhere, sent no heartbeat for 0.15 seconds" in lines[0]
     assert records.newest_attempt(tmp_path) == 1
     RunLock.acquire(tmp_path, report=lines.append).release()
     lock.require_not_held(tmp_path, pytest.fail)  # it said that it ended

@@ -274,11 +274,20 @@ def test_a_layer_keeps_its_input_four_gates_its_cell_and_its_output() -> None:
 @pytest.mark.parametrize(
     ("bindings", "words"),
     [
-        (("Mesh.tensor = 2", "Mesh.data = 1"), "Mesh.tensor=2: LSTM has nothing that this axis"),
-        (("Mesh.context = 2", "Mesh.data = 1"), "Mesh.context=2: LSTM has nothing that this axis"),
-        (("Mesh.expert = 2", "Mesh.data = 1"), "Mesh.expert=2: LSTM has nothing that this axis"),
+        (
+            ("Mesh.tensor = 2", "Mesh.data = 1"),
+            "Mesh.tensor=2: LSTM has no dimension that this axis",
+        ),
+        (
+            ("Mesh.context = 2", "Mesh.data = 1"),
+            "Mesh.context=2: LSTM has no dimension that this axis",
+        ),
+        (
+            ("Mesh.expert = 2", "Mesh.data = 1"),
+            "Mesh.expert=2: LSTM has no dimension that this axis",
+        ),
         (("Attention.kernel = 'xla'",), "Attention.kernel='xla' does nothing for LSTM; leave it"),
-        (("Precision.matmul = 'float8'",), "Precision.matmul='float8' for LSTM: the product at"),
+        (("Precision.matmul = 'float8'",), "Precision.matmul='float8' for LSTM: the matmul at"),
         (("TextData.sequence_length = 512",), "is longer than LSTM.context_length=256"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_convolution_goes_on_where_it_was_left():
     [
         (
             ["Mesh.context=2", "Mesh.data=1"],
-            "Mesh.context=2: Mamba has nothing that this axis could",
+            "Mesh.context=2: Mamba has no dimension that this axis could",
         ),
         (["Mesh.tensor=2", "Sharding.tensor_layout='2d'"], "Sharding.tensor_layout='2d' does noth"),
         (["Attention.kernel='blocked'"], "Attention.kernel='blocked' does nothing for Mamba"),

@@ -350,7 +350,7 @@ def test_a_resume_moves_damaged_lines_aside_and_keeps_the_others(tmp_path, capsy
 
     log = make_log(tmp_path, first_step=3)
     assert capsys.readouterr().err.endswith(
-        "); moved to metrics.damaged.jsonl, the others are kept\n"
+        "); moved to metrics.damaged.jsonl; the other lines are kept\n"
     )
     run(log, 4, 4)
     log.close()

@@ -352,7 +352,7 @@ def test_a_mean_of_rounded_moments_is_refused():
     with pytest.raises(UserError) as refusal:
         preflight.check(config, device_count=8, platform="cpu", reads_data=False)
     assert (
-        "Exchange.method='local_sgd' with Optimizer.moments='bfloat16': the mean of replicas' "
-        "moments would be rounded to the nearest number, which a slow moment never leaves; "
+        "Exchange.method='local_sgd' with Optimizer.moments='bfloat16': the mean of the "
+        "replicas' moments would be rounded to nearest, so that a slow moment would never change; "
         "use Optimizer.moments='float32' or Exchange.method='diloco', which averages no moments"
     ) in str(refusal.value).splitlines()

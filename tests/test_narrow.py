@@ -110,7 +110,7 @@ INT8 = (
             "int8",
             "mixtral_8x7b",
             "h200:8x8",
-            "for Mixtral: experts' grouped products have no int8 form; use "
+            "for Mixtral: experts' grouped matmuls have no int8 form; use "
             "Precision.matmul='compute'",
         ),
         ("float8", "mixtral_8x7b", "h200:8x8", None),

@@ -94,12 +94,12 @@ def test_what_an_override_leaves_unread_is_left_out_with_a_line(tmp_path):
     )
     config = load_config(file, ["TextData.source='synthetic'"])
     assert config.notes == (
-        "SOURCE: left out, since by the bindings of the command line nothing refers to %SOURCE",
+        "SOURCE: left out, since with the bindings of the command line nothing refers to %SOURCE",
     )
     assert config.train.data.source == "synthetic"
     config = load_config(file, LLAMA)
     assert config.notes == (
-        "GPT.num_layers, GPT.num_heads: left out, since by the bindings of the command line "
+        "GPT.num_layers, GPT.num_heads: left out, since with the bindings of the command line "
         "nothing uses GPT",
     )
     again = tmp_path / "again.gin"
@@ -117,7 +117,7 @@ def test_what_a_file_overrides_of_its_base_is_left_out_with_a_line(tmp_path):
     own = "include 'base.gin'\n" + "\n".join(LLAMA).replace("=", " = ")
     file.write_text(own + "\nTrain.data = @ChatData()\nChatData.source = 'talks.jsonl'\n")
     config = load_config(file)
-    by = f"left out, since by {file} nothing"
+    by = f"left out, since with {file} nothing"
     assert config.notes == (
         f"GPT.num_layers, GPT.embed_dim: {by} uses GPT",
         f"TextData.source: {by} uses TextData",
@@ -127,7 +127,7 @@ def test_what_a_file_overrides_of_its_base_is_left_out_with_a_line(tmp_path):
     # The command line overrides the file, which overrides the base.
     config = load_config(file, ["Train.data=@SpanData()", "SpanData.text=@TextData()"])
     assert f"TextData.source: {by} uses TextData" not in config.notes
-    assert "ChatData.source: left out, since by the bindings of the command line nothing uses " in (
+    assert "ChatData.source: left out, since with the bindings of the command line nothing uses " in (
         "\n".join(config.notes)
     )
     assert config.train.data.text.source == "synthetic"

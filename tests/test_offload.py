@@ -289,10 +289,13 @@ def test_bits_in_host_memory_are_not_compared(tiny_config):
 @pytest.mark.parametrize(
     ("bindings", "says"),
     [
-        ({"Mesh.data": 2}, "with Mesh.data=2: gradients cross that axis once"),
-        ({"Sharding.zero": 2}, "with Sharding.zero=2: gradients are placed as the parameters"),
+        ({"Mesh.data": 2}, "with Mesh.data=2: gradients are reduced over that axis"),
+        ({"Sharding.zero": 2}, "with Sharding.zero=2: gradients are sharded like the parameters"),
         ({"Sharding.accumulate": "local"}, "with Sharding.accumulate='local': whole gradients"),
-        ({"Scan.layers_per_iteration": 0}, "with Scan.layers_per_iteration=0: they go one layer"),
+        (
+            {"Scan.layers_per_iteration": 0},
+            "with Scan.layers_per_iteration=0: they are transferred one layer",
+        ),
     ],
 )
 def test_what_gradients_there_do_not_go_together_with(tiny_config, bindings, says):

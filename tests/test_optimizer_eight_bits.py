@@ -188,6 +188,6 @@ def test_moments_of_another_dtype_and_their_means_are_refused():
         ["Optimizer.name = 'adam8bit'", "Exchange.method = 'local_sgd'", "Mesh.data = -1"],
     )
     with pytest.raises(
-        UserError, match="which a slow moment never leaves; use another rule, such as"
+        UserError, match="so that a slow moment would never change; use another rule, such as"
     ):
         preflight.check(config, device_count=8, platform="cpu", reads_data=False)

@@ -137,7 +137,7 @@ def test_layers_in_the_order_of_stages_have_their_own_rates():
     ("bindings", "message"),
     [
         (["Optimizer.learning_rates = {'layers/*[4:]': 0.1}"],
-         "'layers/*[4:]' stands for no layer of these parameters, which have 4"),
+         "'layers/*[4:]' matches no layer of these parameters, which have 4"),
         (["Optimizer.learning_rates = {'token_embedding[0:1]': 0.1}"], "which have none"),
         (["Optimizer.weight_decays = {'layers/up[0:2]': 0.1}"],
          "weight decay applies to all layers: use 'layers/up'"),
@@ -261,7 +261,7 @@ def test_a_table_says_which_parameter_gets_what():
     [
         (
             "Optimizer.learning_rates = {'embeding': 0.5}",
-            "Optimizer.learning_rates: no trained parameter is called 'embeding' or has that role; "
+            "Optimizer.learning_rates: no trained parameter has the name or role 'embeding'; "
             "did you mean 'embedding'?",
         ),
         (
@@ -293,8 +293,8 @@ def test_what_is_frozen_is_in_no_group_and_adapters_are():
 
     freeze = "Finetune.freeze = ('token_embedding',)"
     checked(freeze, "Optimizer.learning_rates = {'position': 0.5}")
-    with pytest.raises(UserError, match="no trained parameter is called 'embedding'"):
+    with pytest.raises(UserError, match="no trained parameter has the name or role 'embedding'"):
         checked(freeze, "Optimizer.learning_rates = {'embedding': 0.5}")
     checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'*/up/*': 16.0}")
-    with pytest.raises(UserError, match="no trained parameter is called 'position'"):
+    with pytest.raises(UserError, match="no trained parameter has the name or role 'position'"):
         checked("Finetune.lora_rank = 2", "Optimizer.learning_rates = {'position': 0.5}")

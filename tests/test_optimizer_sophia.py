@@ -226,16 +226,16 @@ def test_only_what_is_trained_has_a_curvature(rule):
     [
         (
             ["Mesh.pipe = 2", "Mesh.fsdp = 2", "Optimizer.name = 'sophia_g'"],
-            "Optimizer.name='sophia_g' with Mesh.pipe=2: its curvature is estimated where layers "
-            "and sequences are whole; use Mesh.pipe=1 or another rule, such as "
+            "Optimizer.name='sophia_g' with Mesh.pipe=2: its curvature estimate needs whole layers "
+            "and sequences; use Mesh.pipe=1 or another rule, such as "
             "Optimizer.name='adamw'",
         ),
         (
             ["Exchange.method = 'diloco'", "Mesh.data = -1", "Mesh.fsdp = 1",
              "Optimizer.name = 'sophia_h'"],
-            "Optimizer.name='sophia_h' with Exchange.method='diloco': replicas would estimate a "
-            "curvature each; use Exchange.method='synchronous' or another rule, such as "
-            "Optimizer.name='adamw'",
+            "Optimizer.name='sophia_h' with Exchange.method='diloco': each replica would "
+            "estimate its own curvature; use Exchange.method='synchronous' or another rule, "
+            "such as Optimizer.name='adamw'",
         ),
     ],
 )  # fmt: skip

@@ -255,7 +255,7 @@ def test_other_data_than_pairs_are_refused():
 
 
 def test_relative_positions_choose_a_kernel_that_adds_them():
-    with pytest.raises(UserError, match=r"'blocked' adds no relative positions.*'xla'"):
+    with pytest.raises(UserError, match=r"'blocked' does not add relative positions.*'xla'"):
         check(config_of("t5", "Attention.kernel = 'blocked'"), device_count=8, platform="cpu")
 
 
@@ -276,7 +276,7 @@ def test_several_answers_are_refused_in_a_pipeline_before_it_begins(tmp_path):
         *TINY, *TRANSFORMER, f"PairData.source = '{tmp_path / 'a.jsonl'}'",
         "Mesh.fsdp = 1", "Mesh.pipe = 2", "Pipeline.microbatches = 2",
     ])  # fmt: skip
-    with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline uses each source's first"):
+    with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline uses only the first answer"):
         Trainer(config, devices=jax.devices()[:2]).train()
 
 

@@ -101,7 +101,7 @@ def test_what_has_no_closed_form_is_one_remark_and_what_should_have_one_is_flagg
         return [line for line in told if "collectives over" in line or "flagged" in line]
 
     together, of_fsdp = said("resnet_mnist5k")
-    assert together.startswith("4 collectives over tensor, 2.0 MiB a step, are of layers of")
+    assert together.startswith("4 collectives over tensor, 2.0 MiB a step, belong to layers of")
     assert of_fsdp.startswith("flagged: all-gather over fsdp, 1.0 MiB a step")
     assert [line.split(",")[0] for line in said("gpt_quickstart")] == [
         "flagged: all-gather over tensor",

@@ -120,7 +120,7 @@ def test_a_plan_for_cpus_is_the_executable_that_a_run_has(tiny_config):
     assert found["fits"]
     assert found["hbm_bytes"] is None
     assert found["step_seconds"] is None
-    assert "no peak FLOP/s are known of cpu" in report.table()
+    assert "the peak FLOP/s of cpu are not known" in report.table()
     json.dumps(found)
 
 
@@ -348,7 +348,10 @@ def test_a_search_goes_on_where_a_compiler_does_work_again(llama_file, monkeypat
     for text, count in ((AGAIN, 2), ("", 0)):
         made = dataclasses.replace(found, compiled=Compiled(0, 0, None, 0, 0, None, text, (), 0.0))
         assert made.repeated == count
-        assert sum("2 operations again by itself" in words for words in made.advice) == count / 2
+        assert (
+            sum("rematerializes 2 operations by itself" in words for words in made.advice)
+            == count / 2
+        )
 
 
 @pytest.mark.parametrize("fsdp", [-1, 64])
@@ -393,7 +396,7 @@ def test_mistakes_get_a_sentence(arguments, said, tiny_config, capsys):
 def test_sizes_that_do_not_divide_get_their_padding(tiny_config, capsys):
     bindings = ["-b", "GPT.num_heads=2", "-b", "Mesh.data=1", "-b", "Mesh.tensor=4"]
     assert main(["plan", str(tiny_config), "--target", "cpu:8", *bindings]) == 2
-    assert 'Padded so, the sizes divide: -b "GPT.num_heads = 4"' in capsys.readouterr().err
+    assert 'With this padding the sizes divide: -b "GPT.num_heads = 4"' in capsys.readouterr().err
 
 
 def test_what_is_whole_without_need_is_named():

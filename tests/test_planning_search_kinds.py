@@ -163,7 +163,8 @@ def test_an_interrupted_search_shows_the_best_so_far(interrupt_after, capsys, tm
     printed = capsys.readouterr()
     assert printed.err == "jaxtrain: interrupted by Ctrl-C; the best so far is shown\n"
     said = re.search(
-        r"The search was interrupted: [\d,]+ layouts were priced, ([\d,]+) more were not looked at",
+        r"The search was interrupted: [\d,]+ layouts were priced, "
+        r"([\d,]+) more were not considered",
         printed.out,
     )
     assert said

@@ -58,10 +58,10 @@ def python(program: str) -> subprocess.CompletedProcess[str]:
         ("4090:1x2", "did you mean 'rtx4090'"),
         (
             "rtx4090:2x8",
-            "one host can be planned for, or give --network; the nearest is 'rtx4090:1x8'",
+            "plan for one host, or pass --network; the nearest is 'rtx4090:1x8'",
         ),
         ("rtx5090:16", "the nearest is 'rtx5090:1x8'"),
-        ("rtx3090:2x3", "or give --network; the nearest is 'rtx3090:1x3'"),
+        ("rtx3090:2x3", "or pass --network; the nearest is 'rtx3090:1x3'"),
         ("gb200:1x80", "has 1 to 72; the nearest is 'gb200:1x72'"),
         ("gb200", "does not have the form gb200:HOSTSxGPUS, for example 'gb200:1x72'"),
         ("h100:99999999999x5", "1,048,576 devices are planned for; the nearest is 'h100:209715x5'"),

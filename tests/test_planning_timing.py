@@ -530,7 +530,7 @@ def test_a_chip_without_figures_has_no_time_and_says_so():
     nothing = (found.seconds, found.compute, found.exposed, found.bubble, found.hidden, found.mfu)
     assert nothing == (None,) * 6
     assert found.flops_per_device == closed_form_row() * ROWS / 8
-    assert found.assumptions == ("no peak FLOP/s are known of cpu: no time is predicted",)
+    assert found.assumptions == ("the peak FLOP/s of cpu are not known: no time is predicted",)
 
 
 # -- the host's memory -----------------------------------------------------------------------------

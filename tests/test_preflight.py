@@ -139,7 +139,7 @@ def test_the_quickstart_passes():
              "Pipeline.virtual_stages = 2", "Pipeline.microbatches = 4", "GPT.num_layers = 6"],
             ["num_layers=6", "8 pipeline stages"],
         ),
-        (["Pipeline.microbatches = 4"], ["Pipeline.microbatches=4 does nothing with Mesh.pipe=1"]),
+        (["Pipeline.microbatches = 4"], ["Pipeline.microbatches=4 has no effect with Mesh.pipe=1"]),
         (
             ["Mesh.pipe = 2", "Mesh.context = 2", "Mesh.fsdp = 1", "Pipeline.microbatches = 4",
              "Pipeline.schedule = 'zero_bubble'"],
@@ -164,7 +164,7 @@ def test_the_quickstart_passes():
         ),
         (
             ["Mesh.expert = 2", "Mesh.fsdp = 2"],
-            ["Mesh.expert=2: GPT has nothing that this axis could split"],
+            ["Mesh.expert=2: GPT has no dimension that this axis could split"],
         ),
     ],
 )  # fmt: skip
@@ -223,9 +223,9 @@ def test_an_axis_that_nothing_uses_hides_no_size_that_does_not_divide():
 
 def test_a_cnn_refuses_the_context_axis_and_a_width_that_tensor_does_not_divide():
     message = refused("Mesh.context = 2", "Mesh.fsdp = 4", name="resnet_mnist5k")
-    assert "Mesh.context=2: ResNet has nothing that this axis could split" in message
+    assert "Mesh.context=2: ResNet has no dimension that this axis could split" in message
     message = refused("Mesh.pipe = 2", "Mesh.fsdp = 4", name="resnet_mnist5k")
-    assert "Mesh.pipe=2: ResNet has nothing that this axis could split" in message
+    assert "Mesh.pipe=2: ResNet has no dimension that this axis could split" in message
     message = refused("Mesh.tensor = 8", "Mesh.fsdp = 1", "ResNet.width = 4", name="resnet_mnist5k")
     assert "ResNet.width=4 does not divide over Mesh.tensor=8" in message
 
@@ -245,9 +245,9 @@ def test_a_cnn_refuses_settings_that_would_do_nothing(binding):
 def test_pairs_refuse_the_context_axis_once_and_name_none_that_they_have_not(name):
     model = {"transformer_addition": "Transformer", "t5_tiny": "T5"}[name]
     assert refused("Mesh.context = 2", "Mesh.fsdp = 4", name=name) == (
-        f"Mesh.context=2: {model} reads a source and a target, which have lengths of their own, "
-        "and no ring goes through both; use Mesh.context=1 and pipe or data or fsdp or tensor "
-        "instead"
+        f"Mesh.context=2: {model} reads a source and a target of different lengths, "
+        "and a ring cannot pass through both; use Mesh.context=1 and pipe or data or fsdp or "
+        "tensor instead"
     )
     assert "context" not in refused("Mesh.expert = 2", "Mesh.fsdp = 4", name=name)
 
@@ -281,18 +281,18 @@ def test_an_objective_refuses_settings_of_the_loss_that_it_does_not_read(name, b
     [
         (
             ("Remat.offload = ('mlp_upp',)", "Remat.policy = 'full'"),
-            "Remat.offload=('mlp_upp',): no layer gives an activation the name 'mlp_upp'; did you "
+            "Remat.offload=('mlp_upp',): no layer names an activation 'mlp_upp'; did you "
             "mean 'mlp_up'?",
         ),
         (
             ("Remat.save = ('mlp_gate',)", "Remat.policy = 'full'"),
-            "Remat.save=('mlp_gate',): the layers of GPT give no activation the name 'mlp_gate'; "
+            "Remat.save=('mlp_gate',): the layers of GPT name no activation 'mlp_gate'; "
             "did you mean 'mlp_up'?",
         ),
         (
             ("Remat.save = ('attention',)",),
-            "Remat.save=('attention',) with Remat.policy='none', which keeps everything that is "
-            "made of them too; use Remat.policy='full' to keep these alone, or 'dots'",
+            "Remat.save=('attention',) with Remat.policy='none', which saves all other "
+            "activations too; use Remat.policy='full' to save only these, or 'dots'",
         ),
         (
             ("Remat.save = ('query',)", "Remat.offload = ('query',)", "Remat.policy = 'full'"),
@@ -308,8 +308,8 @@ def test_an_objective_refuses_settings_of_the_loss_that_it_does_not_read(name, b
                 "Remat.policy = 'offload'", "Pipeline.backward = 'residuals'", "Mesh.pipe = 2",
                 "Mesh.fsdp = 2", "Pipeline.microbatches = 2",
             ),
-            "Pipeline.backward='residuals' with Remat.policy='offload': what a stage keeps waits "
-            "in the memory of the devices; use Remat.policy='full' or "
+            "Pipeline.backward='residuals' with Remat.policy='offload': the stored residuals of "
+            "a stage are in device memory; use Remat.policy='full' or "
             "Pipeline.backward='recompute'",
         ),
     ],

@@ -134,7 +134,9 @@ def test_too_few_steps_are_refused(steps, words, tmp_path):
 def test_fewer_steps_are_said(tmp_path):
     console = Console(file=io.StringIO(), width=200)
     recorder = Recorder(tmp_path, console, "float32", done=10, last=14)
-    assert "4 steps are left, so it looks at steps 13 to 14 instead of 4" in console.file.getvalue()
+    assert (
+        "4 steps are left, so steps 13 to 14 are profiled instead of 4" in console.file.getvalue()
+    )
     assert [step for step in range(10, 15) if recorder.turns_at(step)] == [12]
 
 

@@ -81,7 +81,7 @@ def test_a_word_of_pooling_is_taken_before_flags_as_there(saved, tmp_path):
         ("sentence_bert_config.json", {"modality_config": {"image": {}}}, "modality_config.image"),
         ("sentence_bert_config.json", {"tokenizer_args": {"use_fast": False}}, "tokenizer_args = "),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"},
-         "default_prompt_name = 'query'; it must be None (no prompt is put before a text here)"),
+         "default_prompt_name = 'query'; it must be None (texts get no prompt prefix here)"),
         ("config_sentence_transformers.json", {"truncate_dim": 8}, "truncate_dim = 8; it must be"),
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "model_type = 'Spa"),
         ("config_sentence_transformers.json", {"scale": 2}, "scale = 2 is an unknown key"),

@@ -127,6 +127,6 @@ def test_signals_of_another_length_are_refused():
     config = load_config("mlp_digits")
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, model=SignalCNN()))
     with pytest.raises(
-        UserError, match=r"numbers, but those .* have 64; set SignalCNN.features to 64"
+        UserError, match=r"values, but those .* have 64; set SignalCNN.features to 64"
     ):
         check(config, device_count=1, platform="cpu")

@@ -160,7 +160,7 @@ def test_a_process_that_was_stopped_before_it_listened_is_not_restarted(tmp_path
     command = [sys.executable, "-c", WITHOUT_JAX + TAKES, str(tmp_path)]
     status, text = stop_while_importing(tmp_path, command)
     assert status == 1
-    assert "not started again, since SIGTERM came" in text
+    assert "not restarted, because SIGTERM was received" in text
 
 
 @pytest.mark.parametrize(("seconds", "is_rejected"), [(120, True), (3600, False)])

@@ -387,7 +387,7 @@ def test_plans_count_the_same() -> None:
     found = resolve_kernel(own, "cpu")
     assert found is not None
     assert (found.kernel, found.why) == (
-        "sparse", "the one that does no more than a FixedPattern shows",
+        "sparse", "the one that computes only what a FixedPattern shows",
     )  # fmt: skip
     config = resolve_config(own, "cpu")
     model: Any = config.train.model
@@ -405,17 +405,17 @@ def test_plans_count_the_same() -> None:
 REFUSED = {
     "ring": (
         ["Mesh.context = 2"],
-        "Attention.context_parallel='ring' (Mesh.context=2) goes by what a causal or a windowed "
-        "mask shows, not by a FixedPattern; use Attention.context_parallel='ulysses'",
+        "Attention.context_parallel='ring' (Mesh.context=2) supports causal and windowed masks, "
+        "not a FixedPattern; use Attention.context_parallel='ulysses'",
     ),
     "kernel": (
         ["Attention.kernel = 'blocked'"],
-        "Attention.kernel='blocked' has no patterns (here FixedPattern); the nearest kernel that "
-        "can is 'sparse'",
+        "Attention.kernel='blocked' does not support patterns (here FixedPattern); the nearest "
+        "kernel that can is 'sparse'",
     ),
     "no-pattern": (
         ["GPT.attention_pattern = None", "Attention.kernel = 'sparse'"],
-        "Attention.kernel='sparse' does the products of a pattern, and this model has no "
+        "Attention.kernel='sparse' computes the matmuls of a pattern, and this model has no "
         "attention_pattern; the nearest kernel that can is 'blocked'",
     ),
     "heads-of-a-device": (

@@ -46,7 +46,7 @@ def test_only_what_is_read_while_training_is_brought_to_a_local_disk(tmp_path, m
     text.write_text("some words to read\n" * 99)
     store = str(tmp_path / "store")
     assert main(["prepare", str(text), "--tokenizer", "byte", "--out", store]) == 0
-    from_disk = "bring it to a local disk"
+    from_disk = "copy the data to a local disk"
     mixed = {"sources": {"a": str(text), "b": store}, "data": TextData()}
     for data in (TextData(source=store), Mixture(**mixed), ImageData(source="birds", workers=1)):
         assert from_disk in said(data, waited=90.0)

@@ -180,7 +180,9 @@ def stop_under_a_guessed_seal(pair, stack):
 
 
 def join_with_another_token(pair, stack):
-    with pytest.raises(UserError, match="has another token than process 1 has from JAXTRAIN_TOKEN"):
+    with pytest.raises(
+        UserError, match="has a different token from the one that process 1 has from JAXTRAIN_TOKEN"
+    ):
         pair.member(1, token=run_token(OTHER_TOKEN))
 
 
@@ -231,7 +233,7 @@ def test_idle_connections_are_dropped_in_time_and_counted_in_one_line(pair, monk
     pair.end()
     (line,) = pair.strangers()
     assert line == (
-        "rejected an unauthenticated client at this run's port (127.0.0.1 proved nothing "
+        "rejected an unauthenticated client at this run's port (127.0.0.1 did not authenticate "
         "within 0.5 s); the run continues, and others are reported once an hour"
     )
 
@@ -266,7 +268,7 @@ def test_a_missing_process_is_told_with_the_strangers_that_came(pair):
         drained(connection)
     waiting.join()
     assert "process 1 did not arrive" in found[0]
-    assert found[0].count("1 connections without this run's token were turned away, the last") == 1
+    assert found[0].count("1 connections without this run's token were rejected, the last") == 1
 
 
 def test_strangers_are_told_of_once_in_an_hour(monkeypatch):

@@ -103,9 +103,9 @@ def test_failures_are_followed_by_another_start(tmp_path, capfd, monkeypatch):
     assert status == 0
     assert capfd.readouterr().out == "trained\n"
     assert said == [
-        "attempt 1: ended with status 1: out of memory (newest checkpoint: step 3); starting again "
-        "in 0.001 s",
-        "attempt 2: killed by SIGKILL (newest checkpoint: step 5); starting again in 0.001 s",
+        "attempt 1: ended with status 1: out of memory (newest checkpoint: step 3); restarting in "
+        "0.001 s",
+        "attempt 2: killed by SIGKILL (newest checkpoint: step 5); restarting in 0.001 s",
     ]
     first, second, third = records(tmp_path)
     assert first["exit"] == "ended with status 1: out of memory"
@@ -300,7 +300,7 @@ def test_what_does_not_stop_is_killed_with_all_it_started(way, start, tmp_path):
 
 def test_a_signal_ends_the_wait_for_a_restart(start, tmp_path):
     process = start({"backoff_seconds": 60}, "kill()")
-    assert process.line().endswith("starting again in 60 s")
+    assert process.line().endswith("restarting in 60 s")
     process.popen.send_signal(signal.SIGTERM)
     assert "run the same command again" in process.popen.stdout.read()
     assert process.popen.wait() == 75
@@ -341,7 +341,7 @@ def test_a_killed_supervisor_takes_the_command_with_it(code, start):
 def test_a_stalled_command_is_killed_and_started_again(stall, tmp_path):
     status, said = run(tmp_path, f"report_to_supervisor(); {stall}", "", stall_seconds=0.5)
     assert status == 0
-    assert said[0].startswith("attempt 1: stalled, killed: no sign of life for 0.5 s")
+    assert said[0].startswith("attempt 1: stalled, killed: no progress for 0.5 s")
     assert records(tmp_path)[0]["signal"] == "SIGKILL"
     assert len(records(tmp_path)) == 2
 

@@ -137,7 +137,7 @@ def test_a_service_that_fails_is_told_and_given_the_lines_again(tmp_path):
     one.close()
     assert [step for step, _ in service.got[:-1]] == [1, 2]
     assert said == [
-        "track did not take the metrics up to step 1 (no route); they are given to it again at the "
+        "track did not accept the metrics up to step 1 (no route); they are sent again at the "
         "next checkpoint"
     ]
 

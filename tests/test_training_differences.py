@@ -50,7 +50,7 @@ def test_the_balancing_loss_is_that_of_transformers_row_by_row_and_layer_by_laye
           "is true, multiplies one of all rows and layers together"]),
         (Mixtral(), {"router_aux_loss_coef": 0.02, "output_router_logits": True},
          ["in transformers router_aux_loss_coef multiplies one of all rows"]),
-        (DeepSeek(), {}, ["which transformers has none of"]),
+        (DeepSeek(), {}, ["which transformers does not have"]),
     ],
 )  # fmt: skip
 def test_what_is_otherwise_in_training_is_said(model, content, said):

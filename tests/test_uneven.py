@@ -167,7 +167,7 @@ def test_what_a_filled_batch_is_filled_with_is_said_in_one_line(tiny_config, dev
         (
             "mixtral_tiny",
             ("TextData.separate_documents=False",),
-            "which tell them by TextData.separate_documents=True",
+            "which recognize them with TextData.separate_documents=True",
         ),
         ("tiny", ("Exchange.method='local_sgd'", "Exchange.period=2"), "replicas of Exchange"),
         ("tiny", ("Train.noise_scale_every=1", "Train.accumulation=2"), "noise_scale_every=1"),

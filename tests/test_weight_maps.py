@@ -387,7 +387,7 @@ def test_missing_extra_and_misshapen_tensors_are_listed(folder):
     assert [line.strip() for line in lines] == [
         "model.norm.weight [12] is missing",
         "model.layers.1.mlp.up_proj.weight is [12, 7]; it must be [7, 12]",
-        "model.layers.3.mlp.up_proj.weight [7, 12] has no place in this architecture",
+        "model.layers.3.mlp.up_proj.weight [7, 12] does not belong to this architecture",
     ]
 
 

@@ -54,7 +54,7 @@ def show(console: Console) -> int:
     )
     console.print(detect(os.environ).found)
     if jax.default_backend() == "cpu":
-        console.print("No accelerator: --simulate-devices N lays a mesh over N simulated devices")
+        console.print("No accelerator: --simulate-devices N makes a mesh of N simulated devices")
 
     extras = Table(title="Extras", title_justify="left")
     for column in ("extra", "missing", "how to get it"):

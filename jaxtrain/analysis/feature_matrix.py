@@ -58,7 +58,11 @@ def _reason(conflict: Conflict) -> str:
     why = need[0] if isinstance(need, tuple) else need
     if why:
         return why
-    return take if isinstance(take, str) else "the message has the reason, which depends on it"
+    return (
+        take
+        if isinstance(take, str)
+        else ("the message gives the reason, which depends on the setting")
+    )
 
 
 if __name__ == "__main__":

@@ -420,7 +420,7 @@ class _Bindings:
         for key, binding in fields.items():
             name, field = key
             if (others := overridden_by(key, binding)) is not None:
-                unused = f"by {others} nothing uses {name}"
+                unused = f"with {others} nothing uses {name}"
                 replaced.setdefault(unused, []).append(f"{name}.{field}")
             else:
                 from jaxtrain.config.values import how_to_choose
@@ -431,7 +431,7 @@ class _Bindings:
                 )
         for name, binding in macros.items():
             if (others := overridden_by(name, binding)) is not None:
-                replaced.setdefault(f"by {others} nothing refers to %{name}", []).append(name)
+                replaced.setdefault(f"with {others} nothing refers to %{name}", []).append(name)
             else:
                 self.mistakes.append(
                     f"{binding.origin}: {name} = ... is set, but nothing refers to %{name}"

@@ -85,8 +85,8 @@ def _make(data: TextData, size: int, report: Callable[[str], None]) -> Path:
         report(f"{named}: its tokens are in {folder}")
     else:
         report(
-            f"{named} is large ({size:,} bytes): its tokens are kept in {folder} for the next "
-            "starts; JAXTRAIN_CACHE moves that, jaxtrain prepare does it beforehand"
+            f"{named} is large ({size:,} bytes): its tokens are cached in {folder} for later "
+            "runs; JAXTRAIN_CACHE moves the cache, jaxtrain prepare does this beforehand"
         )
     reported_at, known = time.monotonic(), source_characters(data)
 

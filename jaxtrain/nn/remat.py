@@ -23,15 +23,19 @@ _policies = jax.checkpoint_policies
 # its meaning.
 NAMES = {
     RESIDUAL: "the residual stream that a layer receives",
-    "query": "queries, before positions turn them",
-    "key": "keys, before positions turn them",
+    "query": "queries, before the rotary embedding",
+    "key": "keys, before the rotary embedding",
     "value": "values",
-    "attention": "what the heads give, before the product with out",
-    "attention_out": "what attention adds to the residual stream",
-    "mlp_gate": "what gate gives, before its function; of experts, each one's",
-    "mlp_up": "what up gives, before its function; of experts, each one's",
-    "mixer_in": "what a recurrence or a state space reads",
-    "mixer": "what it gives, before its gate",
+    "attention": "output of the heads, before the output projection",
+    "attention_out": "output of attention, added to the residual stream",
+    "mlp_gate": (
+        "output of the gate projection, before the activation function; per expert in a mixture"
+    ),
+    "mlp_up": (
+        "output of the up projection, before the activation function; per expert in a mixture"
+    ),
+    "mixer_in": "input of a recurrence or a state space",
+    "mixer": "its output, before the gate",
 }
 # Kernels with a custom derivative and unnamed results: cuDNN's attention and
 # those of Pallas, by the names of their primitives.
@@ -222,8 +226,8 @@ def _errors_of(settings: Remat) -> Iterator[str]:
         for name in names:
             if name not in NAMES:
                 yield (
-                    f"{setting}={names}: no layer gives an activation the name {name!r}"
-                    f"{did_you_mean(name, NAMES)}"
+                    f"{setting}={names}: no layer names an activation "
+                    f"{name!r}{did_you_mean(name, NAMES)}"
                 )
     for name in settings.save:
         if name in settings.offload:
@@ -235,8 +239,8 @@ def validate(settings: Remat) -> Iterator[str]:
     for setting, names in settings.named.items():
         if names and settings.policy == "none":
             yield (
-                f"{setting}={names} with Remat.policy='none', which keeps everything that is made "
-                "of them too; use Remat.policy='full' to keep these alone, or 'dots'"
+                f"{setting}={names} with Remat.policy='none', which saves all other activations "
+                "too; use Remat.policy='full' to save only these, or 'dots'"
             )
     if settings.policy == "offload" and RESIDUAL in (*settings.save, *settings.offload):
         yield (

@@ -173,25 +173,25 @@ def notes(layout: Layout, written: Mapping[str, int], model: Sized) -> Iterator[
     fsdp, share = written["fsdp"], layout.mesh.shape["fsdp"]
     if share != fsdp:
         yield (
-            f"Mesh.fsdp={fsdp}: the sizes of {type(model).__name__} divide by {share} of them: "
-            f"what Sharding.zero={layout.zero} shards lies in {share} parts, each on "
-            f"{fsdp // share} devices, as with Mesh.data={layout.mesh.shape['data']} and "
-            f"Mesh.fsdp={share}"
+            f"Mesh.fsdp={fsdp}: the sizes of {type(model).__name__} are divisible by only "
+            f"{share} of them: what Sharding.zero={layout.zero} shards is split into {share} "
+            f"parts, each on {fsdp // share} devices, as with "
+            f"Mesh.data={layout.mesh.shape['data']} and Mesh.fsdp={share}"
         )
     if "vocab" in layout.whole:
         tensor, name = layout.mesh.shape["tensor"], type(model).__name__
         size = vars(model)[model.settings["vocab"]]
         padded = size + -size % tensor
         yield (
-            f"Mesh.tensor={tensor}: {name}.{model.settings['vocab']}={size} does not divide over "
-            f"it: tables are whole on each of its devices, and padded to {padded} rows where they "
-            f"are computed with; {padded} would split them"
+            f"Mesh.tensor={tensor}: {name}.{model.settings['vocab']}={size} does not divide "
+            f"over it: tables are replicated on its devices, and padded to {padded} rows in "
+            f"matmuls; {padded} would split them"
         )
     for axis in sorted(layout.unstaged):
         setting = model.settings.get(axis, axis)
         yield (
-            f"Mesh.pipe={written['pipe']}: {type(model).__name__}.{setting} does not divide over "
-            "the stages, and tables along it are whole on each of them"
+            f"Mesh.pipe={written['pipe']}: {type(model).__name__}.{setting} does not divide "
+            "over the stages, and tables along it are replicated on each of them"
         )
 
 

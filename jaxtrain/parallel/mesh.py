@@ -163,7 +163,7 @@ def validate(
         sizes = {axis: getattr(settings, axis) for axis in MESH_AXES}
     for axis in MESH_AXES:
         if sizes[axis] > 1 and axis not in usable:
-            why = reasons.get(axis, "has nothing that this axis could split")
+            why = reasons.get(axis, "has no dimension that this axis could split")
             yield (
                 f"Mesh.{axis}={sizes[axis]}: {model} {why}; use Mesh.{axis}=1 and "
                 f"{' or '.join(usable)} instead"

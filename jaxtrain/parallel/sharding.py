@@ -33,8 +33,8 @@ nnx.use_eager_sharding(False)
 
 # Why other stages cannot have replicated weights with sharded masters.
 MASTERS_ELSEWHERE = {
-    0: "stage 0 splits nothing, and updates whole parameters",
-    2: "stage 2 takes gradients in shards of whole parameters",
+    0: "stage 0 shards nothing and updates whole parameters",
+    2: "stage 2 shards the gradients of whole parameters",
     3: "stage 3 splits the parameters already, and gathers one layer at a time "
     "(Sharding.accumulate='local': all at once)",
 }

@@ -156,8 +156,9 @@ def validate(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
     """
     if layout != "2.5d" and depth != 1:
         yield (
-            f"Sharding.tensor_depth={depth} does nothing with Sharding.tensor_layout={layout!r}; "
-            "leave it at 1 or set Sharding.tensor_layout='2.5d'"
+            f"Sharding.tensor_depth={depth} has no effect with "
+            f"Sharding.tensor_layout={layout!r}; leave it at 1 or set "
+            "Sharding.tensor_layout='2.5d'"
         )
     if layout == "1d" or tensor == 1:
         return

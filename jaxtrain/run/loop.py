@@ -430,7 +430,7 @@ class Loop:
         self.attempt.goodput.mark_replay(self.steps_done, done=done)
         skipped = self.config.guard.batches_to_skip(rewind.step, self.steps_done)
         self.next_batch = position + skipped
-        self.report(f"{rewind} of step {self.steps_done}, passing over {skipped} batches")
+        self.report(f"{rewind} of step {self.steps_done}, skipping {skipped} batches")
 
 
 def _every(period: int, step: int) -> bool:

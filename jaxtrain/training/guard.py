@@ -263,7 +263,7 @@ class BadStepError(FloatingPointError):
             "Optimizer.clip_norm, and resume from the last checkpoint"
         )
         if policy == "stop":
-            reason = "training stops, because later steps would be lost too"
+            reason = "training stops, because later steps would be bad too"
             way_out += ", or let Guard.policy='skip' or 'rewind' continue automatically"
         else:
             reason = f"training stops after {in_a_row} in a row (Guard.max_bad_steps)"

@@ -98,8 +98,8 @@ def _notes_of_masters(config: Config, layout: Layout) -> list[str]:
         return []
     return [
         f"Sharding.masters='sharded' with Precision.compute={dtypes.compute!r} and "
-        f"Precision.params={dtypes.params!r}: whole weights take as much as whole masters would, "
-        "and the shards come on top; Sharding.masters='whole' takes less"
+        f"Precision.params={dtypes.params!r}: whole weights take as much memory as whole "
+        "masters, and the shards come on top; Sharding.masters='whole' takes less"
     ]
 
 
@@ -254,11 +254,11 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
     model = settings.model
     name = type(model).__name__
     if _has_statistics(model):
-        yield f"would count rows that have zero weight in the running statistics of {name}"
+        yield f"would count zero-weight rows in the running statistics of {name}"
     if model.experts is not None and settings.data.abstract_batch(1).segment_ids is None:
         yield (
-            f"would count rows that have zero weight in the router's losses of {name}, which tell "
-            "them by TextData.separate_documents=True"
+            f"would count zero-weight rows in the router's losses of {name}, which recognize "
+            "them with TextData.separate_documents=True"
         )
     if exchange != "synchronous":
         yield f"would give replicas of Exchange.method={exchange!r} unequal rows to average"

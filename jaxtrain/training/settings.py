@@ -194,8 +194,8 @@ def validate_best(settings: Best, train: "Train") -> Iterator[str]:
     """Yield an error message if there is no evaluation to choose the best from."""
     if settings.metric is not None and train.eval_every == 0:
         yield (
-            f"Best.metric={settings.metric!r} with Train.eval_every=0: the end alone is evaluated; "
-            "set Train.eval_every, such as 100"
+            f"Best.metric={settings.metric!r} with Train.eval_every=0: only the end of the run "
+            "is evaluated; set Train.eval_every, such as 100"
         )
 
 
@@ -203,9 +203,9 @@ def validate_automatic_saves(settings: Checkpoint, train: "Train") -> Iterator[s
     """Yield an error if automatic saves would meet the steps to keep only by chance."""
     if train.save_every == "auto" and settings.keep_every is not None:
         yield (
-            f"Checkpoint.keep_every={settings.keep_every} with Train.save_every='auto': the steps "
-            "that are saved are multiples of it by chance alone; set Checkpoint.keep_every=None "
-            f"or Train.save_every={settings.keep_every}"
+            f"Checkpoint.keep_every={settings.keep_every} with Train.save_every='auto': the "
+            "saved steps are multiples of it only by chance; set Checkpoint.keep_every=None or "
+            f"Train.save_every={settings.keep_every}"
         )
 
 

@@ -163,16 +163,16 @@ def remarks(
     """Return sentences on audit findings, replicated parameters and unused options."""
     found = notes(config, layout)
     found += [
-        f"{one.name} ({human_bytes(one.bytes)} a device) is whole along {one.axis}; "
-        f"-b {one.way_out!r} would save {human_bytes(one.saving)}"
+        f"{one.name} ({human_bytes(one.bytes)} a device) is replicated along {one.axis}; -b "
+        f"{one.way_out!r} would save {human_bytes(one.saving)}"
         for one in find_replicated(config, layout)
         if one.way_out
     ]
     kernel = lighter_kernel(config, target)
     if kernel is not None:
         found.append(
-            f"Attention.kernel={config.attention.kernel!r} keeps scores of every pair of tokens; "
-            f'-b "Attention.kernel={kernel!r}" does not'
+            f"Attention.kernel={config.attention.kernel!r} stores the scores of every pair of "
+            f'tokens; -b "Attention.kernel={kernel!r}" does not'
         )
     if (both := accumulation.sentence(config, target, layout)) is not None:
         found.append(both)
@@ -185,15 +185,15 @@ def remarks(
     if of_layers:
         count, moved = sum(row.count for row in of_layers), sum(row.bytes for row in of_layers)
         found.append(
-            f"{count} collectives over tensor, {human_bytes(moved)} a step, are of layers of "
-            "different shapes, for which the textbook has no form: they are counted as compiled"
+            f"{count} collectives over tensor, {human_bytes(moved)} a step, belong to layers of "
+            "different shapes, for which there is no closed form: they are counted as compiled"
         )
     for row in flagged:
         if row in of_layers:
             continue
         found.append(
-            f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, has no reason "
-            f"in the textbook ({row.cause})"
+            f"flagged: {row.kind} over {row.axis}, {human_bytes(row.bytes)} a step, is in no "
+            f"closed form ({row.cause})"
         )
     found += [f"the compiler warns: {warning}" for warning in dict.fromkeys(warnings)]
     return found
@@ -275,7 +275,7 @@ def explain(config: Config, message: str) -> str:
     fixes = fixes_for(config, target, over=over)
     lines += ["The cheapest fixes first:"] if fixes else []
     lines += [f"- {fix.sentence}" for fix in fixes]
-    lines.append("'jaxtrain plan CONFIG --target TARGET' checks a fix without the machine.")
+    lines.append("'jaxtrain plan CONFIG --target TARGET' checks a fix without the hardware.")
     return "\n".join(lines)
 
 

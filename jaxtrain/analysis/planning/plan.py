@@ -248,5 +248,5 @@ def _check(config: Config, count: int, machine: Target) -> None:
     except UserError:
         padded = []  # the mesh does not exist
     pasted = " ".join(f'-b "{one.binding}"' for one in padded)
-    more = f"\nPadded so, the sizes divide: {pasted}" if padded else ""
+    more = f"\nWith this padding the sizes divide: {pasted}" if padded else ""
     raise UserError(f"{message}{more}")

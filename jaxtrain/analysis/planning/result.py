@@ -186,15 +186,16 @@ class Plan:
         why = [] if self.no_compiler is None else [f"nothing was compiled: {self.no_compiler}"]
         if self.repeated:
             why.append(
-                f"the compiler does {self.repeated} operations again by itself, for want of "
+                f"the compiler rematerializes {self.repeated} operations by itself to fit into "
                 "memory: a layout that needs a little less (Remat, more devices) may be faster"
             )
         if self.time.seconds is not None and self.time.seconds < DISPATCH_SECONDS:
             why.append(
                 f"the predicted step of {human_seconds(self.time.seconds)} is shorter than the "
-                f"{human_seconds(DISPATCH_SECONDS)} that a host takes to dispatch one, which the "
-                "prediction leaves out: launch overhead will bind, and devices will wait; a larger "
-                "Train.global_batch_size or a larger model uses them"
+                f"{human_seconds(DISPATCH_SECONDS)} that a host takes to dispatch one, which "
+                "the prediction does not include: the run will be bound by launch overhead and "
+                "devices will be idle; a larger Train.global_batch_size or a larger model uses "
+                "them"
             )
         return [
             *why,

@@ -262,7 +262,8 @@ def _candidates(console: Console, plan: "Plan") -> None:
     for kind in found.absent:
         which = "FSDP alone" if kind == FSDP else f"{kind} parallelism"
         print_lines(
-            console, f"No layout with {which} fits in less than {FAR:g} times the best's time"
+            console,
+            f"No layout with {which} fits and takes less than {FAR:g} times as long as the best",
         )
     rejected = sum(found.rejected.values())
     print_lines(
@@ -278,7 +279,7 @@ def _candidates(console: Console, plan: "Plan") -> None:
 
 def _describe_unpriced(found: "Found") -> str:
     if found.left:
-        return f"{found.priced:,} layouts were priced, {found.left:,} more were not looked at"
+        return f"{found.priced:,} layouts were priced, {found.left:,} more were not considered"
     return "all layouts were priced, but not all of the best compiled"
 
 

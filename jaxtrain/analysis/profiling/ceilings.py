@@ -72,7 +72,7 @@ def ceilings(device: jax.Device, dtype: str) -> Ceilings:
     """
     chip = chip_of(device.device_kind)
     if chip is None:
-        return Ceilings(None, None, f"no figures are known of {device.device_kind}")
+        return Ceilings(None, None, f"the figures of {device.device_kind} are not known")
     if chip.kind == "cpu":
         return _measure(device, dtype)
     peak = chip.float32_flops if dtype == "float32" else chip.bf16_flops
@@ -87,7 +87,7 @@ def _measure(device: jax.Device, dtype: str) -> Ceilings:
     rates = [(8 * count, _copy_rate(device, count)) for count in _COPIED]
     # A small array is never slower than a large one.
     cached = [(size, max(rate for _, rate in rates[i:])) for i, (size, _) in enumerate(rates)]
-    source = f"measured here, {dtype} products and x + 1; more where caches hold what is moved"
+    source = f"measured here by {dtype} matmuls and x + 1; higher where data fit into caches"
     return Ceilings(flops, rates[-1][1], source, tuple(cached))
 
 

@@ -49,7 +49,7 @@ class Run:
 def newest_trace(folder: Path) -> Path:
     """Return the newest trace file of the profiler under a folder."""
     files = list(folder.glob("plugins/profile/*/*.xplane.pb"))
-    assert files, f"the profiler wrote nothing into {folder}"
+    assert files, f"the profiler wrote no file into {folder}"
     return max(files, key=lambda file: file.stat().st_mtime)
 
 

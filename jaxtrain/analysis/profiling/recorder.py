@@ -52,8 +52,8 @@ class Recorder:
         self._first, self._last = done + FIRST, min(done + LAST, last)
         if last - done < LAST:
             self._print(
-                f"Profile: {last - done} steps are left, so it looks at steps {self._first} to "
-                f"{self._last} instead of {LAST - FIRST + 1}"
+                f"Profile: {last - done} steps are left, so steps {self._first} to {self._last} "
+                f"are profiled instead of {LAST - FIRST + 1}"
             )
         devices = jax.local_devices()
         self._device, self._devices = devices[0], len(devices)
@@ -139,7 +139,7 @@ class Recorder:
         """Discard an unfinished profile, when the run stops or rolls back."""
         if self._started is not None and not self._over:
             jax.profiler.stop_trace()
-            self._print("Profile: left out, since the run stopped among the steps it looks at")
+            self._print("Profile: skipped, because the run stopped during the profiled steps")
         self._over = True
 
     def _print(self, line: str) -> None:

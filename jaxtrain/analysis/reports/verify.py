@@ -36,7 +36,7 @@ def verify_page(report: Report, config: Config, name: str, words: Sequence[str] 
     count = {"proved": 0, "FAILED": 0, "not checked": 0}
     for proof in report.proofs:
         count[proof.verdict] += 1
-    found, tone = "All that was checked is proved", "good"
+    found, tone = "Everything that was checked is proved", "good"
     if count["FAILED"]:
         found, tone = f"{count['FAILED']} of {len(report.proofs)} proofs failed", "bad"
     elif not count["proved"]:

@@ -29,7 +29,7 @@ from jaxtrain.training.state import TrainState
 # embeddings; both are numpy arrays in token order.
 PerToken = tuple[np.ndarray, np.ndarray]
 
-_ONE_TEXT = NotChecked("TextData.separate_documents=False: a row is one text, as was asked for")
+_ONE_TEXT = NotChecked("TextData.separate_documents=False: a row is one text, as configured")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Documents:
         other, chosen_BT = sample.with_one_document_changed(self.batch, self._vocab_size)
         after = self._run(other)
         moved = self._difference(0, after[0], chosen_BT)
-        assert moved > EQUAL, "the changed documents have the same losses: nothing was changed"
+        assert moved > EQUAL, "the changed documents have the same losses: the change had no effect"
         others_BT = (self.batch.segment_ids > 0) & ~chosen_BT
         loss, gradient = (self._difference(i, after[i], others_BT) for i in (0, 1))
         detail = (

@@ -52,8 +52,12 @@ def claims(bench: Bench) -> Iterator[Claim]:
                     lambda: accumulation(bench))  # fmt: skip
         where = mesh_name(bench.within_stages)
         of = packing.Documents(bench)
-        yield Claim("packing", f"documents packed in a row = each alone, on {where}", of.as_alone)
-        yield Claim("isolation", f"a changed document leaves the others as they are, on {where}",
+        yield Claim(
+            "packing",
+            f"documents packed in a row = each document by itself, on {where}",
+            of.as_alone,
+        )
+        yield Claim("isolation", f"a changed document does not change the others, on {where}",
                     of.check_isolation)  # fmt: skip
     else:
         of = "of the same images" if reads_images(small.train.model) else "of unequal counts"

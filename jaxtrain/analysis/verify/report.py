@@ -89,7 +89,7 @@ def show_small(console: Console, small: Small) -> None:
         written = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
         console.print(f"mesh: {written or 'one device'}", highlight=False)
     for one, other in small.pairs_left_out:
-        line = f"not checked: Mesh.{one} together with Mesh.{other} (8 devices hold no more)"
+        line = f"not checked: Mesh.{one} together with Mesh.{other} (8 devices are too few)"
         console.print(line, highlight=False)
 
 

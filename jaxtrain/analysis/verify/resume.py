@@ -51,7 +51,7 @@ def check_exchange(bench: Bench) -> Finding:
     weights = metrics.get("weight", np.ones(()))
     loss = float((metrics["loss"] * weights).sum() / weights.sum())
     error = relative(loss, bench.one_device_step.loss)
-    return Finding(error, EQUAL, f"loss {error:.1e}; the update differs, as the method means it to")
+    return Finding(error, EQUAL, f"loss {error:.1e}; the update differs, as the method intends")
 
 
 def _run(

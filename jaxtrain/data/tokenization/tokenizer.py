@@ -89,9 +89,9 @@ def closing(tokenizer: Tokenizer) -> tuple[int, ...]:
 def no_end_of_text(section: str, tokenizer: str) -> str:
     """Return the message for a tokenizer without a known end-of-text token."""
     return (
-        f"No token is known to end a text ({section}.tokenizer = {tokenizer!r}): documents follow "
-        "one another without one, and answers end at their greatest length; name one in "
-        f"{section}.end_of_text"
+        f"No token is known to end a text ({section}.tokenizer = {tokenizer!r}): documents are "
+        "concatenated without a separator, and answers end at their maximum length; name one "
+        f"in {section}.end_of_text"
     )
 
 

@@ -26,7 +26,7 @@ SPECIAL = (
 TOKENIZER_KEYS: KeyTable = {
     **read_keys("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder"),
     **ignore_keys("the library reads all versions", "version"),
-    **ignore_keys("a text is neither cut nor padded by its tokenizer", "truncation", "padding"),
+    **ignore_keys("the tokenizer neither truncates nor pads a text", "truncation", "padding"),
     "model": Nested(
         {
             **read_keys(
@@ -34,7 +34,9 @@ TOKENIZER_KEYS: KeyTable = {
                 "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix",
                 "max_input_chars_per_word",
             ),
-            "dropout": Only((None, 0.0), reason="it draws other tokens for each reading of a text"),
+            "dropout": Only((None, 0.0), reason=(
+                "it samples different tokens each time a text is read"
+            )),
         }
     ),
 }  # fmt: skip
@@ -49,7 +51,7 @@ SETTINGS_KEYS: KeyTable = {
         "tokenizer_class", "legacy",
     ),
     **ignore_keys(
-        "tokenizer.json holds what it has made of the tokenizer",
+        "tokenizer.json already contains its effect on the tokenizer",
         "add_bos_token", "add_eos_token", "sp_model_kwargs", "from_slow", "use_fast",
         "do_basic_tokenize", "never_split", "extra_ids", "unk_id", "vocab", "merges", "vocab_file",
         "merges_file", "tokenizer_file", "tokenizer_object", "post_processor", "gguf_file",
@@ -58,7 +60,7 @@ SETTINGS_KEYS: KeyTable = {
         "do_lower_case_special_tokens", "keep_accents", "remove_space", "add_dummy_prefix_space",
     ),
     **ignore_keys(
-        "texts are cut and padded by the data's own settings",
+        "the data's own settings truncate and pad texts",
         "model_max_length", "max_len", "max_length", "padding_side", "truncation_side", "stride",
         "truncation", "truncation_strategy", "padding", "pad_to_multiple_of", "pad_token_type_id",
         "pad_to_max_length", "tokenizer_padding", "tokenizer_truncation", "_json_padding",
@@ -71,7 +73,7 @@ SETTINGS_KEYS: KeyTable = {
     ),
     **ignore_keys("no code of the folder is run", "auto_map"),
     **ignore_keys(
-        "it names a class or a file, or describes what is not read here",
+        "it names a class or a file, or describes data that are not read here",
         "processor_class", "backend", "name_or_path", "model_input_names",
         "verbose", "device_map", "is_local", "local_files_only", "files_loaded", "image_token_id",
         "use_default_system_prompt", "response_schema", "response_template", "chat_control_tokens",

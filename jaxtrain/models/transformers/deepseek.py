@@ -160,13 +160,15 @@ class DeepSeek(LanguageModel):
             )
         if self.router == "sigmoid" and 1 < groups > E // 2:
             yield (
-                f"DeepSeek.expert_groups={groups} of DeepSeek.num_experts={E}: a group is as good "
-                f"as its two best experts (DeepSeek.router='sigmoid'); use at most {E // 2}, or 1"
+                f"DeepSeek.expert_groups={groups} of DeepSeek.num_experts={E}: a group's score "
+                "is the sum of its two best experts (DeepSeek.router='sigmoid'); use at most "
+                f"{E // 2}, or 1"
             )
         if self.router == "softmax" and self.bias_speed:
             yield (
-                f"DeepSeek.bias_speed={self.bias_speed} does nothing with DeepSeek.router="
-                "'softmax', which has no biases; use 0.0, or DeepSeek.router='sigmoid'"
+                f"DeepSeek.bias_speed={self.bias_speed} has no effect with "
+                "DeepSeek.router='softmax', which has no biases; use 0.0, or "
+                "DeepSeek.router='sigmoid'"
             )
         yield from validate_settings(self, "balance_weight", "bias_speed")
 

@@ -20,14 +20,14 @@ COMMON: KeyTable = {
     # Read for tokenization and generation.
     **read_keys("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
     **ignore_keys(
-        "it names who wrote the file, and with what",
+        "it records who wrote the file, and with which version",
         "transformers_version", "_name_or_path", "name_or_path", "_commit_hash",
         "unsloth_fixed", "unsloth_version", "transformers.js_config", "model_name",
     ),
     **ignore_keys("Python files of a folder are never run", "auto_map", "custom_pipelines"),
     **ignore_keys("each tensor of a file has its own dtype", "dtype", "torch_dtype"),
     **ignore_keys(
-        "it changes what transformers returns or how it computes, and no logits",
+        "it changes what transformers returns or how it computes, but not the logits",
         "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
         "tie_last_hidden_states", "use_cache", "output_past", "chunk_size_feed_forward",
         "attn_implementation", "_attn_implementation", "_attn_implementation_autoset",
@@ -41,10 +41,10 @@ COMMON: KeyTable = {
         "finetuning_task", "task_specific_params", "prefix", "tokenizer_class",
         "sep_token_id", "cls_token_id", "mask_token_id", "classifier_dropout",
     ),
-    **ignore_keys("values are drawn only where training starts anew",
+    **ignore_keys("it is used only for random initialization",
                  "initializer_range", "initializer_factor"),
     **ignore_keys(
-        "dropout acts in training alone, and is set by this package's own settings", *DROPOUT
+        "dropout acts only in training, and this package's own settings set it", *DROPOUT
     ),
     **ignore_keys(
         "transformers ignores settings of generation in config.json; generation_config.json has "
@@ -69,7 +69,7 @@ COMMON: KeyTable = {
 }  # fmt: skip
 # For models without classes.
 _NO_CLASSES = ignore_keys(
-    "it describes classes, which this architecture has none of",
+    "it describes classes, which this architecture does not have",
     "id2label", "label2id", "num_labels", "_num_labels", "problem_type",
 )  # fmt: skip
 # For language models: "is_decoder" means causal attention.
@@ -77,7 +77,7 @@ LANGUAGE: KeyTable = {
     **COMMON,
     **_NO_CLASSES,
     **ignore_keys("attention is causal anyway", "is_decoder"),
-    **ignore_keys("the architecture has a head of its own in place of embeddings", KEY),
+    **ignore_keys("the architecture has its own head, not the embeddings", KEY),
 }
 # For encoders without a head.
 ENCODER: KeyTable = {**COMMON, **_NO_CLASSES, **read_keys(KEY)}
@@ -86,8 +86,8 @@ CLASSES: KeyTable = {
     **COMMON,
     **read_keys("id2label", "num_labels"),
     **ignore_keys("id2label says the same", "label2id"),
-    **ignore_keys("id2label or num_labels says it", "_num_labels"),
-    **ignore_keys("the architecture has a head of its own in place of embeddings", KEY),
+    **ignore_keys("id2label or num_labels gives the number of classes", "_num_labels"),
+    **ignore_keys("the architecture has its own head, not the embeddings", KEY),
     "problem_type": only(None, "single_label_classification"),
 }
 
@@ -97,21 +97,21 @@ _SHARED_QUANTIZATION: KeyTable = {
         "whether a tensor is quantized is read from the tensors themselves",
         "modules_to_not_convert", "modules_to_convert", "ignored_layers", "quantization_status",
     ),
-    **ignore_keys("weights are read as floats here, whatever it says", "dequantize"),
+    **ignore_keys("weights are read as floats here, whatever its value", "dequantize"),
 }  # fmt: skip
 QUANTIZATION: Mapping[str, KeyTable] = {
     awq.METHOD: {
         **_SHARED_QUANTIZATION,
         **ignore_keys("the tensors say it", "group_size", "q_group_size", "sym"),
         **ignore_keys(
-            "it says how codes were found, and not what they stand for",
+            "it records how the codes were chosen, not which values they encode",
             "tokenizer", "dataset", "damp_percent", "act_group_aware", "true_sequential", "meta",
             "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
             "batch_size", "pad_token_id", "max_input_length", "cache_block_outputs",
             "modules_in_block_to_quantize",
         ),
         **ignore_keys(
-            "it chooses kernels of other packages, and no values",
+            "it chooses kernels of other packages and does not change values",
             "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config",
         ),
         "bits": only(4),

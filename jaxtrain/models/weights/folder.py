@@ -283,9 +283,9 @@ def _leftover_error(
     if first is not None:
         same = (first.dtype, first.shape) == (tensor.dtype, tensor.shape)
         if not (same and _equal(tensor, first)):
-            yield f"{name} is another than {copy_of}, which it is tied to by {CONFIG}"
+            yield f"{name} differs from {copy_of}, to which {CONFIG} ties it"
         return
-    yield f"{name} {list(tensor.shape)} has no place in this architecture"
+    yield f"{name} {list(tensor.shape)} does not belong to this architecture"
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -38,7 +38,7 @@ TABLES: Mapping[str, KeyTable] = {
             "pooling_mode", *(f"pooling_mode_{mode}" for mode in (*_MODES.values(), *_OTHERS))
         ),
         **ignore_keys("config.json says it", "word_embedding_dimension", "embedding_dimension"),
-        **ignore_keys("no prompt is put before a text here", "include_prompt"),
+        **ignore_keys("texts get no prompt prefix here", "include_prompt"),
     },
     "normalize": {
         "module_input_name": only("sentence_embedding"),
@@ -46,7 +46,7 @@ TABLES: Mapping[str, KeyTable] = {
     },
     "transformer": {
         **read_keys("max_seq_length"),
-        **ignore_keys("it changes how values are computed, and not which", "unpad_inputs"),
+        **ignore_keys("it changes how values are computed, but not the values", "unpad_inputs"),
         "do_lower_case": only(False, reason="tokenizer.json says it"),
         "transformer_task": only("feature-extraction"),
         "module_output_name": only("token_embeddings"),
@@ -57,7 +57,7 @@ TABLES: Mapping[str, KeyTable] = {
         }),
         **dict.fromkeys(
             ("processing_kwargs", "model_args", "tokenizer_args", "config_args"),
-            Only((None, {}), reason="nothing is passed on to the model or its tokenizer"),
+            Only((None, {}), reason="no arguments are passed to the model or its tokenizer"),
         ),
         **dict.fromkeys(
             ("query_length", "document_length", "query_expansion", "tokenizer_name_or_path"),
@@ -65,10 +65,10 @@ TABLES: Mapping[str, KeyTable] = {
         ),
     },
     "whole": {
-        **ignore_keys("it names versions of programs", "__version__", "requirements"),
-        **ignore_keys("default_prompt_name says which is put before each text", "prompts"),
-        **ignore_keys("it compares embeddings, and makes none", "similarity_fn_name"),
-        "default_prompt_name": only(None, reason="no prompt is put before a text here"),
+        **ignore_keys("it records versions of programs", "__version__", "requirements"),
+        **ignore_keys("default_prompt_name selects the prompt put before each text", "prompts"),
+        **ignore_keys("it compares embeddings and does not compute them", "similarity_fn_name"),
+        "default_prompt_name": only(None, reason="texts get no prompt prefix here"),
         "model_type": only("SentenceTransformer"),
         "truncate_dim": only(None, reason="embeddings are whole"),
     },

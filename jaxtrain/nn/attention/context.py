@@ -253,9 +253,8 @@ def validate(
         )
     if method == "ring" and pattern is not None:
         yield (
-            f"Attention.context_parallel='ring' (Mesh.context={c}) goes by what a causal or a "
-            f"windowed mask shows, not by a {type(pattern).__name__}; use "
-            "Attention.context_parallel='ulysses'"
+            f"Attention.context_parallel='ring' (Mesh.context={c}) supports causal and windowed "
+            f"masks, not a {type(pattern).__name__}; use Attention.context_parallel='ulysses'"
         )
     elif method == "ring" and kernel in KERNELS and not KERNELS[kernel].plain:
         other = f", or Attention.context_parallel='ulysses' with {kernel!r}"

@@ -392,14 +392,14 @@ def _validate_rope(name: str, fields: Mapping[str, Any]) -> Iterator[str]:
     turned = int(head_dim * fraction)
     if not 0 < fraction <= 1 or turned < 2 or turned % 2:
         yield (
-            f"{name}.rope_fraction={fraction} turns {turned} of the {head_dim} dimensions of a "
-            "head; use 1.0 (all) or what leaves an even number above 0"
+            f"{name}.rope_fraction={fraction} rotates {turned} of the {head_dim} dimensions of "
+            "a head; use 1.0 (all) or a fraction that gives an even number above 0"
         )
     rope_type = fields.get("rope_type", "llama3")
     if rope_type != "llama3" and scaling == 1:
         yield (
-            f"{name}.rope_type={rope_type!r} does nothing with {name}.rope_scaling=1.0; use the "
-            "longer context over the original one, such as 4.0, or 'llama3'"
+            f"{name}.rope_type={rope_type!r} has no effect with {name}.rope_scaling=1.0; use "
+            "the ratio of the longer context to the original one, such as 4.0, or 'llama3'"
         )
     low, high = (fields.get(f"rope_{end}_frequency_factor") for end in ("low", "high"))
     if low is not None and high is not None and not 0 < low < high:

@@ -126,11 +126,13 @@ def choose(request: Request) -> Choice:
     for kernel in kernels if request.pattern is None else _OF_PATTERNS:
         reasons = KERNELS[kernel].cannot(request)
         if request.in_ring and not KERNELS[kernel].plain:
-            reasons.append("gives no log-sum-exp, which a ring over Mesh.context merges by")
+            reasons.append(
+                "returns no log-sum-exp, which a ring over Mesh.context needs to merge its blocks"
+            )
         if not reasons:
             first = f"the first choice on a {request.platform}"
             if request.pattern is not None:
-                first = f"the one that does no more than a {type(request.pattern).__name__} shows"
+                first = f"the one that computes only what a {type(request.pattern).__name__} shows"
             why = "; ".join(passed_over) or first
             return Choice(kernel, why)
         passed_over += [f"{kernel!r} {reason}" for reason in reasons]
@@ -145,16 +147,16 @@ def _anything(_: Request) -> list[str]:
 
 
 def _not_in_a_cache(request: Request) -> list[str]:
-    no = "cannot start queries in the middle of a key-value cache"
+    no = "does not support queries that start in the middle of a key-value cache"
     return [no] if request.cached else []
 
 
 def _not_biased(request: Request) -> list[str]:
-    return ["adds no relative positions to scores"] if request.biased else []
+    return ["does not add relative positions to the scores"] if request.biased else []
 
 
 def _not_capped(request: Request) -> list[str]:
-    return ["has no soft cap of scores"] if request.capped else []
+    return ["does not support a soft cap on the scores"] if request.capped else []
 
 
 def _not_with_sinks(request: Request) -> list[str]:
@@ -164,7 +166,7 @@ def _not_with_sinks(request: Request) -> list[str]:
 def _not_by_pattern(request: Request) -> list[str]:
     if request.pattern is None:
         return []
-    return [f"has no patterns (here {type(request.pattern).__name__})"]
+    return [f"does not support patterns (here {type(request.pattern).__name__})"]
 
 
 def _not_by_tiles(request: Request) -> list[str]:
@@ -180,7 +182,7 @@ def _not_sparse(request: Request) -> list[str]:
     if request.window is not None:
         reasons.append(f"does not support a window with a pattern (here {request.window})")
     if request.pattern is None:
-        reasons.append("does the products of a pattern, and this model has no attention_pattern")
+        reasons.append("computes the matmuls of a pattern, and this model has no attention_pattern")
     elif not request.causal and not request.pattern.both_ways:
         name = type(request.pattern).__name__
         reasons.append(f"has {name} for causal attention only, as it is defined")

@@ -73,11 +73,11 @@ def validate(
         return
     setting, way_out = f"Precision.matmul={matmul!r}", "use Precision.matmul='compute'"
     if experts and matmul not in _OF_EXPERTS:
-        yield (f"{setting} for {model}: experts' grouped products have no {matmul} form; {way_out}")
+        yield (f"{setting} for {model}: experts' grouped matmuls have no {matmul} form; {way_out}")
     if recurrent:
         yield (
-            f"{setting} for {model}: the product at each place of a recurrent layer "
-            f"has no {matmul} form; {way_out}"
+            f"{setting} for {model}: the matmul at each time step of a recurrent layer has no "
+            f"{matmul} form; {way_out}"
         )
     if platform == "cpu" or device_kind is None:
         return

@@ -125,9 +125,9 @@ def notes(platform: str, *, experts: int, model: str) -> Iterator[str]:
     """
     if platform == OLD_GPU:
         yield (
-            f"{model}.capacity_factor=None on a GPU that is not NVIDIA's from Ampere on: each of "
-            f"the {experts} experts multiplies the rows of all, for want of a kernel; a capacity, "
-            "such as 1.25, costs each its own"
+            f"{model}.capacity_factor=None on a GPU other than NVIDIA's since Ampere: without a "
+            f"kernel each of the {experts} experts multiplies all rows; with a capacity, such "
+            "as 1.25, it multiplies only its own"
         )
 
 

@@ -136,7 +136,9 @@ class RunFolder:
         try:
             self.push()
         except OSError as error:
-            self._report(f"{self.workdir}: its files are not up to date ({error}); {self.local} is")
+            self._report(
+                f"{self.workdir}: its files are out of date ({error}); {self.local} is current"
+            )
             return False
         return True
 

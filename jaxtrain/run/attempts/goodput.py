@@ -37,7 +37,7 @@ CAUSES = {
     "data": "waiting for a batch",
     "evaluation": "evaluating",
     "save": "saving",
-    "replay": "steps done again after a restart or rewind",
+    "replay": "steps repeated after a restart or rewind",
     "bad": "steps whose update was skipped",
     "stall": "stalled",
     "down": "between the last record of an attempt and the next attempt",

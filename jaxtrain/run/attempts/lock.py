@@ -187,7 +187,7 @@ def _wait_until_stale(
         if newest_attempt(workdir) > attempt or find_unended(workdir, attempt) is None:
             return
     report(
-        f"{workdir} is taken over: {who}, did not beat for "
+        f"taking over {workdir}: {who}, sent no heartbeat for "
         f"{BEATS_WAITED * holder.beat_seconds:g} seconds"
     )
 

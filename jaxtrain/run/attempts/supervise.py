@@ -257,7 +257,7 @@ def supervise(
                 report(f"stopped by {_name(stop[0])} before anything was started")
                 return PREEMPTED
             if stop:
-                report(f"{ending} ({kept}); not started again, since {_name(stop[0])} came")
+                report(f"{ending} ({kept}); not restarted, because {_name(stop[0])} was received")
                 return FAILED
             if restarts >= settings.max_restarts_without_progress:
                 reason = (
@@ -269,7 +269,7 @@ def supervise(
                 return FAILED
             seconds = settings.backoff(restarts)
             restarts += 1
-            report(f"{ending} ({kept}); starting again in {seconds:g} s")
+            report(f"{ending} ({kept}); restarting in {seconds:g} s")
             if _wait(seconds, settings.poll_seconds, stop):
                 reason = f"stopped by {_name(stop[0])} between two attempts; the last was {ending}"
                 report(f"{reason}; run the same command again to go on")
@@ -389,7 +389,7 @@ def _run(
             cause = f"killed after {_name(stop[0])} and {came}"
             child.kill()
         elif heard and silent > settings.stall_seconds:
-            cause = f"stalled, killed: no sign of life for {settings.stall_seconds:g} s"
+            cause = f"stalled, killed: no progress for {settings.stall_seconds:g} s"
             child.kill()
     child.kill()  # its children are killed too
     child.close()

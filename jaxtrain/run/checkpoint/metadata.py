@@ -149,7 +149,7 @@ def other_data(extra: dict[str, Any], config: Config, dataset: Dataset) -> str |
     if setting is not None:
         return f"{setting[0]} was {setting[1]}, is {setting[2]}"
     if pythons is not None:
-        return f"the embedded text was that of Python {pythons[0]}, is that of {pythons[1]}"
+        return f"the embedded text was that of Python {pythons[0]}, and is now that of {pythons[1]}"
     return f"{_DIGEST} was {saved[:16]}, is {dataset.digest[:16]}"
 
 
@@ -209,7 +209,9 @@ def with_settings(error: OtherLeavesError, saved: str, config: Config) -> UserEr
     for beginnings in ((*model, f"{type(config.train.model).__name__}."), others):
         found = _differing(saved, config, *beginnings)
         if found:
-            lines = [f"  {n} = {a} wrote it, this configuration has {b}" for n, a, b in found]
+            lines = [
+                f"  {n} = {a} when it was written, {b} in this configuration" for n, a, b in found
+            ]
             return UserError("\n".join([error.headline, *lines]))
     return error
 
@@ -239,7 +241,7 @@ def other_settings(extra: dict[str, Any], config: Config, step: int) -> Iterator
     found = [one for one in _differing(extra["config"], config, "") if not one[0].startswith(names)]
     if found:
         changed = ", ".join(f"{name} = {now} (was {before})" for name, before, now in found)
-        yield f"Set otherwise than for the checkpoint of step {step}: {changed}"
+        yield f"Settings that differ from those of the checkpoint of step {step}: {changed}"
 
 
 def other_rate(extra: dict[str, Any], config: Config, step: int) -> Iterator[str]:
@@ -316,7 +318,7 @@ def describe_ancestors(ancestors: Sequence[Ancestor]) -> list[str]:
     """Describe each ancestor in one line."""
     lines = []
     for ancestor in ancestors:
-        verb = "Its parameters began as those of" if not lines else "which began as those of"
+        verb = "Its parameters were initialized from" if not lines else "which began as those of"
         step = "" if ancestor["step"] is None else f", step {ancestor['step']:,}"
         lines.append(f"{verb} {ancestor['path']}{step} ({ancestor['digest']})")
     return lines

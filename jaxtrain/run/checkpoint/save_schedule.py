@@ -75,7 +75,8 @@ FAILURE_RATES = (
     ),
     FailureRate(
         "Google TPU v4", "TPU v4", 0.0008 / 4 * 1000,
-        "0.08 % of the machines a day, 4 chips each; hardware alone", "Zu et al., NSDI 2024",
+        "0.08 % of the machines a day, 4 chips each; only hardware failures",
+        "Zu et al., NSDI 2024",
     ),
 )  # fmt: skip
 

@@ -241,7 +241,7 @@ class Checkpoints:
             if not self._read_only and jax.process_index() == 0:
                 self._may_write()
                 moved_to = sealing.put_aside(self.folder, step)
-                renamed = f"it is now {moved_to}, to be looked at and deleted; "
+                renamed = f"it was moved to {moved_to}: inspect and delete it; "
             self._report(f"{error}; {renamed}{instead}")
         if not self._read_only:
             self._bad.clear()

@@ -31,7 +31,7 @@ VARIABLE = "JAXTRAIN_TOKEN"
 _FEWEST, _MOST = 32, 1024  # characters: 32 hexadecimal digits are 128 bits
 _GRAMMAR = re.compile(rb"[!-~]{%d,%d}" % (_FEWEST, _MOST))
 _WAY_OUT = (
-    f"give all processes of the run the same {VARIABLE}, or none of them and a --workdir that they "
+    f"give all processes of the run the same {VARIABLE}, or no token and a --workdir that they "
     "share"
 )
 
@@ -108,8 +108,9 @@ class RunToken:
         """Return the error for a process with a different token than process 0."""
         source = VARIABLE if self._given is not None else str(self._file)
         return UserError(
-            f"the coordinator {coordinator} has another token than process {process} has from "
-            f"{source}: it belongs to another run, or was given its own; {_WAY_OUT}"
+            f"the coordinator {coordinator} has a different token from the one that process "
+            f"{process} has from {source}: it belongs to another run, or has its own token; "
+            f"{_WAY_OUT}"
         )
 
     def _read_private(self, *, private: bool) -> bytes | None:

@@ -326,7 +326,7 @@ class ManyProcesses(Peers):
         self.close()
         if not ended:
             who = name_processes(missing, self.hosts) if missing else "another process"
-            late = f"{who} did not come to the end within {timeout_seconds:g} s of this one"
+            late = f"{who} did not finish within {timeout_seconds:g} s of this process"
             raise ClusterError(late if cause is None else str(cause))
 
     def close(self) -> None:

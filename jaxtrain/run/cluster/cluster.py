@@ -65,7 +65,7 @@ class Cluster:
     local_device_ids: tuple[int, ...] | None = None
     # A dict is not hashable; two clusters that differ only in it may have the same hash.
     hosts: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
-    found: str = "One process: nothing here says that there are more"
+    found: str = "One process: no other processes were detected"
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

@@ -200,11 +200,11 @@ class _HostSide:
         )
         host, _ = split_address(self._cluster.coordinator or "")
         if not is_local(host):
-            sentence += f"; {host} is not an address of this machine: does process 0 belong there?"
+            sentence += f"; {host} is not an address of this machine: should process 0 run there?"
         rejected = self._listener.rejected
         if rejected.count:
             sentence += (
-                f"; {rejected.count} connections without this run's token were turned away, the "
+                f"; {rejected.count} connections without this run's token were rejected, the "
                 f"last from {rejected.last}"
             )
         return sentence

@@ -160,7 +160,7 @@ class Link:
 def _describe_break(error: Exception | None) -> str:
     if error is None:
         return "closed its connection"
-    return f"broke its connection ({getattr(error, 'strerror', None) or error})"
+    return f"lost its connection ({getattr(error, 'strerror', None) or error})"
 
 
 def _parse(body: bytes) -> Message | None:
@@ -375,7 +375,7 @@ class Listener:
             # A client that disconnects without sending a byte was only a port check.
             is_check = link.closed is not None and link.is_silent
             if self._accepting and not link.is_authenticated and not is_check:
-                why = link.closed or f"proved nothing within {_HELLO_SECONDS:g} s"
+                why = link.closed or f"did not authenticate within {_HELLO_SECONDS:g} s"
                 self.rejected.note(link.address, why)
             if not is_admitted:
                 link.close()

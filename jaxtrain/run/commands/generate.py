@@ -92,8 +92,8 @@ def generate_with_draft(
         guessed += found.guessed
         accepted += found.accepted
     share = f" ({accepted / guessed:.0%})" if guessed else ""
-    pace = f", {drawn / passes:.2f} tokens a pass of the model" if passes else ""
-    sys.stderr.write(f"jaxtrain: {accepted} of {guessed} guesses were kept{share}{pace}\n")
+    pace = f", {drawn / passes:.2f} tokens per forward pass" if passes else ""
+    sys.stderr.write(f"jaxtrain: {accepted} of {guessed} draft tokens were accepted{share}{pace}\n")
     return answers
 
 

@@ -39,8 +39,8 @@ def import_hf(arguments: argparse.Namespace) -> int:
     if isinstance(data, TextData) and data.source == "synthetic" and not has_tokenizer:
         print_lines(
             console,
-            "No tokenizer came with it: to give it text, bind TextData.source and "
-            "TextData.tokenizer to what it was trained on",
+            "It has no tokenizer: to use it with text, bind TextData.source and "
+            "TextData.tokenizer to those it was trained with",
         )
     elif isinstance(data, TextData) and data.open_tokenizer().end_of_text is None:
         print_lines(console, no_end_of_text("TextData", data.tokenizer))

@@ -141,7 +141,7 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
         )
         return trainer.train(profile=profile) or trainer.evaluate()
     if first:
-        console.print(f"Going on from the checkpoint of step {first} in {trainer.workdir}")
+        console.print(f"Resuming from the checkpoint of step {first} in {trainer.workdir}")
     return trainer.train(profile=profile) or trainer.evaluate()
 
 
@@ -228,7 +228,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     values = trainer.evaluate()
     other = trainer.other_data()
     if other is not None:
-        line = f"jaxtrain: the data are not those that the run was trained on: {other}"
+        line = f"jaxtrain: the data differ from those that the run was trained on: {other}"
         print(line, file=sys.stderr)  # noqa: T201
     line = strict({"step": trainer.steps_done, **values})
     print(json.dumps(line, allow_nan=False))  # noqa: T201
@@ -339,7 +339,7 @@ def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | No
     if isinstance(data, ImageData) and data.workers < cores:
         advice = f"set ImageData.workers (now {data.workers}; this machine has {cores} cores)"
     elif _is_read_while_training(data):
-        advice = "bring it to a local disk, or give the process more cores"
+        advice = "copy the data to a local disk, or give the process more cores"
     else:
         advice = "give the process more cores"  # its rows are in memory
     share = waited / (waited + worked)

@@ -18,7 +18,7 @@ from jaxtrain.models.weights.folder import CARRIED_FOLDER
 from jaxtrain.training.settings import Config, TextSource
 
 TOP_K = 50  # of transformers' sampling, by default
-_SUPPRESSES = "which tokens may be written is not limited here"
+_SUPPRESSES = "the tokens that may be generated are not restricted here"
 
 # Of generation_config.json.
 GENERATION_KEYS: KeyTable = {
@@ -30,21 +30,21 @@ GENERATION_KEYS: KeyTable = {
         "an answer's greatest length is --max-new-tokens", "max_length", "max_new_tokens"
     ),
     **ignore_keys(
-        "prompts are made by the run's tokenizer, and sources by its data",
+        "the run's tokenizer and data make prompts and sources",
         "bos_token_id", "pad_token_id", "decoder_start_token_id",
     ),
     **ignore_keys(
-        "it decides how an answer is computed, not which",
+        "it changes how an answer is computed, not the answer",
         "use_cache", "cache_implementation", "cache_config", "max_cache_len", "compile_config",
         "disable_compile", "prefill_chunk_size", "continuous_batching_config", "low_memory",
     ),
     **ignore_keys(
-        "it decides what is returned with an answer, and how many of them",
+        "it changes what is returned with an answer, and how many answers",
         "output_attentions", "output_hidden_states", "output_logits", "output_scores",
         "return_dict_in_generate", "num_return_sequences", "return_legacy_cache",
     ),
     **ignore_keys(
-        "guesses of a draft change no answer; --draft asks for them",
+        "draft tokens do not change an answer; --draft turns them on",
         "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "use_mtp",
         "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind",
         "target_lookbehind", "prompt_lookup_num_tokens", "max_matching_ngram_size",

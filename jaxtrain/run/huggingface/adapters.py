@@ -27,23 +27,23 @@ from jaxtrain.training.setup import Setup, parameter_shapes
 from jaxtrain.training.state import TrainState
 
 _CHANGES_BASE = (
-    "other ways also change the base weights when PEFT loads the adapter; let PEFT convert it: "
-    "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+    "other initializations also change the base weights when PEFT loads the adapter; let PEFT "
+    "convert it: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 )
 KEYS: KeyTable = {
     **read_keys("peft_type", "r", "lora_alpha", "use_rslora", "use_dora"),
     **ignore_keys(
-        "it names where the adapter comes from, or who wrote it",
+        "it records where the adapter comes from, or who wrote it",
         "task_type", "peft_version", "base_model_name_or_path", "revision", "auto_mapping",
         "inference_mode",
     ),
-    **ignore_keys("the tensors of the file say which weights have adapters",
+    **ignore_keys("the tensors of the file show which weights have adapters",
                  "target_modules", "exclude_modules", "layers_pattern"),
-    **ignore_keys("the architecture says how a weight is stored", "fan_in_fan_out"),
-    **ignore_keys("dropout acts in training alone; Finetune.lora_dropout sets it", "lora_dropout"),
-    **ignore_keys("it says how values were drawn before training",
+    **ignore_keys("the architecture determines how a weight is stored", "fan_in_fan_out"),
+    **ignore_keys("dropout acts only in training; Finetune.lora_dropout sets it", "lora_dropout"),
+    **ignore_keys("it records how values were initialized",
                  "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-    **ignore_keys("it says where and how PEFT computes, and changes no value",
+    **ignore_keys("it sets where and how PEFT computes, and changes no value",
                  "runtime_config", "megatron_config", "megatron_core", "merge_weights"),
     **ignore_keys("use_qalora is false", "qalora_group_size"),
     "init_lora_weights": only(
@@ -148,7 +148,7 @@ def _tensor_differences(
 ) -> list[str]:
     """Return the tensors that the file lacks, has in addition, or has in another shape."""
     found = [f"{name} is missing" for name in wanted if name not in stored]
-    found += [f"{name} is of no adapter of this run's" for name in stored if name not in wanted]
+    found += [f"{name} belongs to no adapter of this run" for name in stored if name not in wanted]
     return found + [
         f"{name} is {stored[name].dtype} {list(stored[name].shape)}, it must be {list(shape)} of "
         f"{', '.join(safetensors.DTYPES)}"

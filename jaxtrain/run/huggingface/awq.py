@@ -146,7 +146,7 @@ def _compare(
         params = read_parameters(Folder(temporary), setup, model)
         theirs = receipt.logits_of(setup.replace(tuning=Tuning()), model, params, tokens)
         ours = receipt.logits_of_state(setup, model, _in_half(state), tokens)
-        against = "this run's codes, the rest in float16, beside the floats of the written folder"
+        against = "this run's codes, the rest in float16, against the floats of the written folder"
         size = np.asarray(tokens).size
         found = receipt.Logits.of(ours, theirs, size, against, independent=False)
     why_not = "transformers reads AutoAWQ's layout only with a package of kernels for GPUs"

@@ -202,7 +202,7 @@ def _balancing(model: Model, content: Mapping[str, Any]) -> Iterator[str]:
         return
     name = f"{type(model).__name__}.balance_weight = {weight}"
     if "router_aux_loss_coef" not in content:
-        yield f"{name} multiplies a load-balancing loss, which transformers has none of"
+        yield f"{name} multiplies a load-balancing loss, which transformers does not have"
         return
     unused = "" if content.get("output_router_logits") else ", where output_router_logits is true,"
     yield (

@@ -133,7 +133,7 @@ class Receipt:
         if self.differing:
             lines.append(f"Differing: {', '.join(self.differing[:8])}")
         if self.compared_with == "itself":
-            lines.append(f"No other program's reading was compared: {self.why_not}")
+            lines.append(f"Not compared with another program: {self.why_not}")
         lines += [
             f"Training differs from transformers': {one}" for one in self.training_differences
         ]
@@ -179,7 +179,7 @@ def compare(
     elif folder.is_file() and importlib.util.find_spec("gguf") is None:
         why_not = "transformers reads GGUF with the package gguf, which is not installed"
     elif model.experts is not None and model.experts.capacity_factor is not None:
-        why_not = "experts with a capacity leave tokens out, which transformers' do not"
+        why_not = "experts with a capacity drop tokens, which transformers does not"
     elif count > MOST_PARAMETERS:
         why_not = f"more than {MOST_PARAMETERS:,} parameters would be in memory twice"
     else:

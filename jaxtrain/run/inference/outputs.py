@@ -242,7 +242,7 @@ def embed_texts(
     if cut:
         report(
             f"{cut} of {len(encoded)} texts are longer than {at_most} tokens "
-            "(TextData.sequence_length): the rest of them is left out"
+            "(TextData.sequence_length) and were truncated"
         )
     length = max((len(ids) for ids, _ in encoded), default=0)
     rows = [row_of(ids, length) for ids, _ in encoded]

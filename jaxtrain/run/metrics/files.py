@@ -305,7 +305,7 @@ def drop_lines_past(file: Path, step: int, report: Report = _warn) -> None:
         moved_to = file.with_name(DAMAGED_FILE)
         with writing(moved_to), moved_to.open("ab") as stream:
             stream.writelines(text.removesuffix(b"\n") + b"\n" for _, text, _ in damaged)
-        report(f"{_damage(file, damaged)}; moved to {moved_to.name}, the others are kept")
+        report(f"{_damage(file, damaged)}; moved to {moved_to.name}; the other lines are kept")
     write_atomically(file, b"".join(kept))
 
 

@@ -258,7 +258,7 @@ class MetricsLog:
             self.bad_steps += 1
             if self._display is not None:
                 self._display.line(
-                    f"step {step}/{self._total_steps}  left out ({self.bad_steps} so far): {why}"
+                    f"step {step}/{self._total_steps}  skipped ({self.bad_steps} so far): {why}"
                 )
             return
         self._pending.clear()

@@ -247,8 +247,8 @@ class Tracking:
                 self._done = done
         except Exception as error:  # noqa: BLE001 - no service's failure ends a training
             self._report(
-                f"{self._service.name} did not take the metrics up to step {step} ({error}); "
-                "they are given to it again at the next checkpoint"
+                f"{self._service.name} did not accept the metrics up to step {step} ({error}); "
+                "they are sent again at the next checkpoint"
             )
         if self._file is not None:
             self._save()
@@ -276,7 +276,7 @@ class Tracking:
 
 def _position(file: Path) -> dict[str, Any]:
     """Read the position that `Tracking` has written; UserError if the file is damaged."""
-    advice = "remove it: the service then gets all lines again, as another run"
+    advice = "remove it: all lines are then sent again, as a new run"
     position = read_json_object(file, advice=advice)
     run, done = position.get("run"), position.get("done")
     if not (run is None or isinstance(run, str)) or not isinstance(done, int) or done < 0:

@@ -137,7 +137,7 @@ def _format_targets(targets: np.ndarray, facts: Mapping[str, Any]) -> str:
 
 def _tokens(example: Batch) -> str:
     counted, length = int((example.loss_mask > 0).sum()), len(example.inputs)
-    line = f"{length} tokens, {counted} targets that count"
+    line = f"{length} tokens, {counted} targets with weight"
     if example.segment_ids is None:
         return line
     documents = len(np.unique(example.segment_ids[example.segment_ids > 0]))

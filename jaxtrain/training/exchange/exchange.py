@@ -117,8 +117,8 @@ def validate(settings: Exchange, layout: Layout | None) -> Iterator[str]:
             continue
         readers = [reader for reader, reads in _READS.items() if name in reads]
         yield (
-            f"Exchange.{name}={value!r} does nothing for Exchange.method={method!r}; leave it at "
-            f"{field.default!r} or set Exchange.method to {' or '.join(map(repr, readers))}"
+            f"Exchange.{name}={value!r} has no effect for Exchange.method={method!r}; leave it "
+            f"at {field.default!r} or set Exchange.method to {' or '.join(map(repr, readers))}"
         )
     if method == "diloco":
         yield from _validate_turns(settings)

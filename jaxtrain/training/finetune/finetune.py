@@ -128,9 +128,9 @@ def validate(
     if settings.reinitialize:
         if starts_from is None:
             yield (
-                f"Finetune.reinitialize={settings.reinitialize!r} with Train.start_from=None: all "
-                "parameters are drawn; use Finetune.reinitialize=(), or name what the others come "
-                "from"
+                f"Finetune.reinitialize={settings.reinitialize!r} with Train.start_from=None: "
+                "all parameters are initialized; use Finetune.reinitialize=(), or name the run "
+                "or model that the others come from"
             )
         yield from _validate_unmatched(
             "reinitialize", settings.reinitialize, list(by_name(shapes()))
@@ -146,7 +146,7 @@ def validate(
     if settings.lora_rank is None and settings.freeze and holds_few:
         yield (
             f"Finetune.freeze={settings.freeze!r} with "
-            f"Finetune.quantize_bits={settings.quantize_bits!r}: beside quantized weights only "
+            f"Finetune.quantize_bits={settings.quantize_bits!r}: with quantized weights only "
             "adapters are trained; use Finetune.freeze=()"
         )
     if settings.lora_rank is not None or holds_few:
@@ -159,8 +159,8 @@ def validate(
     yield from _validate_unmatched("freeze", settings.freeze, known)
     if len(matching(settings.freeze, known)) == len(known):
         yield (
-            f"Finetune.freeze={settings.freeze!r} matches all {len(known)} parameters, and nothing "
-            "is left to train; leave some of them out"
+            f"Finetune.freeze={settings.freeze!r} matches all {len(known)} parameters, and none "
+            "is left to train; match fewer"
         )
 
 
@@ -185,8 +185,8 @@ def _validate_layers(settings: Finetune, shapes: nnx.State, layout: Layout | Non
         wanted = f"quantize_bits={settings.quantize_bits!r}"
     if not any(map(can_adapt, by_name(shapes).values())):
         yield (
-            f"Finetune.{wanted}: the model has no layers of a transformer, whose weights adapters "
-            "stand beside and codes stand for; use Finetune.freeze to train a part of it"
+            f"Finetune.{wanted}: adapters and quantization need transformer layers, which this "
+            "model does not have; use Finetune.freeze to train a part of it"
         )
     if settings.quantize_bits in ("nf4", "int4"):
         yield from validate_blocks(shapes, layout, settings.quantize_bits, _group_of(settings))

@@ -156,7 +156,7 @@ class Classification(AnswerObjective, LogitsObjective[Predictor]):
             name = type(model).__name__
             yield (
                 f"{name}.objective={self.name!r} predicts labels, but the data's targets are "
-                f"numbers; use data with labels, or an objective of numbers"
+                "real values; use data with labels, or a regression objective"
             )
 
     def reading(self, inputs: Any) -> Batch:

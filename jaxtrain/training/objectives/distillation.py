@@ -120,8 +120,9 @@ class Distillation(TokenObjective):
         theirs, origin = self.sizes, f"Distillation.teacher={self.teacher!r}"
         if reads_tokens(model) and theirs.vocab_size != model.vocab_size:
             yield (
-                f"{origin} has {theirs.vocab_size} tokens, but {type(model).__name__}.vocab_size="
-                f"{model.vocab_size}; both have one tokenizer, and as many logits"
+                f"{origin} has {theirs.vocab_size} tokens, but "
+                f"{type(model).__name__}.vocab_size={model.vocab_size}; teacher and student "
+                "need the same tokenizer and number of logits"
             )
         if theirs.context_length < length:
             yield (
@@ -129,7 +130,7 @@ class Distillation(TokenObjective):
                 "use shorter ones"
             )
         if theirs.attention is not None and not theirs.attention.causal:
-            yield f"{origin} sees the tokens that it is to tell; name a model that looks back"
+            yield f"{origin} sees the tokens that it should predict; use a causal model"
 
     def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
         """Return the two parts of the loss; the cross entropy has the text's baseline."""

@@ -113,7 +113,7 @@ def validate_unread(settings: Loss, objective: str) -> Iterator[str]:
         value = getattr(settings, field.name)
         if value != field.default:
             yield (
-                f"Loss.{field.name}={value!r} does nothing for {objective}; leave it at "
+                f"Loss.{field.name}={value!r} has no effect for {objective}; leave it at "
                 f"{field.default!r}"
             )
 

@@ -54,13 +54,13 @@ class Regression(AnswerObjective):
         name, outputs = type(model).__name__, vector_model(model).outputs
         if jnp.issubdtype(targets.dtype, jnp.integer):
             yield (
-                f"{name}.objective={self.name!r} predicts numbers, but the data's targets are "
-                "labels; use data with numbers, or an objective of labels"
+                f"{name}.objective={self.name!r} is a regression, but the data's targets are "
+                "labels; use data with real-valued targets, or a classification objective"
             )
         elif targets.shape[-1] != outputs:
             yield (
-                f"{name} predicts {outputs} numbers, but the data have {targets.shape[-1]} targets;"
-                f" set the last of {name}.widths to {targets.shape[-1]}"
+                f"{name} predicts {outputs} values, but the data have {targets.shape[-1]} "
+                f"targets; set the last of {name}.widths to {targets.shape[-1]}"
             )
 
     def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:

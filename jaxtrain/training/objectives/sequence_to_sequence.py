@@ -132,7 +132,9 @@ class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):
             found += validate_form(batch, "segment_ids", "int32", shape)
             found += validate_form(batch, "source", "int32", (shape[0], "S"))
         if batch.positions is not None:
-            found.append("Batch.positions is not None; a pair's tokens stand where they stand")
+            found.append(
+                "Batch.positions is not None; the tokens of a pair have their own positions"
+            )
         if not found:
             assert batch.source is not None, "looked at before"
             found += validate_form(batch, "source_segment_ids", "int32", batch.source.shape)
@@ -200,8 +202,9 @@ def validate_answers(layout: Layout) -> Iterator[str]:
     """Yield why several answers for a source are not supported on a mesh."""
     if layout.mesh.shape["pipe"] > 1:
         yield (
-            f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline uses each source's first answer "
-            "alone, and there are sources with several; use Mesh.pipe=1, or give each one answer"
+            f"Mesh.pipe={layout.mesh.shape['pipe']}: a pipeline uses only the first answer of "
+            "each source, and there are sources with several; use Mesh.pipe=1, or give each "
+            "one answer"
         )
 
 

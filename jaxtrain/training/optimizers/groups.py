@@ -191,15 +191,15 @@ def validate(setting: str, groups: Mapping[str, float], params: Any) -> Iterator
         found = [param for name, param in named.items() if fits(part.pattern, name, param)]
         if not found:
             yield (
-                f"{setting}: no trained parameter is called {part.pattern!r} or has that role"
-                f"{did_you_mean(part.pattern, [*roles, *named])}"
+                f"{setting}: no trained parameter has the name or role "
+                f"{part.pattern!r}{did_you_mean(part.pattern, [*roles, *named])}"
             )
         elif not part.is_whole:
             depths = {one.get_value().shape[logical_axes(one).index(LAYERS)]
                       for one in found if has_layers(one)}  # fmt: skip
             if not any(part.first < min(part.last, depth) for depth in depths):
                 has = f"which have {max(depths)}" if depths else "which have none"
-                yield f"{setting}: {written!r} stands for no layer of these parameters, {has}"
+                yield f"{setting}: {written!r} matches no layer of these parameters, {has}"
 
 
 def _float32(param: Any) -> jax.Array:

@@ -23,8 +23,8 @@ Moments = Literal["float32", "bfloat16"]
 
 # Why replicas' rounded moments are not averaged.
 ROUNDED = (
-    "the mean of replicas' moments would be rounded to the nearest number, which a slow moment "
-    "never leaves"
+    "the mean of the replicas' moments would be rounded to nearest, so that a slow moment "
+    "would never change"
 )
 
 

@@ -209,13 +209,13 @@ def validate(steps: Mapping[str, int], params: Any, *, last: int, trains: bool) 
     for pattern, start in steps.items():
         if trains and start >= last:
             yield (
-                f"Finetune.unfreeze: {pattern!r} waits for {start} steps, and the run ends after "
-                f"Train.steps={last}; use at most {last - 1}, or Finetune.freeze, which keeps no "
-                "moments"
+                f"Finetune.unfreeze: {pattern!r} starts after {start} steps, but the run ends "
+                f"after Train.steps={last}; use at most {last - 1}, or Finetune.freeze, which "
+                "stores no moments"
             )
     waits = Unfreezing(tuple(steps.items()))
     if not any(0 in waits.starts(name, param) for name, param in by_name(params).items()):
         yield (
-            f"Finetune.unfreeze={dict(steps)!r} leaves nothing to train at the first step; give "
-            "what learns first the step 0, or no pattern"
+            f"Finetune.unfreeze={dict(steps)!r} leaves no parameter to train at the first step; "
+            "give those that train first the step 0, or no pattern"
         )

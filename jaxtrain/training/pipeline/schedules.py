@@ -98,8 +98,8 @@ def validate(
             value, default = getattr(settings, field.name), field.default
             if value != default:
                 yield (
-                    f"Pipeline.{field.name}={value!r} does nothing with Mesh.pipe=1; set Mesh.pipe "
-                    f"above 1 or leave it at {default!r}"
+                    f"Pipeline.{field.name}={value!r} has no effect with Mesh.pipe=1; set "
+                    f"Mesh.pipe above 1 or leave it at {default!r}"
                 )
         return
     try:

@@ -126,8 +126,8 @@ _TRAIN_LOCALLY = ("local_sgd", "diloco", "gossip")
 _COMPRESS = ("int8", "top_k", "sign_sgd", "power_sgd")
 _ONCE_A_STEP = "a pipeline runs its schedule once a step"
 _REPLICAS_TRAIN_ALL = "such replicas train all parameters"
-_WHOLE_FOR_CURVATURE = "its curvature is estimated where layers and sequences are whole"
-_GRADIENTS_WHOLE = "gradients of microbatches are whole there anyway"
+_WHOLE_FOR_CURVATURE = "its curvature estimate needs whole layers and sequences"
+_GRADIENTS_WHOLE = "gradients of microbatches are whole there already"
 
 FEATURES: tuple[Feature, ...] = (
     # -- the mesh --
@@ -152,8 +152,10 @@ FEATURES: tuple[Feature, ...] = (
         ),
         "Mesh.pipe=1",
         takes={
-            "one ring": "ranks in an encoder's layers and in a decoder's have rings of their own "
-            "at once, and all must take part in each"
+            "one ring": (
+                "ranks in encoder layers and ranks in decoder layers would run different rings "
+                "at the same time, and all ranks must take part in each"
+            )
         },
     ),
     Feature(
@@ -192,9 +194,9 @@ FEATURES: tuple[Feature, ...] = (
         _unless("1d", "Sharding.tensor_layout"),
         "Sharding.tensor_layout='1d'",
         needs={
-            "tensor ranks": "it arranges the ranks of tensor",
-            "1d axes": "only '1d' goes together with that axis",
-            "whole stream": "it splits the residual stream along embed already",
+            "tensor ranks": "it arranges the ranks of the tensor axis",
+            "1d axes": "only '1d' works with that axis",
+            "whole stream": "it already splits the residual stream along embed",
             "dense layers": "it has no table for a mixture of experts",
         },
         takes={"1d weights": ""},
@@ -218,7 +220,7 @@ FEATURES: tuple[Feature, ...] = (
         "Sharding.collective_matmul=False",
         needs={
             "split sequences": "it sends parts of a split sequence around",
-            "wide products": "products of 8 bits have no ring",
+            "wide products": "8-bit matmuls have no ring",
             "one ring": "",
         },
         takes={"no ring": ""},
@@ -281,15 +283,16 @@ FEATURES: tuple[Feature, ...] = (
         ),
         lambda c: f"{c.name}.capacity_factor=None (dropless)",
         needs={
-            "whole sequences": "an expert's slots are counted along whole rows, which context "
-            "splits"
+            "whole sequences": (
+                "an expert's capacity is counted along whole rows, which context splits"
+            )
         },
     ),
     Feature(
         "dropless experts",
         _where(_is_dropless, lambda c: f"the dropless experts of {c.name}"),
         lambda c: f"{c.name}.capacity_factor=1.25",
-        takes={"second derivatives": "JAX has no second derivative of their grouped products"},
+        takes={"second derivatives": "JAX has no second derivative of their grouped matmuls"},
     ),
     Feature(
         "router biases",
@@ -298,7 +301,7 @@ FEATURES: tuple[Feature, ...] = (
             lambda c: f"the router biases of {c.name}",
         ),
         "a router without biases",
-        needs={"one verdict": "the load of all replicas moves the biases together"},
+        needs={"one verdict": "the biases are updated by the load of all replicas"},
     ),
     # -- the gradient --
     Feature(
@@ -307,10 +310,10 @@ FEATURES: tuple[Feature, ...] = (
         "Optimizer.sharpness_radius=0",
         needs={
             "several passes": "",
-            "rows of all replicas": "both passes are of all replicas' rows",
-            "gradient elsewhere": "its curvature is estimated at the parameters themselves",
+            "rows of all replicas": "both passes are over the rows of all replicas",
+            "gradient elsewhere": "its curvature is estimated at the unperturbed parameters",
         },
-        takes={"plain gradient": "that is another gradient than the one whose noise is measured"},
+        takes={"plain gradient": "its gradient is not the one whose noise is measured"},
     ),
     Feature(
         "gradient noise scale",
@@ -318,7 +321,7 @@ FEATURES: tuple[Feature, ...] = (
         "Train.noise_scale_every=0",
         needs={
             "several passes": "",
-            "rows of all replicas": "it is measured on gradients of all replicas' rows",
+            "rows of all replicas": "it is measured on gradients over the rows of all replicas",
             "plain gradient": "",
             "microbatches": "the norm of a microbatch's gradient is compared with the batch's",
         },
@@ -336,7 +339,7 @@ FEATURES: tuple[Feature, ...] = (
         needs={
             "whole layers": _WHOLE_FOR_CURVATURE,
             "whole sequences": _WHOLE_FOR_CURVATURE,
-            "rows of all replicas": "replicas would estimate a curvature each",
+            "rows of all replicas": "each replica would estimate its own curvature",
         },
         takes={"gradient elsewhere": ""},
     ),
@@ -350,7 +353,7 @@ FEATURES: tuple[Feature, ...] = (
         "Sophia-G",
         _rule(lambda rule: getattr(rule, "curvature", None) == "gauss_newton_bartlett"),
         _another_rule,
-        needs={"logits": ("it draws targets from logits", "Optimizer.name='sophia_h'")},
+        needs={"logits": ("it samples targets from logits", "Optimizer.name='sophia_h'")},
     ),
     Feature(
         "objective without logits",
@@ -368,7 +371,7 @@ FEATURES: tuple[Feature, ...] = (
             lambda c: f"Distillation.teacher={getattr(c.config.train.task, 'teacher', None)!r}",
         ),
         "another objective",
-        needs={"one model": "a pipeline's stages hold one model"},
+        needs={"one model": "the stages of a pipeline hold only one model"},
         takes={"all parameters trained": _REPLICAS_TRAIN_ALL},
     ),
     # -- the update --
@@ -382,8 +385,10 @@ FEATURES: tuple[Feature, ...] = (
         ),
         _default(("Guard.policy", "stop"), ("Guard.spike_sigma", None)),
         needs={
-            "one verdict": "between exchanges no replica knows of another's bad step, and error "
-            "feedback would carry it on"
+            "one verdict": (
+                "between exchanges a replica does not know of a bad step of another, and error "
+                "feedback would propagate it"
+            )
         },
     ),
     Feature(
@@ -391,9 +396,11 @@ FEATURES: tuple[Feature, ...] = (
         _unless("none", *_OFFLOADS),
         _default(*((path, "none") for path in _OFFLOADS)),
         needs={
-            "whole layers": "a state is streamed one layer at a time, and the layers of a pipeline "
-            "are split over its stages",
-            "one state": "replicas with a state of their own keep it on their devices",
+            "whole layers": (
+                "the state is streamed one layer at a time, and a pipeline splits the layers "
+                "over its stages"
+            ),
+            "one state": "replicas with their own state keep it on their devices",
         },
         takes={"state in device memory": ""},
     ),
@@ -415,11 +422,14 @@ FEATURES: tuple[Feature, ...] = (
         _is("Offload.gradients", "host"),
         "Offload.gradients='none'",
         needs={
-            "gradients of a layer": "gradients cross that axis once a step, on the devices",
+            "gradients of a layer": (
+                "gradients are reduced over that axis once a step, on the devices"
+            ),
             "sharded sums": "whole gradients are summed there, on the devices",
-            "sharded parameters": "gradients are placed as the parameters, and only stage 3 "
-            "shards these",
-            "a loop over layers": "they go one layer at a time",
+            "sharded parameters": (
+                "gradients are sharded like the parameters, which only stage 3 shards"
+            ),
+            "a loop over layers": "they are transferred one layer at a time",
         },
     ),
     Feature(
@@ -430,8 +440,9 @@ FEATURES: tuple[Feature, ...] = (
         ),
         _default(*_COMPARES),
         needs={
-            "state in device memory": "bits are compared in the memory of the devices, which the "
-            "state is kept out of"
+            "state in device memory": (
+                "bits are compared in device memory, from which the state is offloaded"
+            )
         },
     ),
     Feature(
@@ -439,7 +450,7 @@ FEATURES: tuple[Feature, ...] = (
         _unless(0, "Schedule.plateau_patience"),
         "Schedule.plateau_patience=0",
         needs={
-            "one loss": "each replica has a loss of its own, and their learning rates would part"
+            "one loss": "each replica has its own loss, and their learning rates would diverge"
         },
     ),
     Feature(
@@ -458,7 +469,7 @@ FEATURES: tuple[Feature, ...] = (
         "rule that averages iterates",
         _rule(lambda rule: rule.averages),
         _another_rule,
-        takes={"parameters that wait": "its average is over the iterates of all steps"},
+        takes={"parameters that wait": "it averages the iterates of all steps"},
     ),
     # -- what is trained --
     Feature(
@@ -487,15 +498,16 @@ FEATURES: tuple[Feature, ...] = (
             else f"Finetune.quantize_bits={c.config.finetune.quantize_bits!r}",
         ),
         _default(*_ADAPTERS),
-        needs={"1d weights": "adapters and codes are laid out for '1d'"},
+        needs={"1d weights": "adapters and codes are sharded for '1d'"},
     ),
     Feature(
         "LoRA dropout",
         _unless(0, "Finetune.lora_dropout"),
         "Finetune.lora_dropout=0.0",
         needs={
-            "known positions": "what is dropped depends on rows and positions that these devices "
-            "do not know"
+            "known positions": (
+                "the dropout mask depends on rows and positions that these devices do not know"
+            )
         },
     ),
     # -- replicas --
@@ -507,15 +519,15 @@ FEATURES: tuple[Feature, ...] = (
         takes={"rows of all replicas": "", "one verdict": "", "one state": ""},
     ),
     Feature(
-        "replicas with own steps or compressed gradients",
+        "replicas with their own steps or compressed gradients",
         _is("Exchange.method", *_TRAIN_LOCALLY, *_COMPRESS),
         _SYNCHRONOUS,
         needs={
             "replicas": "",
-            "sharded sums": "replicas that agree in another way sum along fsdp for every "
-            "microbatch",
-            "whole masters": "replicas that agree in another way each gather their own parameters "
-            "along fsdp",
+            "sharded sums": "replicas of the other methods sum along fsdp for every microbatch",
+            "whole masters": (
+                "replicas of the other methods each gather their own parameters along fsdp"
+            ),
         },
     ),
     Feature(
@@ -538,8 +550,10 @@ FEATURES: tuple[Feature, ...] = (
         if c.config.pipeline.virtual_stages == 1
         else "Pipeline.schedule='1f1b' and Pipeline.virtual_stages=1",
         needs={
-            "no ring": "ranks that make weights' gradients in another's tick would have to go "
-            "around its ring too, which costs what this schedule saves"
+            "no ring": (
+                "ranks that compute weight gradients during another rank's tick would have to "
+                "take part in its ring too, which costs what this schedule saves"
+            )
         },
     ),
     Feature(
@@ -556,7 +570,7 @@ FEATURES: tuple[Feature, ...] = (
         _of_pipeline("Pipeline.backward", "residuals"),
         "Pipeline.backward='recompute'",
         needs={
-            "residuals in device memory": "what a stage keeps waits in the memory of the devices"
+            "residuals in device memory": "the stored residuals of a stage are in device memory"
         },
     ),
     Feature(
@@ -570,7 +584,7 @@ FEATURES: tuple[Feature, ...] = (
         lambda c: "Remat.offload=()" if c.config.remat.offload else "Remat.policy='full'",
         takes={
             "residuals in device memory": "",
-            "second derivatives": "JAX has no second derivative of what waits in host memory",
+            "second derivatives": "JAX has no second derivative of activations in host memory",
         },
     ),
     Feature(
@@ -579,7 +593,7 @@ FEATURES: tuple[Feature, ...] = (
         "Precision.matmul='compute'",
         takes={
             "wide products": "",
-            "second derivatives": "what is rounded to 8 bits has no second derivative",
+            "second derivatives": "rounding to 8 bits has no second derivative",
         },
     ),
 )  # fmt: skip

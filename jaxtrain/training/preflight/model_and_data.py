@@ -101,7 +101,7 @@ def _lacks(data: Any, size: str) -> Iterator[str]:
     """Yield an error if user-provided data lack a property to compare with the model's."""
     if size not in dir(data):
         yield (
-            f"Train.data=@{type(data).__name__}() has no {size}, which is held against the "
+            f"Train.data=@{type(data).__name__}() has no {size}, which is checked against the "
             f"model's; give the class a field or a property {size}"
         )
 
@@ -111,8 +111,8 @@ def _lengths(config: Config, text: TextData) -> Iterator[str]:
     for name, size in (("context", config.mesh.context), ("pipe", config.mesh.pipe)):
         if size != 1:
             yield (
-                f"TextData.lengths={text.lengths} with Mesh.{name}={size}: what passes between "
-                f"those devices has one length; use Mesh.{name}=1, or TextData.lengths=()"
+                f"TextData.lengths={text.lengths} with Mesh.{name}={size}: arrays sent between "
+                f"those devices have one length; use Mesh.{name}=1, or TextData.lengths=()"
             )
     chunk = config.loss.chunk_size
     if chunk is not None and any(length % chunk for length in text.row_lengths):
@@ -128,7 +128,7 @@ def _text(config: Config, model: TokenModel, length: int, section: str) -> Itera
         objective = config.train.task
         if not isinstance(objective, NextToken):
             yield (
-                "TextData.fill_in_middle is for models that tell the next token, and "
+                "TextData.fill_in_middle is for models that predict the next token, but "
                 f"{type(model).__name__}.objective={objective.name!r}; use None"
             )
     if text is not None and text.lengths:
@@ -214,7 +214,7 @@ def _vectors(model: VectorModel, data: Any, batch: Batch) -> Iterator[str]:
     if features != model.features:
         setting = f"{name}.features" if "features" in vars(model) else f"the first of {name}.widths"
         yield (
-            f"{name} reads vectors of {model.features} numbers, but those of "
+            f"{name} reads vectors of {model.features} values, but those of "
             f"{type(data).__name__} have {features}; set {setting} to {features}"
         )
 
@@ -264,4 +264,4 @@ def _without_effect(config: Config, *unread: str) -> Iterator[str]:
         value, default = getattr(settings, field), getattr(type(settings)(), field)
         if value != default:
             name = type(config.train.model).__name__
-            yield f"{setting}={value!r} does nothing for {name}; leave it at {default!r}"
+            yield f"{setting}={value!r} has no effect for {name}; leave it at {default!r}"

@@ -27,8 +27,8 @@ def validate(config: Config) -> Iterator[str]:
         for name in names:
             if name not in given:
                 yield (
-                    f"{setting}={names}: the layers of {type(config.train.model).__name__} give no "
-                    f"activation the name {name!r}{did_you_mean(name, given)}"
+                    f"{setting}={names}: the layers of {type(config.train.model).__name__} name "
+                    f"no activation {name!r}{did_you_mean(name, given)}"
                 )
 
 

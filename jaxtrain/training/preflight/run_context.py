@@ -110,8 +110,8 @@ class RunContext:
         """Mesh axes not supported here that other models of this kind support, with the reasons."""
         if self.model.inputs != "pairs":
             return {}
-        lengths = "reads a source and a target, which have lengths of their own"
-        return {"context": f"{lengths}, and no ring goes through both"}
+        lengths = "reads a source and a target of different lengths"
+        return {"context": f"{lengths}, and a ring cannot pass through both"}
 
     @property
     def capacity(self) -> float | None:

@@ -41,8 +41,8 @@ _QUICK = {"exec_time_optimization_effort": -1.0}
 # it fails with these messages: jaxlib 0.10, and 0.11.
 _NO_TILES = ("output tile sizes", "No supported config found for HLO")
 _WITHOUT_TILES = (
-    "XLA finds no tiles for a product without a GPU to try them on: compiled with cuBLAS for all "
-    "(xla_gpu_enable_triton_gemm=false)"
+    "XLA cannot choose the tiles of a matmul without a GPU to autotune on: compiled with "
+    "cuBLAS for all matmuls (xla_gpu_enable_triton_gemm=false)"
 )
 # An instruction such as "%fusion.178.remat2 = ".
 _REPEATED = re.compile(r"^ *(?:ROOT )?%?[\w.-]+\.remat[\w.]* = ", re.MULTILINE)
@@ -192,7 +192,7 @@ def _facts(
     arguments = stats.argument_size_in_bytes
     host = stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes
     elsewhere = [
-        f"{one.name} goes {one.way} as {one.actual}, where the layout says {one.intended}"
+        f"{one.name} enters {one.way} as {one.actual}, where the layout has {one.intended}"
         for one in find_misplaced(compose(config, layout), compiled)
     ]
     # On other chips the peak excludes loop-carried buffers; on a TPU it includes host memory.

@@ -266,7 +266,7 @@ class Goodput:
             self._change("a spare host or slice that is ready", spare, self.saving),
             self._change("checkpoints on each host's own disk", local, self.local),
             self._change("compiled programs in a cache of all hosts", cached, self.saving),
-            self._change("and processes that wait with JAX imported", standby, self.saving),
+            self._change("and standby processes that have imported JAX", standby, self.saving),
             self._change("all of these", together, self.local),
             self._change("restarts by hand instead", by_hand, self.saving),
         ]

@@ -150,8 +150,8 @@ def _days(days: float | None) -> str:
 
 def _stuck(goodput: Goodput) -> str:
     return (
-        "Goodput 0%: the run makes next to no progress. A failure every "
+        "Goodput 0%: the run makes almost no progress. A failure every "
         f"{human_seconds(goodput.mtbf)} leaves no time for a recovery of "
-        f"{human_seconds(goodput.recovery.seconds)} and the steps up to a save: use fewer devices, "
-        "or restart and save faster"
+        f"{human_seconds(goodput.recovery.seconds)} and the steps until a save: use fewer "
+        "devices, or restart and save faster"
     )

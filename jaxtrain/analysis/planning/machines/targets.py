@@ -273,8 +273,8 @@ def _check_gpu(chip: Chip, shape: tuple[int, ...]) -> str | None:
     if len(shape) == 2 and shape[0] > 0 and 1 <= shape[1] <= most:
         if alone and shape[0] > 1:
             return (
-                f"{chip.name} is in no machine whose network is known: one host can be planned "
-                f"for, or give --network; the nearest is '{chip.name}:1x{shape[1]}'"
+                f"{chip.name} is in no machine with a known network: plan for one host, or pass "
+                f"--network; the nearest is '{chip.name}:1x{shape[1]}'"
             )
         return None
     if len(shape) == 2:

@@ -80,8 +80,8 @@ def _lines(budget: Budget) -> list[str]:
     lines = []
     if not _FITTED[0] <= budget.compute <= _FITTED[1]:
         lines.append(
-            f"Extrapolated: the fits were made on runs of {_FITTED[0]:.0e} to {_FITTED[1]:.0e} "
-            "FLOPs."
+            f"Extrapolated: the laws were fitted to runs of {_FITTED[0]:.0e} to "
+            f"{_FITTED[1]:.0e} FLOPs."
         )
     return [
         *lines,
@@ -92,7 +92,7 @@ def _lines(budget: Budget) -> list[str]:
             f"{fit.name}: {_formula(fit)} ({fit.source}), least where 6 N D = C."
             for fit in (scaling.CHINCHILLA, scaling.REPLICATION)
         ),
-        "Losses are nats a token of those papers' text and tokenizers.",
+        "Losses are nats per token on those papers' text and tokenizers.",
     ]
 
 

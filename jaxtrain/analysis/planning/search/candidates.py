@@ -229,7 +229,7 @@ def with_reasons(ranked: Sequence[Candidate], target: Target) -> list[Candidate]
 def _reason(one: Candidate, best: Candidate, fastest: float, hbm_bytes: int | None) -> str:
     time = one.price.time
     if not one.fits:
-        return "too large as it was compiled, though the estimate fits"
+        return "the compiled program is too large, although the estimate fits"
     room = human_bytes(one.price.memory.total if one.compiled_bytes is None else one.compiled_bytes)
     if hbm_bytes is not None:
         room += f" of {human_bytes(hbm_bytes)}"

@@ -140,12 +140,13 @@ def bar_in_words(target: Target, family: Family) -> str:
     bar, kind = error_bar(target, family), target.chip.kind.upper()
     if target.calibration is not None and target.calibration.family != family:
         return (
-            f"what was measured is a {target.calibration.family} model, which says less of a "
-            f"{family} model: the error bar of {bar:.0%} is that without a measured step"
+            f"the measured run trains a {target.calibration.family} model, which predicts a "
+            f"{family} model less well: the error bar of {bar:.0%} is the one without a "
+            "measured step"
         )
     return (
-        f"of a {family} model on {kind}s two of three runs lie within {bar:.0%} of what one other "
-        "run of their stack on that chip predicts so"
+        f"two of three runs of a {family} model on {kind}s lie within {bar:.0%} of what one "
+        "other run of their stack on that chip predicts this way"
     )
 
 

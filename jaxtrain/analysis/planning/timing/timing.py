@@ -436,7 +436,7 @@ def step_time(
     flops = executed_flops(config, layout)
     peak = peak_flops(config, target)
     if peak is None or chip.hbm_bandwidth is None:
-        assumptions = (f"no peak FLOP/s are known of {chip.name}: no time is predicted",)
+        assumptions = (f"the peak FLOP/s of {chip.name} are not known: no time is predicted",)
         return StepTime(None, None, None, None, flops, model, None, {}, None, assumptions)
     counted = pieces(
         config, layout, target, moved, peak=peak,

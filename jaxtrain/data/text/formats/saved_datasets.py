@@ -22,17 +22,19 @@ STATE_KEYS: KeyTable = {
     "_data_files": Nested(
         {
             **read_keys("filename"),
-            "skip": Only((None, 0), reason="a part of a file's rows is left out"),
-            "take": Only((None,), reason="a part of a file's rows is left out"),
+            "skip": Only((None, 0), reason="part of a file's rows are skipped"),
+            "take": Only((None,), reason="part of a file's rows are skipped"),
         }
     ),
     **dict.fromkeys(
         ("_indices_data_files", "_indices_files"),
-        Only((None, []), reason="rows are chosen or shuffled by another file; save a flattened "
-                                "copy with Dataset.flatten_indices().save_to_disk()"),
+        Only((None, []), reason=(
+            "another file selects or shuffles the rows; save a flattened copy with "
+            "Dataset.flatten_indices().save_to_disk()"
+        )),
     ),
     **ignore_keys("columns are named by settings", "_format_columns", "_output_all_columns"),
-    **ignore_keys("it says what type of array the library returns", "_format_type",
+    **ignore_keys("it sets the type of array that the library returns", "_format_type",
                  "_format_kwargs"),
     **ignore_keys("it names the dataset's state or split", "_fingerprint", "_split"),
     "_indexes": Only((None, {}), reason="search indexes are not read"),

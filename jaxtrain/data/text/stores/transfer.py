@@ -62,7 +62,7 @@ def fetch(store: BucketPath, report: Callable[[str], None]) -> tuple[Path, Bucke
         wanted += [*(checksums_of(folder, split).name for split in SPLITS), *TOKENIZER_FILES]
         origin = f"TextData.source = {str(store)!r}"
         report(
-            f"{origin}: fetched to {folder}, for the next starts too"
+            f"{origin}: fetched to {folder}, also for later runs"
             if whole
             else f"{origin}: its tokens ({of_tokens:,} bytes) stay in the bucket, and rows are "
             f"read there; where documents begin is fetched to {folder}"

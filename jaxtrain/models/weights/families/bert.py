@@ -80,7 +80,7 @@ def _bare(model: BERT) -> tuple[Name, ...]:
 
 _OWN: KeyTable = {
     **ignore_keys(
-        "it is of the pooler of the authors' code, which no published model has",
+        "it belongs to a pooler in the authors' code, which no published model has",
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
         "pooler_size_per_head", "pooler_type",
     ),

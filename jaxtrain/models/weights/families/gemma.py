@@ -161,7 +161,7 @@ _GEMMA3 = family(
         # In files of transformers 5; redundant with layer_types.
         ignore("layer_types says it", "_sliding_window_pattern"),
         ignore(
-            "it is of types of rotary scaling that are not supported of this family",
+            "it belongs to types of rotary scaling that are not supported for this family",
             "original_max_position_embeddings",
         ),
         Row({"partial_rotary_factor": only(1.0)}),

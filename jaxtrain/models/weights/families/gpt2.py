@@ -36,7 +36,7 @@ _GPT2 = Family(
         constant("tie_word_embeddings", True),
         ignore("n_positions says it", "n_ctx"),
         ignore(
-            "it is of a head of two, which is not imported",
+            "it belongs to a second head, which is not imported",
             "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
             "summary_first_dropout", "predict_special_tokens",
         ),

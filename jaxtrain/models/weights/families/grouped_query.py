@@ -201,7 +201,7 @@ def _reject_other_layers(config: ConfigFile) -> dict[str, Any]:
     if found is not None and not (
         _one_a_layer(config, found) and all(kind == GLOBAL for kind in found)
     ):
-        config.reject(f"layer_types of other layers than {GLOBAL!r}, or not one a layer")
+        config.reject(f"layer_types other than {GLOBAL!r}, or not one per layer")
     return {}
 
 
@@ -219,7 +219,8 @@ NO_WINDOW = (
 )
 # For mixtures of experts whose balancing loss is always trained.
 ROUTER_OUTPUT = ignore_keys(
-    "it asks transformers for an output; router_aux_loss_coef weighs the loss here anyway",
+    "it makes transformers return an output; router_aux_loss_coef weights the loss here in any "
+    "case",
     "output_router_logits",
 )
 
@@ -254,7 +255,9 @@ def _read_global_every(config: ConfigFile, default: int) -> int:
     # Without a global layer any period longer than the model works.
     every = found.index(GLOBAL) + 1 if GLOBAL in found else num_layers + 1
     if list(found) != _kinds(num_layers, every):
-        config.reject("layer_types in no regular order; here every so manieth sees all tokens")
+        config.reject(
+            "layer_types in no regular order; here every n-th layer attends to all tokens"
+        )
     return every
 
 

@@ -68,7 +68,7 @@ _VIT = Family(
         constant("qkv_bias", True),
         CLASSES,
         ignore(
-            "it is of a head for hidden patches or of a pooler, which are not imported",
+            "it belongs to a head for masked patches or to a pooler, which are not imported",
             "encoder_stride", "pooler_output_size", "pooler_act",
         ),
     ),
@@ -177,7 +177,7 @@ _RESNET = Family(
         ),
         CLASSES,
         ignore(
-            "it chooses outputs of a backbone, which a classifier is not",
+            "it selects outputs of a backbone; this model is a classifier",
             "out_features", "out_indices", "stage_names",
         ),
     ),

@@ -92,13 +92,13 @@ _PHI3 = family(
         ),
         window(None),
         ignore(
-            "it is of sparse attention, which the architecture has none of",
+            "it belongs to sparse attention, which this architecture does not have",
             "full_attn_mod",
             "interpolate_factor",
         ),
         Row(
             ignore_keys(
-                "it is of rotary scaling, which is not supported of this family",
+                "it belongs to rotary scaling, which is not supported for this family",
                 "original_max_position_embeddings",
             ),
             write=lambda model: {

@@ -60,7 +60,7 @@ def _mamba2_names(model: Mamba2) -> tuple[Name, ...]:
 _KEYS: KeyTable = {
     **config_keys.LANGUAGE,
     **ignore_keys(
-        "values are drawn only where training starts anew",
+        "it is used only for random initialization",
         "time_step_min", "time_step_max", "time_step_floor", "time_step_init_scheme",
         "time_step_scale", "rescale_prenorm_residual",
     ),
@@ -69,7 +69,7 @@ _KEYS: KeyTable = {
         "residual_in_fp32", "use_mambapy", "use_associative_scan", "chunk_size",
         "fused_add_norm",
     ),
-    **ignore_keys("it is a size of the authors' code, for which transformers has another key",
+    **ignore_keys("it is a size in the authors' code, for which transformers has another key",
                  "d_inner", "d_model", "n_layer", "pad_vocab_size_multiple"),
     "ssm_cfg": only({}),
     "rms_norm": only(True),
@@ -150,7 +150,7 @@ FAMILIES = (
             constant("n_groups", 1, default=8),
             integer("state_size", "state_dim", 128),
             Row({
-                **ignore_keys("steps have no low rank in this version", "time_step_rank"),
+                **ignore_keys("this version has no low-rank projection of steps", "time_step_rank"),
                 "time_step_limit": only([0.0, float("inf")], [0.0, {"__float__": "Infinity"}]),
                 "norm_before_gate": only(False),
             }),

@@ -185,7 +185,7 @@ _GPT_OSS = family(
         integer("sliding_window", "sliding_window", 128),
         layer_types(2),
         ignore("num_experts_per_tok says it", "experts_per_token"),
-        ignore("the rotary positions say it", "initial_context_length"),
+        ignore("the rotary embedding gives it", "initial_context_length"),
     ),
     aliases={"num_experts": "num_local_experts"},
     names=lambda model: (*embedding_names(model), *_GPT_OSS_NAMES),

@@ -173,8 +173,8 @@ def _table(kind: str) -> KeyTable:
     unread = Only((None,), reason=f"rope_type {kind!r} does not read it")
     return {
         **dict.fromkeys(_EVERY, unread),
-        **({"factor": Only((None, 1), reason="rope_type 'default' scales nothing")}
+        **({"factor": Only((None, 1), reason="rope_type 'default' applies no scaling")}
            if kind == "default" else {}),
         **read_keys("rope_type", "rope_theta", "partial_rotary_factor", *_OF_TYPE[kind]),
-        **ignore_keys("rope_type says it where both are there", "type"),
+        **ignore_keys("rope_type is used where both are given", "type"),
     }  # fmt: skip

@@ -22,8 +22,12 @@ def _of_others(reason: str, *keys: str) -> KeyTable:
 
 _GENERAL: KeyTable = {
     **read_keys("general.architecture", "general.alignment"),
-    "general.type": Only(("model",), default="model", reason="the file holds no whole model"),
-    "general.quantization_version": Only((2,), default=2, reason="blocks are stored otherwise"),
+    "general.type": Only(("model",), default="model", reason=(
+        "the file does not contain a whole model"
+    )),
+    "general.quantization_version": Only((2,), default=2, reason=(
+        "its blocks have a different format"
+    )),
     **ignore_keys("each tensor has its own type", "general.file_type"),
     **ignore_keys(
         "it names or describes the file, its authors and its sources",
@@ -81,7 +85,7 @@ _TOKENIZER: KeyTable = {
         "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap",
         "tokenizer.rwkv.world",
     ),
-    **ignore_keys("the keys of tokenizer.ggml say the same", "tokenizer.huggingface.json"),
+    **ignore_keys("the keys of tokenizer.ggml give the same", "tokenizer.huggingface.json"),
 }  # fmt: skip
 
 # The rest of a key after the architecture's name.
@@ -96,7 +100,7 @@ _NO_EXPERTS = Only((0,), default=0, reason="mixtures of experts are not read fro
 _MODEL: KeyTable = {
     **read_keys(*_SIZES),
     **ignore_keys("rows of queries and keys are in one order in all files", "tensor_data_layout"),
-    **ignore_keys("it says how the weights came about", "rope.scaling.finetuned"),
+    **ignore_keys("it records how the weights were made", "rope.scaling.finetuned"),
     **dict.fromkeys((
         "expert_count", "expert_used_count", "expert_shared_count", "expert_group_count",
         "expert_group_used_count", "leading_dense_block_count", "nextn_predict_layers",

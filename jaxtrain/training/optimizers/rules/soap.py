@@ -52,7 +52,7 @@ class SOAP(AdamRule):
 
     name: ClassVar[str] = "soap"
     dtype: ClassVar[str | None] = "float32"
-    no_mean: ClassVar[str | None] = "the mean of replicas' bases would be none"
+    no_mean: ClassVar[str | None] = "the mean of the replicas' bases is not a basis"
     b1: float = 0.95
     b2: float = 0.95
     b3: float = 0.95
