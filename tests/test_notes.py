@@ -127,9 +127,8 @@ def test_what_a_file_overrides_of_its_base_is_left_out_with_a_line(tmp_path):
     # The command line overrides the file, which overrides the base.
     config = load_config(file, ["Train.data=@SpanData()", "SpanData.text=@TextData()"])
     assert f"TextData.source: {by} uses TextData" not in config.notes
-    assert "ChatData.source: left out, since with the bindings of the command line nothing uses " in (
-        "\n".join(config.notes)
-    )
+    notes = "\n".join(config.notes)
+    assert "ChatData.source: left out, since with the bindings of the command line nothing" in notes
     assert config.train.data.text.source == "synthetic"
     # What the file sets itself is no leftover of its base.
     file.write_text(own + "\nGPT.num_layers = 3\n")

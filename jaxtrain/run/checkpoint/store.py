@@ -229,7 +229,7 @@ class Checkpoints:
         processes."""
         self._bad[step] = error
 
-    def put_aside(self, instead: str = "the one before it is used") -> None:
+    def put_aside(self, instead: str = "the previous checkpoint is used") -> None:
         """Report the damaged checkpoints that were skipped for a good one, and rename them,
         unless opened read-only.
 
