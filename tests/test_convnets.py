@@ -167,7 +167,7 @@ def test_norms_of_each_image_and_their_gradients_equal_torch(kind):
     [
         ({"norm": "group"}, "VGG.norm_groups=None (None is 32) does not divide all"),
         ({"norm": "group", "norm_groups": 5}, "channels [12, 24, 48, 96]; use 4"),
-        ({"norm": "batch", "norm_groups": 4}, "VGG.norm_groups=4 does nothing with norm='batch'"),
+        ({"norm": "batch", "norm_groups": 4}, "VGG.norm_groups=4 has no effect with norm='batch'"),
     ],
     ids=str,
 )

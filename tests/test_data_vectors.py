@@ -106,7 +106,7 @@ def test_mistakes_are_refused(table, changes, said):
 
 
 def test_targets_and_classes_do_not_go_together():
-    with pytest.raises(UserError, match="num_targets=2 does nothing with"):
+    with pytest.raises(UserError, match="num_targets=2 has no effect with"):
         VectorData(num_targets=2)
 
 

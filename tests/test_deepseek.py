@@ -311,7 +311,7 @@ def test_biases_move_against_the_load_error_and_nothing_else_does():
         ({"dense_layers": 3}, r"DeepSeek.dense_layers=3 with DeepSeek.num_layers=3; use 0 to 2"),
         ({"expert_groups": 3}, r"DeepSeek.expert_groups=3 does not divide DeepSeek.num_experts=8"),
         ({"experts_per_token": 5}, r"have 4 experts; use 1 to 4"),
-        ({"expert_groups": 8}, r"as its two best experts .*; use at most 4, or 1"),
+        ({"expert_groups": 8}, r"sum of its two best experts .*; use at most 4, or 1"),
         ({"router": "softmax"}, r"DeepSeek.bias_speed=0.001 has no effect with DeepSeek.router="),
         ({"rotary_dim": 3}, r"DeepSeek.rotary_dim=3 is not an even number above 0; the nearest is"),
     ],

@@ -170,7 +170,7 @@ def test_a_teacher_that_does_not_fit_is_refused(folders, tmp_path):
         (["Distillation.teacher = None"], "Distillation.teacher has no value"),
         (["Llama.vocab_size = 354"], "has 352 tokens, but Llama.vocab_size=354"),
         (["Mesh.fsdp = 1", "Mesh.pipe = 2"], "the stages of a pipeline hold only one"),
-        (["Loss.z_weight = 0.1"], "Loss.z_weight=0.1 does nothing for Train.objective=@Distill"),
+        (["Loss.z_weight = 0.1"], "Loss.z_weight=0.1 has no effect for Train.objective=@Distill"),
     ):
         with pytest.raises(UserError, match=reason):
             Trainer(config_of(folders, *bindings), devices=jax.devices()[:2])

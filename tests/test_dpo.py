@@ -192,7 +192,7 @@ def test_what_does_not_go_together_says_what_does(folder):
         changed = dataclasses.replace(config.train, **train)
         with pytest.raises(UserError, match=reason):
             Trainer(dataclasses.replace(config, train=changed), devices=jax.devices()[:1])
-    with pytest.raises(UserError, match=r"Loss.chunk_size=16 does nothing for.*@DPO\(\)"):
+    with pytest.raises(UserError, match=r"Loss.chunk_size=16 has no effect for.*@DPO\(\)"):
         Trainer(config_of(folder, "Loss.chunk_size = 16"), devices=jax.devices()[:1])
     with pytest.raises(UserError, match="DPO.beta=-1.0; use a number above 0"):
         config_of(folder, "DPO.beta = -1.0")

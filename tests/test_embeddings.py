@@ -192,7 +192,7 @@ def test_what_lies_beside_is_read_or_refused(modules, pooling, said, source, tmp
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(UserError, match=r"BERT.pooling='mean' with BERT.objective='token_cl"):
         BERT(pooling="mean", objective="token_classification")
-    with pytest.raises(UserError, match=r"BERT.normalized=True does nothing"):
+    with pytest.raises(UserError, match=r"BERT.normalized=True has no effect"):
         BERT(normalized=True)
 
 

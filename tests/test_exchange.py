@@ -356,13 +356,13 @@ def test_a_run_resumed_between_exchanges_is_the_run_never_stopped(tiny_config, t
     ("bindings", "sentence"),
     [
         (["Exchange.period = 4"],
-         "Exchange.period=4 does nothing for Exchange.method='synchronous'; leave it at 1 or set "
+         "Exchange.period=4 has no effect for Exchange.method='synchronous'; leave it at 1 or set "
          "Exchange.method to 'local_sgd' or 'diloco'"),
         (["Exchange.method = 'local_sgd'", "Exchange.outer_momentum = 0.5"],
-         "Exchange.outer_momentum=0.5 does nothing for Exchange.method='local_sgd'; leave it at "
+         "Exchange.outer_momentum=0.5 has no effect for Exchange.method='local_sgd'; leave it at "
          "0.9 or set Exchange.method to 'diloco'"),
         (["Exchange.method = 'int8'", "Exchange.keep = 0.1"],
-         "Exchange.keep=0.1 does nothing for Exchange.method='int8'; leave it at 0.01 or set "
+         "Exchange.keep=0.1 has no effect for Exchange.method='int8'; leave it at 0.01 or set "
          "Exchange.method to 'top_k'"),
         (["Exchange.method = 'gossip'", "Mesh.data = 1", "Mesh.fsdp = 4"],
          "Exchange.method='gossip' with Mesh.data=1: there are no replicas to exchange with; use "

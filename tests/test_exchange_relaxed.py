@@ -354,8 +354,8 @@ def test_mixing_is_by_its_matrix(graph):
     ("method", "sizes", "says"),
     [
         (Exchange(method="gossip", graph="torus"), {"data": 2}, "Exchange.graph='torus'"),
-        (Exchange(staleness=3), {"data": 2}, "Exchange.staleness=3 does nothing"),
-        (Exchange(method="int8", graph="torus"), {"data": 4}, "Exchange.graph='torus' does noth"),
+        (Exchange(staleness=3), {"data": 2}, "Exchange.staleness=3 has no effect"),
+        (Exchange(method="int8", graph="torus"), {"data": 4}, "Exchange.graph='torus' has no eff"),
     ],
 )
 def test_what_goes_with_nothing_is_refused(method, sizes, says):

@@ -264,12 +264,12 @@ def test_a_run_resumed_with_a_fragment_on_its_way_is_the_run_never_stopped(tiny_
         ),
         (
             Exchange(method="local_sgd", fragments=2),
-            "Exchange.fragments=2 does nothing for Exchange.method='local_sgd'; leave it at 1 or "
+            "Exchange.fragments=2 has no effect for Exchange.method='local_sgd'; leave it at 1 or "
             "set Exchange.method to 'diloco'",
         ),
         (
             Exchange(mixing=0.5),
-            "Exchange.mixing=0.5 does nothing for Exchange.method='synchronous'; leave it at 0.0 "
+            "Exchange.mixing=0.5 has no effect for Exchange.method='synchronous'; leave it at 0.0 "
             "or set Exchange.method to 'diloco'",
         ),
     ],

@@ -135,7 +135,7 @@ def _bindings(way: str) -> Iterator[tuple[str, str]]:
         ("sam", "sophia_g", "Optimizer.sharpness_radius=0.05 with Optimizer.name='sophia_g': its"),
         ("noise", "pipe", "Train.noise_scale_every=2 with Mesh.pipe=2: a pipeline runs"),
         ("noise", "int8", "Train.noise_scale_every=2 with Exchange.method='int8': it is"),
-        ("sam", "noise", "Train.noise_scale_every=2 with Optimizer.sharpness_radius=0.05: that"),
+        ("sam", "noise", "Train.noise_scale_every=2 with Optimizer.sharpness_radius=0.05: its"),
         ("noise_alone", "tensor", "Train.noise_scale_every=2 with Train.accumulation=1: the norm"),
         ("balance", "power_sgd", "the router biases of DeepSeek with Exchange.method='power"),
         ("plateau", "gossip", "Schedule.plateau_patience=2 with Exchange.method='gossip': each"),

@@ -173,17 +173,17 @@ def test_a_rewind_always_passes_over_the_bad_batch():
         ),
         (
             {"policy": "skip", "rewind_steps": 50},
-            "Guard.rewind_steps=50 does nothing for Guard.policy='skip' and Guard.spike_sigma="
+            "Guard.rewind_steps=50 has no effect for Guard.policy='skip' and Guard.spike_sigma="
             "None; leave it at 100 or set Guard.policy='rewind'",
         ),
         (
             {"policy": "skip", "window": 64},
-            "Guard.window=64 does nothing for Guard.policy='skip' and Guard.spike_sigma=None; "
+            "Guard.window=64 has no effect for Guard.policy='skip' and Guard.spike_sigma=None; "
             "leave it at 128 or set Guard.spike_sigma",
         ),
         (
             {"max_bad_steps": 3},
-            "Guard.max_bad_steps=3 does nothing for Guard.policy='stop' and Guard.spike_sigma="
+            "Guard.max_bad_steps=3 has no effect for Guard.policy='stop' and Guard.spike_sigma="
             "None; leave it at 10 or set Guard.policy to 'skip' or 'rewind'",
         ),
     ],

@@ -286,7 +286,7 @@ def test_a_layer_keeps_its_input_four_gates_its_cell_and_its_output() -> None:
             ("Mesh.expert = 2", "Mesh.data = 1"),
             "Mesh.expert=2: LSTM has no dimension that this axis",
         ),
-        (("Attention.kernel = 'xla'",), "Attention.kernel='xla' does nothing for LSTM; leave it"),
+        (("Attention.kernel = 'xla'",), "Attention.kernel='xla' has no effect for LSTM; leave it"),
         (("Precision.matmul = 'float8'",), "Precision.matmul='float8' for LSTM: the matmul at"),
         (("TextData.sequence_length = 512",), "is longer than LSTM.context_length=256"),
     ],

@@ -79,8 +79,11 @@ def test_a_convolution_goes_on_where_it_was_left():
             ["Mesh.context=2", "Mesh.data=1"],
             "Mesh.context=2: Mamba has no dimension that this axis could",
         ),
-        (["Mesh.tensor=2", "Sharding.tensor_layout='2d'"], "Sharding.tensor_layout='2d' does noth"),
-        (["Attention.kernel='blocked'"], "Attention.kernel='blocked' does nothing for Mamba"),
+        (
+            ["Mesh.tensor=2", "Sharding.tensor_layout='2d'"],
+            "Sharding.tensor_layout='2d' has no eff",
+        ),
+        (["Attention.kernel='blocked'"], "Attention.kernel='blocked' has no effect for Mamba"),
     ],
 )
 def test_what_it_has_nothing_for_is_refused(tiny_config, tmp_path, bindings, sentence):

@@ -119,7 +119,7 @@ INT8 = (
                 matmul,
                 "resnet50_imagenet",
                 "h200:1x8",
-                "does nothing for ResNet; leave it at 'compute'",
+                "has no effect for ResNet; leave it at 'compute'",
             )
             for matmul in FORMATS
         ),

@@ -494,7 +494,7 @@ def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
         ),
         (
             lambda: Schedule(name="constant", decay_steps=5),
-            "Schedule.decay_steps=5 does nothing for Schedule.name='constant', which does not "
+            "Schedule.decay_steps=5 has no effect for Schedule.name='constant', which does not "
             "end; use 0",
         ),
         (
@@ -508,7 +508,7 @@ def test_a_warm_up_longer_than_the_run_grows_as_far_as_it_goes():
         ),
         (
             lambda: Schedule(power=1.0),
-            "Schedule.power=1.0 does nothing for Schedule.name='cosine'; leave it at 2.0 or set "
+            "Schedule.power=1.0 has no effect for Schedule.name='cosine'; leave it at 2.0 or set "
             "Schedule.name='polynomial'",
         ),
     ],

@@ -232,7 +232,7 @@ def test_what_verify_proves_with_is_small_and_allowed(name, more):
             ["Sharding.sequence_parallel = True", "PairData.target_length = 7"],
             r"PairData.target_length=7 does not divide over Mesh.tensor=2 .*nearest is (6|8)",
         ),
-        (["Loss.chunk_size = 4"], r"Loss.chunk_size=4 does nothing for Transformer"),
+        (["Loss.chunk_size = 4"], r"Loss.chunk_size=4 has no effect for Transformer"),
         (["Transformer.vocab_size = 128"], r"smaller than the tokenizer's 256.*PairData.tokenizer"),
         (["PairData.source_length = 17"], r"PairData.source_length=17.*use at most 16"),
         (["Attention.kernel = 'cudnn'"], r"cudnn"),

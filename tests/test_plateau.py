@@ -82,5 +82,7 @@ def test_it_survives_a_restart(tmp_path):
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(UserError, match="Schedule.plateau_factor=1.5; use above 0 and below 1"):
         Schedule(plateau_patience=2, plateau_factor=1.5)
-    with pytest.raises(UserError, match="plateau_window=7 does nothing with Schedule.plateau_pati"):
+    with pytest.raises(
+        UserError, match="plateau_window=7 has no effect with Schedule.plateau_pati"
+    ):
         Schedule(plateau_window=7)

@@ -209,7 +209,7 @@ def test_a_mesh_that_cannot_be_hides_nothing_that_needs_none():
         "Train.global_batch_size=16 does not divide over Train.accumulation=3",
         "TextData.sequence_length=512 is longer",
         "Scan.layers_per_iteration=3 does not divide",
-        "Exchange.period=4 does nothing",
+        "Exchange.period=4 has no effect",
     ):
         assert sum(words in line for line in message.splitlines()) == 1, words
     assert len(message.splitlines()) == 5
@@ -238,7 +238,7 @@ def test_a_cnn_refuses_the_context_axis_and_a_width_that_tensor_does_not_divide(
 def test_a_cnn_refuses_settings_that_would_do_nothing(binding):
     setting = binding.split(" ")[0]
     assert f"{setting}=" in refused(binding, name="resnet_mnist5k")
-    assert "does nothing for ResNet" in refused(binding, name="resnet_mnist5k")
+    assert "has no effect for ResNet" in refused(binding, name="resnet_mnist5k")
 
 
 @pytest.mark.parametrize("name", ["transformer_addition", "t5_tiny"])
@@ -256,19 +256,19 @@ def test_pairs_refuse_the_context_axis_once_and_name_none_that_they_have_not(nam
     ("name", "bindings", "sentence"),
     [
         ("autoencoder_mnist5k", ["Loss.label_smoothing = 0.1"],
-         "Loss.label_smoothing=0.1 does nothing for the objective 'reconstruction'; leave it at "
+         "Loss.label_smoothing=0.1 has no effect for the objective 'reconstruction'; leave it at "
          "0.0"),
         ("autoencoder_mnist5k", ["Loss.chunk_size = 4"],
-         "Loss.chunk_size=4 does nothing for Autoencoder; leave it at None"),
+         "Loss.chunk_size=4 has no effect for Autoencoder; leave it at None"),
         ("mlp_digits",
          ["MLP.objective = 'regression'", "MLP.widths = (10, 1)", "Loss.z_weight = 1e-4",
           "VectorData.source = 'diabetes'", "VectorData.features = 10",
           "VectorData.num_classes = None"],
-         "Loss.z_weight=0.0001 does nothing for the objective 'regression'; leave it at 0.0"),
+         "Loss.z_weight=0.0001 has no effect for the objective 'regression'; leave it at 0.0"),
         ("gru_quickstart",
          ["GRU.objective = 'token_classification'", "Train.data = @LabelledText()",
           "Loss.chunk_size = 8"],
-         "Loss.chunk_size=8 does nothing for the objective 'token_classification'; leave it at "
+         "Loss.chunk_size=8 has no effect for the objective 'token_classification'; leave it at "
          "None"),
     ],
 )  # fmt: skip

@@ -88,5 +88,5 @@ def test_logits_and_every_gradient_of_a_llama_equal_transformers():
 
 
 def test_a_type_that_would_do_nothing_is_refused():
-    with pytest.raises(UserError, match=r"Llama.rope_type='yarn' does nothing with"):
+    with pytest.raises(UserError, match=r"Llama.rope_type='yarn' has no effect with"):
         Llama(rope_type="yarn")

@@ -289,9 +289,9 @@ def test_settings_and_files_that_cannot_be_are_refused(made, tmp_path):
     folder, x, y, lengths = made
     with pytest.raises(UserError, match=r"GRU.features=3 with GRU.objective='next_token'"):
         GRU(features=3)
-    with pytest.raises(UserError, match=r"GRU.vocab_size=9 does nothing with GRU.features=3"):
+    with pytest.raises(UserError, match=r"GRU.vocab_size=9 has no effect with GRU.features=3"):
         GRU(features=3, vocab_size=9, **TOLD)
-    with pytest.raises(UserError, match=r"heldout_fraction = 0.3 does nothing with"):
+    with pytest.raises(UserError, match=r"heldout_fraction = 0.3 has no effect with"):
         little(folder, heldout_fraction=0.3)
     for changes, sentence in (
         ({"features": 3}, r"SequenceData.features = 3, but .* has 2; set"),

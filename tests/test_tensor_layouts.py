@@ -305,7 +305,7 @@ def refused(*bindings: str, devices: int = 8, name: str = "gpt_quickstart") -> s
           "nearest are 2 and 8"]),
         ("2d", ["Mesh.tensor = 1"], 1, ["'2d' with Mesh.tensor=1: it arranges the ranks"]),
         ("2d", ["Mesh.tensor = 4", "Sharding.tensor_depth = 2"], 4,
-         ["Sharding.tensor_depth=2 does nothing with Sharding.tensor_layout='2d'"]),
+         ["Sharding.tensor_depth=2 has no effect with Sharding.tensor_layout='2d'"]),
         ("2d", ["Mesh.tensor = 4", "Sharding.sequence_parallel = True"], 4,
          ["Sharding.tensor_layout='2d' with Sharding.sequence_parallel=True: it splits the"]),
         ("2d", ["Mesh.tensor = 4", "Mesh.context = 2"], 8,

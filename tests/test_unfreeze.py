@@ -256,7 +256,8 @@ def test_a_table_says_from_which_step_on():
         (["Finetune.unfreeze={'layers/*': -1}"], "'layers/*' has -1; use 0 or more steps"),
         (["Finetune.unfreeze={'*': 5}"], "leaves no parameter to train at the first"),
         (["Finetune.unfreeze={'layers/*': 600}"],
-         "'layers/*' waits for 600 steps, and the run ends after Train.steps=600; use at most 599"),
+         "'layers/*' starts after 600 steps, but the run ends after Train.steps=600; use at most "
+         "599"),
         (["Finetune.unfreeze={'layers/*': 5}", "Optimizer.name='schedule_free'"],
          "it averages the iterates of all steps"),
         (["Finetune.unfreeze={'layers/*': 5}", "Exchange.method='gossip'", "Mesh.data=8"],

@@ -239,7 +239,7 @@ def validate_features(model: Any) -> None:
         )
     if model.vocab_size != type(model).vocab_size:
         raise UserError(
-            f"{name}.vocab_size={model.vocab_size} does nothing with {name}.features={features}: "
+            f"{name}.vocab_size={model.vocab_size} has no effect with {name}.features={features}: "
             f"vectors are no tokens; leave it out, or set {name}.features=None"
         )
 

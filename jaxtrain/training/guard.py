@@ -76,7 +76,7 @@ class Guard:
             is_read, way_out = read.get(field.name, (True, ""))
             if value != field.default and not is_read:
                 raise UserError(
-                    f"Guard.{field.name}={value!r} does nothing for Guard.policy={self.policy!r} "
+                    f"Guard.{field.name}={value!r} has no effect for Guard.policy={self.policy!r} "
                     f"and Guard.spike_sigma={self.spike_sigma!r}; leave it at {field.default!r} or "
                     f"{way_out}"
                 )

@@ -197,12 +197,12 @@ class SequenceData(ClassedRows):
             return
         if self.source == "synthetic":
             raise UserError(
-                f"SequenceData.heldout_source = {self.heldout_source!r} does nothing with "
+                f"SequenceData.heldout_source = {self.heldout_source!r} has no effect with "
                 "SequenceData.source = 'synthetic'; name a file there too, or set it to None"
             )
         if self.heldout_fraction != type(self).heldout_fraction:
             raise UserError(
-                f"SequenceData.heldout_fraction = {self.heldout_fraction} does nothing with "
+                f"SequenceData.heldout_fraction = {self.heldout_fraction} has no effect with "
                 f"SequenceData.heldout_source = {self.heldout_source!r}; leave one of them out"
             )
 

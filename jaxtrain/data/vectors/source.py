@@ -182,7 +182,7 @@ class VectorData:
         check_heldout_fraction("VectorData.heldout_fraction", self.heldout_fraction)
         if self.num_classes is not None and self.num_targets != 1:
             raise UserError(
-                f"VectorData.num_targets={self.num_targets} does nothing with VectorData."
+                f"VectorData.num_targets={self.num_targets} has no effect with VectorData."
                 f"num_classes={self.num_classes}; leave it at 1 or set VectorData.num_classes=None"
             )
 

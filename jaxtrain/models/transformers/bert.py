@@ -102,7 +102,7 @@ class BERT(LanguageModel):
             )
         if self.normalized and self.pooling is None:
             raise UserError(
-                "BERT.normalized=True does nothing with BERT.pooling=None, which produces no "
+                "BERT.normalized=True has no effect with BERT.pooling=None, which produces no "
                 "embeddings; use BERT.pooling='mean', or False"
             )
 

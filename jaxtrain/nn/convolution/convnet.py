@@ -83,7 +83,7 @@ def validate_norm(model: NormSettings, convolutions: Iterable["Convolution"]) ->
     if model.norm != "group":
         if model.norm_groups is not None:
             raise UserError(
-                f"{written} does nothing with norm={model.norm!r}; use norm='group', or None"
+                f"{written} has no effect with norm={model.norm!r}; use norm='group', or None"
             )
         return
     groups = model.norm_groups or GROUPS

@@ -78,7 +78,7 @@ class Schedule:
         for name in ("plateau_factor", "plateau_window"):
             if not self.plateau_patience and vars(self)[name] != getattr(type(self), name):
                 raise UserError(
-                    f"Schedule.{name}={vars(self)[name]} does nothing with "
+                    f"Schedule.{name}={vars(self)[name]} has no effect with "
                     "Schedule.plateau_patience=0; set that above 0, such as 5"
                 )
         if not 0 <= self.final_fraction <= 1:
@@ -92,7 +92,7 @@ class Schedule:
             raise UserError(f"Schedule.power={self.power}; use a number above 0")
         if self.name != "polynomial" and self.power != type(self).power:
             raise UserError(
-                f"Schedule.power={self.power} does nothing for Schedule.name={self.name!r}; leave "
+                f"Schedule.power={self.power} has no effect for Schedule.name={self.name!r}; leave "
                 f"it at {type(self).power} or set Schedule.name='polynomial'"
             )
         if (self.name == "piecewise") != bool(self.factors):
@@ -114,7 +114,7 @@ class Schedule:
             )
         if self.decay_steps and not needs and self.name not in _OF_ANY_LENGTH:
             raise UserError(
-                f"Schedule.decay_steps={self.decay_steps} does nothing for Schedule.name="
+                f"Schedule.decay_steps={self.decay_steps} has no effect for Schedule.name="
                 f"{self.name!r}, which does not end; use 0"
             )
 
