@@ -131,7 +131,7 @@ def test_settings_that_are_others_than_the_checkpoints_are_said_where_a_run_goes
     )
     assert line in capsys.readouterr().out.splitlines()
     assert main([*words, *others]) == 0  # as they are set now
-    assert "Set otherwise" not in capsys.readouterr().out
+    assert "Settings that differ from those" not in capsys.readouterr().out
 
 
 def test_a_warm_up_longer_than_the_run_is_said_and_taken(tiny_config, tmp_path, capsys):

@@ -48,7 +48,7 @@ def test_numbers_are_those_of_pytorch_and_others_stay(stored):
 
 def test_what_is_no_float8_in_such_blocks_is_refused(stored):
     header, _ = stored
-    with pytest.raises(UserError, match=r"there: w has no w_scale_inv beside it"):
+    with pytest.raises(UserError, match=r"there: w has no w_scale_inv next to it"):
         merge({"w": header["w"]}, SETTINGS, where="there")
     with pytest.raises(UserError, match=r"w \[10, 19\] .* needs one F32 for each 8 x 8 block"):
         merge(header, {**SETTINGS, "weight_block_size": [8, 8]}, where="there")

@@ -151,7 +151,7 @@ def test_a_local_checkpoint_stands_in_for_a_damaged_one(run, undisturbed, monkey
     file = max((run.workdir / "checkpoints/9").rglob("d/*"), key=lambda path: path.stat().st_size)
     file.write_bytes(file.read_bytes()[:-1])
     trainer = run.start(monkeypatch, "Train.save_every=9")
-    assert "damaged-9, to be looked at and deleted; a local one is used" in run.printed
+    assert "damaged-9: inspect and delete it; a local one is used" in run.printed
     assert "Resumed from the local checkpoint of step 8" in run.printed
     assert (bits(trainer), run.losses()) == undisturbed
     assert (run.workdir / "checkpoints/9/manifest.json").exists()

@@ -149,7 +149,7 @@ def test_a_woken_zombie_finds_out_before_it_writes(holder, tmp_path, monkeypatch
     held = RunLock.acquire(tmp_path, beat_seconds=BEAT_SECONDS, report=said.append)
     assert held.attempt == 2
     assert len(said) == 1
-    assert re.search(r"taken over: attempt 1, process \d+ on elsewhere", said[0])
+    assert re.search(r"taking over .*: attempt 1, process \d+ on elsewhere", said[0])
 
     zombie.popen.send_signal(signal.SIGCONT)
     assert "attempt 1 may no longer write" in zombie.ask("write")

@@ -45,7 +45,7 @@ def test_numbers_are_those_of_transformers(stored):
 
 def test_what_is_no_mxfp4_is_refused(stored):
     header, _ = stored
-    with pytest.raises(UserError, match=r"there: w_blocks has no w_scales beside it"):
+    with pytest.raises(UserError, match=r"there: w_blocks has no w_scales next to it"):
         merge({"w_blocks": header["w_blocks"]}, where="there")
     with pytest.raises(UserError, match=r"w_blocks \[3, 5, 2\] of U8 with scales .* is not MXFP4"):
         merge({"w_blocks": header["w_scales"], "w_scales": header["w_scales"]}, where="there")

@@ -217,7 +217,7 @@ def test_a_mesh_that_cannot_be_hides_nothing_that_needs_none():
 
 def test_an_axis_that_nothing_uses_hides_no_size_that_does_not_divide():
     message = refused("Mesh.expert = 2", "Mesh.fsdp = 2", "GPT.num_heads = 1")
-    assert "Mesh.expert=2: GPT has nothing" in message
+    assert "Mesh.expert=2: GPT has no dimension" in message
     assert "GPT.num_heads=1 does not divide over Mesh.tensor=2" in message
 
 
@@ -322,7 +322,7 @@ def test_a_second_derivative_that_experts_have_not_is_refused():
     dropless = "Mixtral.capacity_factor = None"
     assert refused("Optimizer.name = 'sophia_h'", dropless, name="mixtral_tiny") == (
         "Optimizer.name='sophia_h' with the dropless experts of Mixtral: JAX has no second "
-        "derivative of their grouped products; use "
+        "derivative of their grouped matmuls; use "
         "Mixtral.capacity_factor=1.25 or Optimizer.name='sophia_g'"
     )
 

@@ -280,7 +280,7 @@ def test_a_run_in_four_bits_is_autoawqs_folder_and_transformers_model(run, tmp_p
         _ = Folder(out).family_and_model
     header = read_header(out / "model.safetensors")
     del header[f"{stems[0]}.scales"]
-    with pytest.raises(UserError, match=r"qweight has no .*\.qzeros and .*\.scales beside it"):
+    with pytest.raises(UserError, match=r"qweight has no .*\.qzeros and .*\.scales next to it"):
         merge(header, where="there")
     with pytest.raises(UserError, match="; in AutoAWQ's layout it is"):
         merge({**header, f"{stems[0]}.scales": header[f"{stems[0]}.qweight"]}, where="there")

@@ -124,7 +124,7 @@ def test_frequencies_of_both_kinds_of_layers_are_those_of_transformers(variant):
         ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
          "rope_type = 'dynamic'; it must be 'default' or 'linear' or 'llama3' or 'yarn'"),
         ("LlamaForCausalLM", {"rope_scaling": {"factor": 2.0}},
-         "factor = 2.0; it must be None or 1 (rope_type 'default' scales nothing)"),
+         "factor = 2.0; it must be None or 1 (rope_type 'default' applies no scaling)"),
         ("LlamaForCausalLM", {"rope_scaling": {**LLAMA3, "beta_fast": 4.0}},
          "beta_fast = 4.0; it must be None (rope_type 'llama3' does not read it)"),
         ("LlamaForCausalLM", {"rope_parameters": {"full_attention": {"rope_theta": 3.0}}},

@@ -270,7 +270,7 @@ def test_a_run_learns_and_predicts_and_padding_changes_nothing(made, tmp_path, c
         (SHAPES["gru"], LabelledText(num_classes=3, sequence_length=16),
          r"GRU.features=12 reads vectors, but Train.data=@LabelledText\(\) gives tokens"),
         (SHAPES["gru"], SequenceData(features=3, num_classes=3, sequence_length=16),
-         r"GRU reads vectors of 12 numbers, but .* have 3 numbers each; set GRU.features=3"),
+         r"GRU reads vectors of 12 values, but .* have 3 values each; set GRU.features=3"),
         (GPT(context_length=16), SequenceData(sequence_length=16), r"GPT reads tokens, but .*@GRU"),
         (SHAPES["gru"], SequenceData(features=12, num_classes=4, sequence_length=16),
          r"GRU.num_classes=3 is smaller than SequenceData.num_classes=4"),

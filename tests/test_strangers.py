@@ -281,7 +281,7 @@ def test_strangers_are_told_of_once_in_an_hour(monkeypatch):
         now[0] += 1.0
     assert len(said) == 1
     now[0] = 3600.0
-    strangers.note("10.0.0.8", "has another token")
+    strangers.note("10.0.0.8", "has a different token")
     assert len(said) == 2
     assert said[1].startswith(
         "rejected 1000 unauthenticated clients at this run's port (10.0.0.8 has"
@@ -443,7 +443,7 @@ def test_a_false_process_0_is_left_before_anything_is_told_to_it(pair):
         # Whatever was proved, it says that all is well.
         return bytes(32)
 
-    with impostor(answer) as (port, heard), pytest.raises(UserError, match="has another token"):
+    with impostor(answer) as (port, heard), pytest.raises(UserError, match="has a different token"):
         pair.member(1, port=port)
     assert [len(part) for part in heard] == [48, 32]
 
@@ -478,7 +478,7 @@ def test_a_process_without_a_token_is_refused_with_the_way_out(pair, tmp_path, m
     assert str(raised.value) == (
         f"the coordinator 127.0.0.1:{pair.port} answers, but process 1 has no token to show it: "
         f"JAXTRAIN_TOKEN is not set, and there is no {file}; give all processes of the run the "
-        "same JAXTRAIN_TOKEN, or none of them and a --workdir that they share"
+        "same JAXTRAIN_TOKEN, or no token and a --workdir that they share"
     )
     # It connected, said nothing and went: no unauthenticated client.
     assert pair.strangers() == []

@@ -232,8 +232,8 @@ def _sequences(config: Config, model: Model, batch: Batch) -> Iterator[str]:
         has = "features" in vars(model)
         use = f"set {name}.features={data.features}" if has else "use @GRU() or another that has it"
         yield (
-            f"{name} reads {f'vectors of {features} numbers' if features else 'tokens'}, but those "
-            f"of Train.data=@SequenceData() have {data.features} numbers each; {use}"
+            f"{name} reads {f'vectors of {features} values' if features else 'tokens'}, but those "
+            f"of Train.data=@SequenceData() have {data.features} values each; {use}"
         )
     elif reads_tokens(model):
         yield from _text(config, model, batch.inputs.shape[1], _section(data))
