@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import optimized_environment
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md"))
@@ -51,7 +52,7 @@ def test_an_example_reaches_its_stated_result(example, tmp_path):
         program.chmod(0o755)
     python_path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {
-        **os.environ,
+        **optimized_environment(),
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": python_path.rstrip(os.pathsep),
     }

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import optimized_environment
 
 from jaxtrain.__main__ import main
 from jaxtrain.run.commands.init import FILES
@@ -75,8 +76,9 @@ def test_the_commands_of_the_readme_work_from_an_empty_folder(tmp_path):
     def run(words, folder):
         code = "import sys; from jaxtrain.__main__ import main; sys.exit(main(sys.argv[1:]))"
         return subprocess.run(
-            [sys.executable, "-P", "-c", code, *words], cwd=folder, capture_output=True, text=True
-        )
+            [sys.executable, "-P", "-c", code, *words], cwd=folder, capture_output=True, text=True,
+            env=optimized_environment(),
+        )  # fmt: skip
 
     assert run(["init", "project"], tmp_path).returncode == 0
     folder = tmp_path / "project"
