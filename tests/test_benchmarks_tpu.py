@@ -132,7 +132,7 @@ def test_a_gather_inside_a_product_is_not_waited_for(name: str, waits: int) -> N
     assert step.waits_bytes == waits * layers * elements * 2
 
 
-@pytest.mark.slow_cases("v5p:2x2x2", "v6e:2x2", "v6e:4x4")
+@pytest.mark.slow_cases("v5p:2x2x2", "v6e:2x2", "v6e:4x4", "v5p:2x2x1")
 @pytest.mark.parametrize("name", ["v5p:2x2x1", "v5p:2x2x2", "v6e:2x2", "v6e:4x4"])
 def test_with_our_options_products_run_beside_gathers(name: str) -> None:
     """SparseCores gather the second weight beside the first one's product; the first is wanted at

@@ -71,6 +71,8 @@ def config_of(tiny_config, *bindings: str):  # noqa: ANN201
     )  # fmt: skip
 
 
+# Four starts of a run; the next tests have one each.
+@pytest.mark.slow
 def test_a_restarted_run_keeps_the_best_and_ends_where_it_should(tiny_config, tmp_path, losses):
     config = config_of(tiny_config, "Best.patience=3")
     kept = []

@@ -80,6 +80,8 @@ def test_a_skipped_peer_fails_a_strict_run(run_suite):
     assert "FAILED: a test may not be skipped for: could not import 'a_package_of" in printed
 
 
+# Starts pytest twice.
+@pytest.mark.slow
 def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
     status, printed, report = run_suite("-m", "slow", "--until", str(time.time() + 30))
     assert status == 0  # a test without a record counts as a minute

@@ -134,6 +134,7 @@ def test_settings_that_are_others_than_the_checkpoints_are_said_where_a_run_goes
     assert "Settings that differ from those" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_warm_up_longer_than_the_run_is_said_and_taken(tiny_config, tmp_path, capsys):
     workdir = tmp_path / "run"
     bindings = ["-b", "Train.steps = 2", "-b", "Schedule.warmup_steps = 8"]

@@ -148,7 +148,8 @@ STAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("1f1b")
+# tests/test_pipeline.py has permutes inside stages in the fast part, those of attention.
+@pytest.mark.slow_cases("1f1b", "interleaved, uneven")
 @pytest.mark.parametrize("case", STAGES)
 def test_rings_inside_stages_equal_one_device(case):
     make, num_layers, sizes, pipeline = STAGES[case]

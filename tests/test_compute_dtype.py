@@ -33,7 +33,7 @@ def kernel_of_bfloat16(monkeypatch):
 
 
 # Other callers of the same trace.
-@pytest.mark.slow_cases("microbatches", "exchange")
+@pytest.mark.slow_cases("microbatches", "exchange", "data")
 @pytest.mark.parametrize("layout", ["data", "microbatches", "pipeline", "exchange"])
 def test_training_and_evaluation(layout, tiny_config, tmp_path) -> None:
     trainer = Trainer(load_config(tiny_config, [*BINDINGS, *LAYOUTS[layout]]), tmp_path)

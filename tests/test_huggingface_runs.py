@@ -131,6 +131,8 @@ def test_it_evaluates_and_generates_as_any_run(run, capsys):
     assert "Verified: every array can be read" in out
 
 
+# tests/test_huggingface_models.py exports what it imports, in the fast part.
+@pytest.mark.slow
 def test_it_trains_on_and_what_it_became_is_exported(run, source, tmp_path, capsys):
     words = ["train", str(run / "config.gin"), "--workdir", str(run), "-b", "Train.save_every=1"]
     # With another optimizer than it was imported with: it has not begun.

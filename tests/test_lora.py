@@ -321,6 +321,8 @@ def test_a_restarted_run_is_the_run_never_stopped_bit_for_bit(run, tiny_config):
         assert np.array_equal(value, first[name]) == ("lora" not in name), name
 
 
+# The merged model is compared above without a second run.
+@pytest.mark.slow
 def test_another_run_starts_from_the_merged_weights_and_writes_the_same(run, tiny_config):
     folder, trainer = run
     config = load_config(tiny_config, [f"Train.start_from={str(folder)!r}"])

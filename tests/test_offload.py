@@ -163,6 +163,8 @@ def test_a_step_is_that_of_a_state_on_the_devices(offload, zero):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
+# tests/test_feature_compatibility.py has parameters on the host in the fast part.
+@pytest.mark.slow
 def test_the_same_program_with_all_of_it_on_the_devices_gives_the_same_bits(monkeypatch):
     state, losses = with_both()
     monkeypatch.setattr(on_host, "pin_to_host", lambda sharding: sharding)

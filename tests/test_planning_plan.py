@@ -273,6 +273,8 @@ def test_a_pipeline_whose_layers_do_not_divide_is_planned(schedule):
     assert kept >= 16 if schedule == "gpipe" else kept <= 16
 
 
+# The test before plans a pipeline of text.
+@pytest.mark.slow
 def test_a_pipeline_of_patches_is_planned():
     """196 patches and the class token of ViT-B/16 cross the boundary, 8 images at a time."""
     sizes = ["Mesh.fsdp = 2", "Mesh.pipe = 2", "Pipeline.microbatches = 4"]

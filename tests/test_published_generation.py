@@ -238,6 +238,8 @@ def test_what_is_not_done_here_is_named(folder, trainer, said, expected):
         published_defaults(trainer.config, None)
 
 
+# The ends of answers are compared above without a run.
+@pytest.mark.slow
 def test_the_command_takes_the_files_of_an_import(folder, tmp_path, capsys):
     """Of the folder that the import has kept: the published one may be gone."""
     say(folder, config=[], generation={"eos_token_id": []})

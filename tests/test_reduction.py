@@ -155,6 +155,8 @@ def test_a_mean_over_the_batch_is_over_the_rows_of_all_its_devices():
     assert mean_over_batch(rows) is rows  # on explicit axes a mean is that of all rows already
 
 
+# tests/test_precision.py has the dtypes of a step in the fast part.
+@pytest.mark.slow
 def test_half_precision_gradients_are_summed_between_devices():
     """In the dtype of the computation where there is one microbatch: near float32's."""
     program = make_step(

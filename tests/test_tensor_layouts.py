@@ -270,6 +270,8 @@ def test_each_device_computes_the_one_key_value_head_that_it_needs():
     assert set(heads) == {(8, 1)}
 
 
+# tests/test_generate.py generates on meshes in the fast part.
+@pytest.mark.slow_cases("gqa")
 @pytest.mark.parametrize("name", ["gqa", pytest.param("3d", marks=pytest.mark.slow)])
 def test_generation_equals_one_device(name):
     def drawn(layout):

@@ -117,6 +117,8 @@ def stop_at(trainer: Trainer, step: int) -> None:
     trainer._stepper.train_step = signalling
 
 
+# tests/test_compatibility.py and tests/test_resume.py resume on other meshes in the fast part.
+@pytest.mark.slow
 def test_a_resume_on_another_mesh_goes_on_with_the_same_data(whole, tiny_config, tmp_path):
     _, workdir = whole
     first = Trainer(load_config(tiny_config), tmp_path)
