@@ -122,7 +122,10 @@ def test_a_damaged_local_file_is_not_used(run, undisturbed, monkeypatch):
     run.start(monkeypatch, crash=9)
     damage(run, 8)
     trainer = run.start(monkeypatch)
-    assert re.search(r"checkpoint of step 8 .* its digest differs\); it is deleted", run.printed)
+    assert re.search(
+        r"checkpoint of step 8 .* its digest differs from the one written\); it is deleted",
+        run.printed,
+    )
     assert "Resumed from the local checkpoint of step 6" in run.printed
     assert (bits(trainer), run.losses()) == undisturbed
 

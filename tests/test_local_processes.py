@@ -87,7 +87,7 @@ def test_sharded_states_survive_the_loss_of_either_disk(runs):
         file.write_bytes(content)
     assert newest.exists()
     log = hosts.crash("1:enter:step:16:SIGKILL", {12, 14})
-    assert "its digest differs); it is deleted" in log
+    assert "its digest differs from the one written); it is deleted" in log
     assert "process 0 from process 1's copy" in log
     for process in (0, 1):
         shutil.rmtree(hosts.disk(process))
