@@ -255,6 +255,7 @@ def test_attention_refuses_while_tracing(kernel: str, reasons: int) -> None:
     assert len(str(error.value).splitlines()) == reasons
 
 
+@pytest.mark.slow_cases("float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tpu_kernel_compiles_for_tpus_that_are_not_there(dtype: str) -> None:
     pytest.importorskip("libtpu", reason="the TPU compiler comes with the libtpu package")

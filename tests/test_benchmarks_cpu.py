@@ -106,6 +106,7 @@ def assert_equal(row: Row, folder: Path, own: list[float], other: list[float]) -
     "resnet18",
     "vit",
     "autoencoder",
+    "lenet",
 )
 @pytest.mark.parametrize("name", TINY)
 def test_ten_losses_are_those_of_pytorch(name: str, folders) -> None:

@@ -143,6 +143,7 @@ def test_runs_longer_than_a_chunk_of_queries_change_nothing(case, monkeypatch):
     assert_close(found, reference(case))
 
 
+@pytest.mark.slow_cases("causal-2", "full-2")
 @pytest.mark.parametrize("c", [2, 4])
 @pytest.mark.parametrize("causal", ["causal", "full"])
 def test_a_rank_whose_queries_see_nothing_gives_zeros_and_no_gradient(c: int, causal: str) -> None:
@@ -334,6 +335,8 @@ def test_compiled_rings_move_nothing_else_and_hold_no_matrix_of_scores(c: int) -
     assert largest < B * N * length * t  # what one rank's rows of all scores would be
 
 
+# The test before finds no matrix of scores in the same programs.
+@pytest.mark.slow
 def test_memory_falls_as_the_ring_grows() -> None:
     """Temporary bytes of one attention, forward and backward, at a fixed sequence length."""
 

@@ -267,10 +267,12 @@ ON_MESHES = {
 }
 
 
+# tests/test_resnet.py has convolutions on meshes in the fast part, test_vector_models.py dropout.
 @pytest.mark.slow_cases(
     "alexnet-{'data': 2, 'tensor': 4, 'zero': 1}",
     "vgg-{'data': 8}",
     "vgg-{'fsdp': 2, 'tensor': 4, 'zero': 2}",
+    "alexnet-{'fsdp': 4, 'tensor': 2, 'zero': 3}",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -245,6 +245,7 @@ def from_pretrained(folder: Path) -> torch.nn.Module:
     "qwen3-moe",
     "roberta-odd",
     "gemma3",
+    "mixtral",
 )
 @pytest.mark.parametrize(
     "case",

@@ -277,6 +277,7 @@ print([x["num_threads"] for x in threadpool_info() if "scipy.libs" in x["filepat
 """
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("users", [None, "2"])
 def test_a_simulated_device_decomposes_in_its_own_thread(users):
     pytest.importorskip("threadpoolctl")

@@ -225,6 +225,8 @@ def test_losses_gradients_and_statistics_are_of_the_global_batch(one_device, lay
     assert_same(step_on(make_layout(**layout)), one_device)
 
 
+# A pooled stem is compared with PyTorch above, in the network of depth 18.
+@pytest.mark.slow
 def test_so_they_are_with_a_pooled_stem():
     one_device = step_on(make_layout(), sizes=POOLED)
     assert_same(step_on(make_layout(data=2, fsdp=4), sizes=POOLED), one_device)

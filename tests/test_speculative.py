@@ -81,6 +81,7 @@ def test_greedy_answers_are_the_plain_ones(mesh):
             assert ended.answer.ended == "end"
 
 
+@pytest.mark.slow_cases("sampling1")
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, top_k=9)])
 def test_a_draft_that_is_the_model_is_always_right(sampling):
     """So both caches hold what they should after each pass, whatever is counted out."""

@@ -236,6 +236,8 @@ def series(lines, name):
     return [(line["step"], line[name]) for line in lines if name in line]
 
 
+# Two runs; the service itself is checked below.
+@pytest.mark.slow
 def test_mlflow_has_the_metrics_of_a_trained_and_a_resumed_run(tmp_path, monkeypatch):
     client = mlflow_client(tmp_path / "store", monkeypatch)
     for steps in (2, 4):
