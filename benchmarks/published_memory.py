@@ -9,6 +9,7 @@ has its source, and none of it changes a predicted step time:
 - `bindings`: what a layer keeps, on the device or on its host; dtypes of parameters and sums.
 - `repeated`: the part of the layers that is repeated, the others keeping what they make.
 - `offloaded`: the part of the activations that is in host memory.
+- `first_moment`: the dtype of Adam's first moment, if the second has that of the parameters.
 - `logits`: bytes of each logit in the loss; 'whole': all of them on every device of `tensor`.
 - `sums`: 'float32' where whole gradients are summed so, 'whole' with the weights gathered too.
 
@@ -151,6 +152,7 @@ def read_memory(row: dict[str, str]) -> Held:
     parts = parts_of(found)
     if more.get("repeated"):
         parts = _mixed(config, machine, float(more["repeated"]))
+    parts = as_published(row, parts, more)
     needed = sum(parts.values())
     room = machine.chip.hbm_bytes or 0
     most = most_memory(machine) or room
@@ -191,6 +193,30 @@ def _mixed(config: Config, machine: Target, repeated: float) -> dict[str, int]:
     }
 
 
+def as_published(
+    row: dict[str, str], parts: dict[str, int], more: dict[str, str]
+) -> dict[str, int]:
+    """Return the parts of an estimate with what the run's source states and no binding expresses.
+
+    That is a part of the layers whose activations are offloaded, Adam's first moment in bfloat16,
+    and an MLP of two matrices, which has one wide activation in place of two.
+
+    Args:
+      row: of a file.
+      parts: the estimate's.
+      more: the line of `published_memory.csv`.
+    """
+    kept = 1 - float(more.get("offloaded") or 0)
+    scale = {name: kept for name in parts if name.startswith("activations")}
+    if more.get("first_moment"):
+        scale["optimizer"] = 3 / 4  # of two moments of 4 bytes one has 2
+    if _STAND_IN in row["notes"]:
+        # Gate and up of two thirds the width each, for one of the whole width.
+        scale["activations: mlp"] = scale.get("activations: mlp", 1.0) * 3 / 4
+        scale["one layer's backward pass"] = 4 / 5
+    return {name: round(scale.get(name, 1.0) * size) for name, size in parts.items()}
+
+
 # Parts by the phase in which they are alive; all others are alive all the time.
 _OF_THE_HEAD = ("hidden states of the head", "logits", "collective buffers: embedding")
 _OF_A_LAYER = ("one layer's", "collective buffers: one layer's")
@@ -223,19 +249,16 @@ def allocate_as_stack(
     )
     passes = config.train.accumulation * (pipeline.microbatches if pipe > 1 else 1)
     if stack in _ADD_IN_PLACE and passes > 1:
-        parts["gradients"] = parts["gradients"] * summed // (summed + compute)
+        # In a pipeline those of one stage are beside the sum.
+        stages = pipeline.virtual_stages if pipe > 1 else 1
+        parts["gradients"] = parts["gradients"] * summed * stages // (summed * stages + compute)
     if stack in _CAST_BY_LAYER and config.sharding.zero == 3:
         parts["parameters in the compute dtype"] = 0
-    kept = 1 - float(more.get("offloaded") or 0)
     if pipe > 1 and pipeline.schedule == "1f1b":
-        kept *= pipe / (2 * pipe - 1)  # in lockstep twice as many microbatches wait, but for one
-    for name in parts:
-        if name.startswith("activations"):
-            parts[name] = round(kept * parts[name])
-        if name == "activations: mlp" and _STAND_IN in row["notes"]:
-            parts[name] = parts[name] * 3 // 4
-        if name == "one layer's backward pass" and _STAND_IN in row["notes"]:
-            parts[name] = parts[name] * 4 // 5
+        # In lockstep twice as many microbatches wait, but for one.
+        for name in parts:
+            if name.startswith("activations"):
+                parts[name] = round(pipe / (2 * pipe - 1) * parts[name])
     if stack in _SPLITS_COPIES and config.train.model.experts is not None:
         model: Any = config.train.model
         wide, narrow = model.embed_dim, getattr(model, "expert_mlp_dim", model.mlp_dim)

@@ -278,6 +278,43 @@ def test_the_heads_gradient_of_a_tied_embedding_waits_for_the_layers():
     assert whole == 4 * 32768 * 6144
 
 
+# GPT of 16 layers 2,048 wide in a pipeline of 4 ranks on v5e:2x2, 8 microbatches of a row of 512
+# tokens: most of what lives is the gradients.
+PIPELINE = (
+    "GPT.num_layers=16", "GPT.embed_dim=2048", "GPT.num_heads=16", "GPT.vocab_size=1024",
+    "GPT.context_length=512", "TextData.sequence_length=512", "Train.global_batch_size=8",
+    "Train.accumulation=1", "Mesh.data=1", "Mesh.fsdp=1", "Mesh.pipe=4", "Sharding.zero=1",
+    "Pipeline.microbatches=8", "Pipeline.backward='residuals'", "Remat.policy='full'",
+    "Loss.chunk_size=None", "Attention.kernel='tpu'", "TextData.separate_documents=False",
+)  # fmt: skip
+INTERLEAVED = ("Pipeline.schedule='interleaved'", "Pipeline.virtual_stages=4")
+
+
+def without_arguments(*bindings):
+    config = load_config("gpt2_124m", [*PIPELINE, *bindings])
+    found = memory(config, layouts.abstract_layout(config, 4), "tpu")
+    return found.total - found.arguments.total
+
+
+def test_a_pipeline_has_the_gradients_of_one_stage_beside_their_sum():
+    """Compiled for v5e:2x2 (libtpu 0.0.42, jax 0.10.2, 2026-11-28) 1.624 and 1.349 GiB are live
+    beside the arguments: 4 layers of 12 D^2 bfloat16 gradients at once, or one."""
+    one, four = without_arguments(), without_arguments(*INTERLEAVED)
+    assert one == pytest.approx(1.624 * 2**30, rel=0.05)
+    assert four == pytest.approx(1.349 * 2**30, rel=0.05)
+    assert one - four == pytest.approx(3 * 2 * 12 * 2048**2, rel=0.1)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("bindings", [(), INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_what_lives_of_a_pipeline_is_the_compilers(bindings, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path))
+    config = load_config("gpt2_124m", [*PIPELINE, *bindings])
+    estimate, live = estimate_and_compiler(config, "v5e:2x2")
+    assert estimate == pytest.approx(live, rel=0.1)
+
+
 @pytest.mark.slow
 @needs_libtpu
 def test_what_lives_is_the_compilers_to_a_quarter(tmp_path, monkeypatch):

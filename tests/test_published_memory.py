@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from benchmarks import published_memory
 from benchmarks.published_memory import (
     FILES,
     GIB,
@@ -13,6 +14,7 @@ from benchmarks.published_memory import (
     against_peaks,
     allocate_as_stack,
     as_its_stack,
+    as_published,
     parse_bindings,
     read_memory,
     statements,
@@ -90,11 +92,41 @@ def test_what_a_stack_allocates_otherwise():
     found = allocate_as_stack(row, config, machine, parts, {"logits": "10"}, 20)
     assert found == 400 + 400 + 1000 + 10 * 10
     assert allocate_as_stack({**row, "stack": "MaxText"}, config, machine, parts, {}, 20) == 2220
-    half = allocate_as_stack(row, config, machine, parts, {"offloaded": "0.5"}, 20)
-    assert half == 400 + 400 + 500 + 20
     # Whole sums in float32 of weights that are split over 8 devices, a hundred numbers each.
     whole = allocate_as_stack(row, config, machine, parts, {"sums": "whole"}, 20)
     assert whole == 400 + 4 * 800 + 2 * 800 + 1000 + 20
+
+
+def test_what_a_source_states_and_no_binding_expresses():
+    """Half of the layers offloaded; a first moment of 2 bytes beside one of 4; an MLP of two."""
+    parts = {
+        "parameters": 400, "optimizer": 800, "activations: mlp": 1200, "activations": 100,
+        "one layer's backward pass": 50,
+    }  # fmt: skip
+    row = {"notes": ""}
+    assert as_published(row, parts, {}) == parts
+    halves = {"activations: mlp": 600, "activations": 50}
+    assert as_published(row, parts, {"offloaded": "0.5"}) == parts | halves
+    assert as_published(row, parts, {"first_moment": "bfloat16"}) == parts | {"optimizer": 600}
+    stand_in = {"notes": "2-matrix ReLU mlp as 3 of two thirds the width"}
+    less = {"activations: mlp": 900, "one layer's backward pass": 40}
+    assert as_published(stand_in, parts, {}) == parts | less
+    both = as_published(stand_in, parts, {"offloaded": "0.5"})
+    assert both == parts | halves | {"activations: mlp": 450, "one layer's backward pass": 40}
+
+
+@pytest.mark.parametrize(("name", "part"), [
+    ("gb200-nemo-70b-64-fp8", "activations: mlp"), ("7x-ds3-128", "optimizer"),
+    ("v5p-32b-64x1", "activations: mlp"),
+])  # fmt: skip
+def test_an_estimate_has_what_its_source_states(name, part, monkeypatch):
+    row = ROWS[name]
+    stated = read_memory(row)
+    monkeypatch.setattr(published_memory, "as_published", lambda row, parts, more: parts)
+    bare = read_memory(row)
+    share = {"gb200-nemo-70b-64-fp8": 0.5, "7x-ds3-128": 0.75, "v5p-32b-64x1": 0.75}[name]
+    assert stated.parts[part] == pytest.approx(share * bare.parts[part], rel=1e-6)
+    assert stated.needed <= stated.room < bare.needed
 
 
 def test_experts_of_megatron_keep_less():

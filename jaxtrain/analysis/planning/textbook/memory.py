@@ -226,9 +226,7 @@ class _Step:
             table = waiting(self.config.pipeline, self._ranks)
             of_stage = self._layers_of_stage * (table.residuals or 1)
             kept = of_layer * of_stage + (table.inputs + table.gradients) * stream
-        on_host = self._compute * self._numbers_on_host
-        gradients = self._gradients(itemsize=self._compute) - on_host
-        of_layers = self._gradients(itemsize=self._compute, layers=True) - on_host
+        gradients, of_layers = self._all_gradients, self._gradients_of_layers
         tables = sum(self._tables().values())
         return max(
             kept + 3 * stream + self._logits() + tables,
@@ -428,15 +426,30 @@ class _Step:
         wide = 2 * self._hidden * 4 // self._compute
         return {**self._kept, "gradients": 0, "hidden states of the head": 3 * self._hidden + wide}
 
+    @property
+    def _gradients_of_layers(self) -> int:
+        """Bytes of a microbatch's gradients of the layers at once: in a pipeline those of one of
+        a rank's stages, which a tick adds to the accumulators."""
+        whole = self._gradients(itemsize=self._compute, layers=True)
+        stages = self.config.pipeline.virtual_stages if self._ranks > 1 else 1
+        return (whole - self._compute * self._numbers_on_host) // stages
+
+    @property
+    def _all_gradients(self) -> int:
+        """Bytes of a microbatch's gradients after its last layer; a pipeline has added those of
+        the layers already."""
+        outer = self._gradients(itemsize=self._compute, layers=False)
+        if self._ranks > 1:
+            return outer
+        return outer + self._gradients_of_layers
+
     def _layers(self) -> dict[str, int]:
-        of_layers = self._gradients(itemsize=self._compute, layers=True)
-        of_layers -= self._compute * self._numbers_on_host
         # Gradients of one kind of matmul at a time; with recomputation also all matmul results.
         results = self._profile.products if self.config.remat.kept.repeats_products else 0
         products = round((results + self._profile.widest) * self._rows)
         return {
             **self._kept,
-            "gradients": of_layers,
+            "gradients": self._gradients_of_layers,
             "one layer's backward pass": products + 2 * self._stream,
             "one layer's attention scores": self._scores(),
             "one layer's gradients in the ring": self._sums_in_ring(),
@@ -511,9 +524,8 @@ class _Step:
         return {"gradients": self._gradients(itemsize=self._summed)}
 
     def _embedding(self) -> dict[str, int]:
-        of_layers = self._gradients(itemsize=self._compute)
-        of_layers -= self._compute * self._numbers_on_host
-        return {"gradients": of_layers, "residual stream": 2 * self._stream, **self._tables()}
+        stream = 2 * self._stream
+        return {"gradients": self._all_gradients, "residual stream": stream, **self._tables()}
 
 
 def _of_whole_model(config: Config, layout: Layout, platform: str, arguments: Arguments) -> Memory:
