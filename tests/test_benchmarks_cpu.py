@@ -154,6 +154,8 @@ def test_every_peer_is_compared_here() -> None:
     assert {row.peer for row in ROWS.values()} == {row.peer for row in (*TINY.values(), GENERATION)}
 
 
+# Eager mode computes what the other case computes.
+@pytest.mark.slow_cases("eager")
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_generated_tokens_are_those_of_pytorch(backend: str | None, tmp_path) -> None:
     runner = ours(GENERATION)

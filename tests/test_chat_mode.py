@@ -72,6 +72,8 @@ def test_turns_from_standard_input_are_those_of_transformers(peer, tmp_path, mon
     assert capsys.readouterr().out == expected
 
 
+# tests/test_generate_text.py has stop strings in the fast part.
+@pytest.mark.slow
 def test_an_answer_ends_with_its_turn_and_is_shown_while_it_is_written(peer, trainer):
     greedy = {"sampling": Sampling(temperature=0.0), "max_new_tokens": TOKENS}
     whole = Chat(trainer, **greedy).answer(QUESTIONS[0]).text

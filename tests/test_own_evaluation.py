@@ -135,6 +135,8 @@ def of_images() -> Trainer:
     return Trainer(load_config(IMAGES))
 
 
+# The test before makes the same calls with tokens; tests/test_resnet.py has running statistics.
+@pytest.mark.slow
 def test_images_have_logits_and_running_statistics(of_images):
     sizes = of_images.config.train.model
     rng = np.random.default_rng(0)

@@ -98,6 +98,8 @@ def test_where_no_compiler_is_installed_the_plan_is_an_estimate_that_says_so(sea
         plan(config, "mi300x:1x8", thorough=True)
 
 
+# tests/test_compiled_step.py compares what a plan and a run lower in the fast part.
+@pytest.mark.slow
 def test_a_plan_for_cpus_is_the_executable_that_a_run_has(tiny_config):
     config = load_config(tiny_config)
     report = plan(config, target="cpu:8")

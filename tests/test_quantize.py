@@ -355,6 +355,8 @@ def test_a_folder_that_holds_a_run_and_floats_as_awq_are_refused(run, tmp_path, 
     assert "quantize it first" in capsys.readouterr().err
 
 
+# tests/test_full_disk.py has files that find no room in the fast part.
+@pytest.mark.slow
 def test_a_run_that_finds_no_room_is_not_half_there(run, tmp_path, monkeypatch, capsys):
     """A folder with an empty `checkpoints` was rejected as a run by the next try."""
     full = CheckpointError("the checkpoint of step 0 could not be written")

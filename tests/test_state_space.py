@@ -113,12 +113,14 @@ def one_device(request):
     return sizes, batch, evaluate(make_step(sizes, make_layout()), batch)
 
 
+# tests/test_lstm.py has a recurrent model on meshes in the fast part.
 @pytest.mark.slow_cases(
     "mamba-pipe",
     "mamba-sequence_parallel",
     "mamba-tensor",
     "mamba2-pipe",
     "mamba2-sequence_parallel",
+    "mamba2-tensor",
 )
 @pytest.mark.parametrize(
     ("layout", "changes"),

@@ -229,6 +229,8 @@ def test_rows_are_texts_with_the_label_where_it_is_told(labelled):
         assert row.segment_ids.sum() == len(tokens)
 
 
+# tests/test_sequences.py has a run that learns classes and predicts in the fast part.
+@pytest.mark.slow
 def test_a_run_learns_and_predicts_the_names_of_classes(labelled, tmp_path, capsys):
     file, _ = labelled
     config = tmp_path / "words.gin"

@@ -81,6 +81,8 @@ def saved_extra(workdir, step):
     return json.loads((workdir / f"checkpoints/{step}/extra/metadata").read_text())
 
 
+# tests/test_guard_step.py skips bad steps in the fast part.
+@pytest.mark.slow
 def test_skip_leaves_a_bad_batch_out_and_goes_on(tiny_config, tmp_path):
     bindings = ["Guard.policy = 'skip'", "Train.log_every = 4"]
     trainer = Trainer(load_config(tiny_config, bindings), tmp_path)
