@@ -109,7 +109,7 @@ class Checkpoint:
       asynchronous: write to disk while the next steps run; False waits for the disk.
       mtbf: device-hours per interruption, for Train.save_every='auto' and `jaxtrain plan`; None is
         the median of published rates, about 50,000. Spot machines have far less.
-      max_failed_saves: a run goes on after a failed save, and stops after this many in a row.
+      max_failed_saves: a run continues after a failed save, and stops after this many in a row.
       local_directory: a folder on each host's own disk or in its memory, such as '/dev/shm/run',
         for frequent checkpoints between those of Train.save_every; environment variables are
         expanded. A run resumes from the newest state that all hosts have. None writes none.

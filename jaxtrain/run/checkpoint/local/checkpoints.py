@@ -425,7 +425,7 @@ class LocalCheckpoints:
         except OSError as error:
             lines.append(
                 f"the local checkpoint of step {step} could not be written to {own} "
-                f"({full_disk(error) or error}); the run goes on"
+                f"({full_disk(error) or error}); the run continues"
             )
             _remove(temporary)
         finally:
@@ -438,7 +438,7 @@ class LocalCheckpoints:
             except (OSError, CheckpointError) as error:
                 lines.append(
                     f"the local checkpoint of step {step} at {address} could not be copied "
-                    f"({error}); the run goes on"
+                    f"({error}); the run continues"
                 )
         return lines
 
