@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_its_step_saved_again(copy):
         aside = copy / "checkpoints" / ("damaged-3" if number == 0 else "damaged-3-2")
         assert aside.is_dir()
         assert len(lines) == 1
-        assert f"it is now {aside}" in lines[0]
+        assert f"it was moved to {aside}" in lines[0]
         checkpoints.save(3, STATES[3], {})
         checkpoints.close()
         assert look(copy).newest_good() == 3

@@ -258,7 +258,7 @@ def test_eval_takes_other_text(run, tmp_path, capsys):
     assert main(["eval", "--workdir", str(run), "-b", binding]) == 0
     printed = capsys.readouterr()
     assert printed.out.count("\n") == printed.err.count("\n") == 1
-    assert "not those that the run was trained on: TextData.source was " in printed.err
+    assert "differ from those that the run was trained on: TextData.source was " in printed.err
     assert printed.err.endswith(f", is {str(other)!r}\n")
     values = json.loads(printed.out)
     assert values["step"] == 4

@@ -229,7 +229,7 @@ def test_weights_are_set_trained_or_not_and_the_table_tells_which(frozen_run):
     ("binding", "said"),
     [
         ("Finetune.freeze=('layer/up',)", "did you mean 'layers/up'"),
-        ("Finetune.freeze=('*',)", "nothing is left to train"),
+        ("Finetune.freeze=('*',)", "none is left to train"),
     ],
 )
 def test_what_cannot_be_trained_so_is_refused(binding, said, tiny_config):

@@ -58,7 +58,7 @@ def test_named_parts_are_drawn_and_the_others_are_the_runs(mesh, source, tiny_co
 
 def test_what_is_missing_and_not_named_is_refused(source, tiny_config):
     start = [f"Train.start_from={str(source[0])!r}", "Finetune.reinitialize=('layers/up',)"]
-    with pytest.raises(UserError, match=r"GPT\.context_length = 32 wrote it"):
+    with pytest.raises(UserError, match=r"GPT\.context_length = 32 when it was written"):
         Trainer(load_config(tiny_config, ["GPT.context_length=64", *start]))
 
 

@@ -220,8 +220,8 @@ def test_skipped_steps_have_their_lines_and_training_goes_on_without_being_waite
     assert [(line["step"], line["bad"]) for line in written] == [(1, 0), (3, 1), (5, 1)]
     assert written[1]["loss"] is None
     assert log.bad_steps == 2
-    shown = [line for line in console.file.getvalue().splitlines() if "left out" in line]
+    shown = [line for line in console.file.getvalue().splitlines() if "  skipped (" in line]
     assert shown == [
-        "step 3/100  left out (1 so far): the loss is nan",
-        "step 5/100  left out (2 so far): the loss is nan",
+        "step 3/100  skipped (1 so far): the loss is nan",
+        "step 5/100  skipped (2 so far): the loss is nan",
     ]

@@ -160,7 +160,7 @@ CHOICES = {
         {"sinks": True, "T": 2048, "S": 2048}, "blocked", "'cudnn' has no attention sinks",
     ),
     "gpu-wide-heads": ({"head_dim": 256}, "xla", "multiple of 8 up to 128, not 256"),
-    "gpu-ring": ({"in_ring": True}, "xla", "'cudnn' gives no log-sum-exp"),
+    "gpu-ring": ({"in_ring": True}, "xla", "'cudnn' returns no log-sum-exp"),
     "old-gpu": (
         {"platform": OLD_GPU}, "xla",
         "'cudnn' runs on NVIDIA GPUs from Ampere on (compute capability 8.0); 'triton' runs on",

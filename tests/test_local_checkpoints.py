@@ -123,7 +123,7 @@ def test_a_damaged_local_file_is_not_used(run, undisturbed, monkeypatch):
     damage(run, 8)
     trainer = run.start(monkeypatch)
     assert re.search(
-        r"checkpoint of step 8 .* its digest differs from the one written\); it is deleted",
+        r"checkpoint of step 8 .* does not match its digest\); it is deleted",
         run.printed,
     )
     assert "Resumed from the local checkpoint of step 6" in run.printed

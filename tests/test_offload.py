@@ -410,7 +410,7 @@ def test_a_tpus_compiler_has_gradients_there(accumulation):
 def test_a_plan_shows_them():
     found = plan(large(BOTH), "v5e:2x4", compile=False)
     assert found.to_json()["memory"]["host"] == found.estimate.arguments.host > 0
-    assert "in host memory" in found.table()
+    assert "plus host memory" in found.table()
     assert any("host memory" in one for one in found.time.assumptions)
 
 

@@ -580,7 +580,7 @@ def test_a_state_on_disks_is_read_and_written_before_the_next_step(disk):
     sizes = {"update_bytes": 0, "on_disk": needed.arguments.disk}
     time = step_time(one, layout, target, [], **sizes)
     assert time.exposed == pytest.approx(2 * moments / ((disk or 5) * 1e9))
-    assert f"{disk or 5:g} GB/s a device of its host's disks" in time.assumptions[0]
+    assert f"{disk or 5:g} GB/s a device from its host's disks" in time.assumptions[0]
     assert price(one, target).time.exposed > time.exposed
 
 

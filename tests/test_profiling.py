@@ -151,7 +151,7 @@ def test_a_run_that_stops_among_the_steps_leaves_no_trace_running(tmp_path):
     recorder.turn(0.0)
     recorder.close()
     recorder.close()
-    assert "left out" in console.file.getvalue()
+    assert "skipped" in console.file.getvalue()
     assert not any(recorder.turns_at(step) for step in range(10))
     jax.profiler.start_trace(tmp_path)  # rejects while another goes on
     jax.profiler.stop_trace()

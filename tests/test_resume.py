@@ -262,7 +262,7 @@ def test_embedded_text_of_another_python_is_named_as_the_cause():
     dataset = opened("b")
     now = platform.python_version()
     told = metadata.other_data(extra, config, dataset)
-    assert told == f"the embedded text was that of Python 3.9.1, is that of {now}"
+    assert told == f"the embedded text was that of Python 3.9.1, and is now that of {now}"
     with pytest.raises(UserError) as caught:
         metadata.require_same_run(extra, config, dataset, step=4, workdir=Path("runs"))
     told = f"under Python 3.9.1, whose library is the training text; this is {now}: "

@@ -34,7 +34,7 @@ def test_text_is_decoded_in_the_order_that_a_run_takes_it(tiny_config, capsys):
     assert f"sha256 {dataset.digest}\n" in out
     assert "documents 24" in out
     assert out.count("Example ") == 2
-    assert "Example 1: 32 tokens, 32 targets that count, of 1 document\n" in out
+    assert "Example 1: 32 tokens, 32 targets with weight, of 1 document\n" in out
 
 
 def test_a_row_is_drawn_by_its_documents_and_the_targets_that_count():

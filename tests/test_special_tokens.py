@@ -328,7 +328,7 @@ def test_a_tokenizer_that_draws_tokens_is_rejected(tmp_path):
     content = json.loads(file.read_text())
     content["model"]["dropout"] = 0.1
     file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match="model.dropout = 0.1; it must be None or 0.0 .it draws"):
+    with pytest.raises(UserError, match="model.dropout = 0.1; it must be None or 0.0 .it samples"):
         FileTokenizer(file)
 
 

@@ -309,7 +309,7 @@ def refused(*bindings: str, devices: int = 8, name: str = "gpt_quickstart") -> s
         ("2d", ["Mesh.tensor = 4", "Sharding.tensor_depth = 2"], 4,
          ["Sharding.tensor_depth=2 has no effect with Sharding.tensor_layout='2d'"]),
         ("2d", ["Mesh.tensor = 4", "Sharding.sequence_parallel = True"], 4,
-         ["Sharding.tensor_layout='2d' with Sharding.sequence_parallel=True: it splits the"]),
+         ["Sharding.tensor_layout='2d' with Sharding.sequence_parallel=True: it already splits"]),
         ("2d", ["Mesh.tensor = 4", "Mesh.context = 2"], 8,
          ["with Mesh.context=2: ", "use Mesh.context=1 or Sharding.tensor_layout='1d'"]),
         ("2d", ["Mesh.tensor = 4", "Mesh.pipe = 2"], 8, ["with Mesh.pipe=2: "]),

@@ -231,5 +231,5 @@ def test_the_objectives_mean_and_what_they_say_of_targets():
     assert "the data's targets are labels" in next(told.validate_targets(labels, model))
     assert "set the last of MLP.widths to 3" in next(told.validate_targets(numbers, model))
     of_labels = objective_named("classification")
-    assert "targets are numbers" in next(of_labels.validate_targets(numbers, MLP()))
+    assert "targets are real values" in next(of_labels.validate_targets(numbers, MLP()))
     assert not list(of_labels.validate_targets(labels, MLP()))

@@ -401,7 +401,7 @@ def test_an_output_matrix_beside_a_tied_embedding_must_be_the_same(folder):
     values["lm_head.weight"][3, 2] = 2.0
     file.unlink()
     write(file, {name: x.shape for name, x in values.items()}, "F32", values.values())
-    assert "lm_head.weight is another than model.embed_tokens.weight, which" in said_of(folder)
+    assert "lm_head.weight differs from model.embed_tokens.weight, to which" in said_of(folder)
 
 
 def test_a_pickle_is_refused_with_the_safe_way(folder):

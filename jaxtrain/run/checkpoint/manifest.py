@@ -358,7 +358,7 @@ def _difference(
         return f"has {found} bytes instead of {size}"
     known = _md5(row) if row is not None and kind(written) == MD5 else None
     if (known or digest(path, kind(written))[1]) != written:
-        return "its digest differs from the one written"
+        return "does not match its digest"
     return None
 
 
