@@ -192,7 +192,7 @@ def test_only_what_the_bucket_has_no_digest_of_is_read_back(gcs):
     assert "7/plain" not in {name for _, _, name in gcs.requests}
     for name, composed in (("plain", False), ("whole", True)):
         gcs.put("parts", f"7/{name}", b"other", composed=composed)
-        with pytest.raises(CheckpointError, match=f"{name} its digest"):
+        with pytest.raises(CheckpointError, match=f"{name} does not match its digest"):
             manifest.check(folder, found, found.files)
         gcs.put("parts", f"7/{name}", name.encode(), composed=composed)
 
