@@ -89,48 +89,21 @@ def assert_equal(row: Row, folder: Path, own: list[float], other: list[float]) -
     assert changed > 10 * row.tolerance, (other, frozen)
 
 
-# Those that are left out compile for long, and others run the same code.
-@pytest.mark.slow_cases(
-    "alexnet",
-    "vgg11",
-    "googlenet",
-    "lora",
-    "mixtral",
-    "t5",
-    "mamba",
-    "bert",
-    "rnn",
-    "gru",
-    "vgg11_norm",
-    "resnet20",
-    "resnet18",
-    "vit",
-    "autoencoder",
-    "lenet",
-)
+# They compile for long, and the other rows run the same code.
+_SLOW = (
+    "alexnet", "vgg11", "vgg11_norm", "googlenet", "resnet18", "resnet20", "vit", "lora", "mixtral",
+    "t5", "mamba", "bert", "rnn", "gru", "autoencoder",
+)  # fmt: skip
+
+
+@pytest.mark.slow_cases(*_SLOW, "lenet")
 @pytest.mark.parametrize("name", TINY)
 def test_ten_losses_are_those_of_pytorch(name: str, folders) -> None:
     row, folder = TINY[name], folders(name)
     assert_equal(row, folder, own_losses(name, folder), losses(theirs(row, str(folder))))
 
 
-@pytest.mark.slow_cases(
-    "alexnet",
-    "vgg11",
-    "googlenet",
-    "mamba",
-    "mixtral",
-    "lora",
-    "t5",
-    "bert",
-    "rnn",
-    "gru",
-    "vgg11_norm",
-    "resnet20",
-    "resnet18",
-    "vit",
-    "autoencoder",
-)
+@pytest.mark.slow_cases(*_SLOW)
 @pytest.mark.parametrize("name", TINY)
 def test_torch_compile_traces_the_peer(name: str, folders) -> None:
     row, folder = TINY[name], folders(name)
