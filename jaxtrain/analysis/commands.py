@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -35,8 +36,10 @@ from jaxtrain.config.swept import Combination, combinations
 from jaxtrain.models.model import has_stages, passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.attempts.exit_status import DONE, FAILED, USER_ERROR
+from jaxtrain.run.commands.options import parse_hosts
 from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.preflight.elastic import elastic_layouts
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.setup import parameter_shapes
 
@@ -77,7 +80,7 @@ def plan(arguments: argparse.Namespace) -> int:
         }
         others |= {"a second --target": len(targets) > 1, "--disk": arguments.disk}
         others |= {"--goodput": arguments.goodput, "--mtbf": arguments.mtbf}
-        others |= {"--storage": arguments.storage}
+        others |= {"--storage": arguments.storage, "--hosts": arguments.hosts}
         others |= {"--measured": arguments.measured, "--calibrate": arguments.calibrate}
         if not targets:
             others |= {"--price": arguments.price, "--network": arguments.network}
@@ -104,8 +107,11 @@ def plan(arguments: argparse.Namespace) -> int:
         raise UserError(
             "--measured is a step of one layout on one target; with several, use --calibrate RUN"
         )
-    if len(targets) * len(layouts) > 1:
-        entries = _side_by_side(arguments, console, targets, layouts)
+    if arguments.hosts is not None or len(targets) * len(layouts) > 1:
+        pairs = list(itertools.product(targets, layouts))
+        if arguments.hosts is not None:
+            pairs = _elastic_pairs(arguments, pairs)
+        entries = _side_by_side(arguments, console, pairs)
         side_by_side.show(console, entries)
         if all(entry.plan is None for entry in entries):
             return USER_ERROR
@@ -191,15 +197,49 @@ def _plan(
     )
 
 
+def _elastic_pairs(
+    arguments: argparse.Namespace, pairs: Sequence[tuple[Target, Combination]]
+) -> list[tuple[Target, Combination]]:
+    """Return the target and the layout of each number of hosts in `--hosts`.
+
+    Raises:
+      UserError: `--hosts` is wrong, or comes with several targets, layouts or a search.
+    """
+    least, most = parse_hosts(arguments.hosts)
+    if len(pairs) > 1 or arguments.search:
+        raise UserError(
+            f"--hosts {arguments.hosts}: one layout of one target is divided; leave out --search, "
+            "other targets and lists after -b"
+        )
+    ((target, chosen),) = pairs
+    kind, shape = target.chip.kind, target.shape
+    if kind == "gpu" and shape[0] != most:
+        raise UserError(
+            f"--hosts {arguments.hosts}: target {target.name} has {shape[0]} hosts; use "
+            f"--hosts {min(least, shape[0])}:{shape[0]}"
+        )
+    config = load_config(arguments.config, chosen.bindings, allow_imports=arguments.allow_imports)
+    found = elastic_layouts(config, least, most, devices=target.devices, platform=kind)
+    each = []
+    for one in found:
+        count = one.changes.get("Train.accumulation", config.train.accumulation)
+        values = {"hosts": one.hosts, "accumulation": count, "rows": one.rows or "-"}
+        changes = {k: v for k, v in one.changes.items() if k != "Mesh.simulated_devices"}
+        bindings = [*chosen.bindings, *(f"{name} = {value!r}" for name, value in changes.items())]
+        smaller = (one.hosts, *shape[1:]) if kind == "gpu" else (one.devices,)
+        combination = Combination({name: str(value) for name, value in values.items()}, bindings)
+        each.append((dataclasses.replace(target, shape=smaller), combination))
+    return each
+
+
 def _side_by_side(
     arguments: argparse.Namespace,
     console: Console,
-    targets: Sequence[Target],
-    layouts: Sequence[Combination],
+    pairs: Sequence[tuple[Target, Combination]],
 ) -> list[side_by_side.Entry]:
-    """Plan each layout on each target; a combination that cannot run does not stop the others."""
+    """Plan each layout on its target; a combination that cannot run does not stop the others."""
     entries = []
-    for target, chosen in itertools.product(targets, layouts):
+    for target, chosen in pairs:
         made, message = None, None
         try:
             made = _plan(arguments, console, target, chosen)

@@ -80,6 +80,11 @@ def add_analysis_commands(add: Add) -> None:
         help="the workdir of a run on the target's chips: calibrates by its median step",
     )
     command.add_argument(
+        "--hosts",
+        metavar="MIN:MAX",
+        help="the layouts of an elastic run (supervise --hosts); the target has MAX hosts",
+    )
+    command.add_argument(
         "--goodput",
         action="store_true",
         help="plan the whole run under failures: useful time, best save interval, days, cost",

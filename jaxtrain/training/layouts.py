@@ -69,11 +69,20 @@ def shared_mesh(config: Config, device_count: int) -> Mesh:
     means_more = config.exchange.method != "synchronous" or own.dcn.get("fsdp", 1) > 1
     if sizes["fsdp"] == 1 or config.sharding.zero == 0 or means_more:
         return own
-    plain = _layout_on(_abstract(config, own, device_count), config)
-    share = _largest_fsdp(plain, config.train.model)
+    share = largest_fsdp(config, device_count)
     if share == 1:
         return own
     return dataclasses.replace(own, data=sizes["data"] * (sizes["fsdp"] // share), fsdp=share)
+
+
+def largest_fsdp(config: Config, device_count: int) -> int:
+    """Return the largest divisor of the written `fsdp` that divides all sizes; 1 if none does.
+
+    Raises:
+      UserError: the sizes do not fit this many devices.
+    """
+    plain = _layout_on(_abstract(config, config.mesh, device_count), config)
+    return _largest_fsdp(plain, config.train.model)
 
 
 def notes(config: Config, layout: Layout) -> list[str]:
@@ -253,7 +262,7 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
     """Yield the reasons why zero-weight rows would change the result."""
     model = settings.model
     name = type(model).__name__
-    if _has_statistics(model):
+    if has_statistics(model):
         yield f"would count zero-weight rows in the running statistics of {name}"
     if model.experts is not None and settings.data.abstract_batch(1).segment_ids is None:
         yield (
@@ -270,6 +279,6 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
 
 
 @functools.lru_cache(maxsize=16)  # a search calls it for thousands of layouts of one model
-def _has_statistics(model: Model) -> bool:
+def has_statistics(model: Model) -> bool:
     module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
     return bool(jax.tree.leaves(nnx.state(module, Statistic)))

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxtrain.config.errors import UserError
+
 SHELLS = ("bash", "zsh")
 
 # Words that may follow, of a command or before there is one. Where files are allowed, file names
@@ -41,6 +43,19 @@ _jaxtrain() {{
 (( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
 compdef _jaxtrain jaxtrain
 """
+
+
+def parse_hosts(text: str) -> tuple[int, int]:
+    """Return the smallest and the largest number of hosts of `--hosts MIN:MAX`.
+
+    Raises:
+      UserError: the text is not two numbers, or they are not in order.
+    """
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text.strip())
+    least, most = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise UserError(f"--hosts {text!r}: write MIN:MAX, such as 2:4, from 1 on")
+    return least, most
 
 
 def completion_script(
