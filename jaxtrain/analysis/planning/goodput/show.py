@@ -77,9 +77,9 @@ def show(console: Console, goodput: Goodput) -> None:
     _losses(console, goodput)
     _changes(console, goodput)
     if goodput.reliability.mtbf is None:
-        print_lines(console, "10 % of the runs are below and above, each at a rate of the table.")
+        print_lines(console, "10% of the runs are below and above, each at a rate of the table.")
     else:
-        print_lines(console, "10 % of the runs are below and above, at the given rate.")
+        print_lines(console, "10% of the runs are below and above, at the given rate.")
 
 
 def _rates(console: Console, goodput: Goodput) -> None:
