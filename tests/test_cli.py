@@ -87,7 +87,7 @@ def test_train_prints_what_a_run_shows(finished):
 def test_the_command_printed_at_the_end_goes_on(finished, tmp_path, capsys, monkeypatch):
     shutil.copytree(finished[0], tmp_path / "runs" / "tiny")
     monkeypatch.chdir(tmp_path)
-    printed = re.search(r"To go on: .*jaxtrain (train .*)", finished[1])
+    printed = re.search(r"To continue: .*jaxtrain (train .*)", finished[1])
     assert main(shlex.split(printed.group(1))) == 0
     out = capsys.readouterr().out
     assert "Resuming from the checkpoint of step 4" in out
@@ -163,7 +163,7 @@ def test_a_run_of_an_imported_model_is_evaluated_and_repeated(
     config.write_text("import model_beside\n" + tiny_config.read_text().replace("GPT", "MyGPT"))
     arguments = ["train", str(config), "--workdir", str(workdir), *TINY]
     assert main([*arguments, "--allow-imports"]) == 0
-    printed = re.search(r"To go on: .*jaxtrain (train .*)", capsys.readouterr().out)
+    printed = re.search(r"To continue: .*jaxtrain (train .*)", capsys.readouterr().out)
     assert "--allow-imports" in shlex.split(printed.group(1))
     # Here the model is known by now: only a process of its own needs what the file imports.
     path = os.pathsep.join([str(tmp_path), *sys.path])
@@ -466,7 +466,9 @@ def test_the_second_interrupt_stops_at_once_and_says_so(tiny_config, tmp_path):
         if line.startswith("State per device"):
             break
     process.send_signal(signal.SIGINT)  # into the compilation
-    answer = "jaxtrain: stopping after this step, saving; again to stop without saving\n"
+    answer = (
+        "jaxtrain: stopping after this step and saving; press Ctrl-C again to stop without saving\n"
+    )
     for line in process.stderr:
         if line == answer:
             break
@@ -504,7 +506,7 @@ def test_a_run_whose_output_nobody_reads_any_more_saves_and_says_so(tiny_config,
     told = f"stopped by closed standard output after saving step {saved['step']}"
     assert saved["reason"] == told
     assert (tmp_path / "checkpoints" / str(saved["step"])).is_dir()
-    assert errors.endswith(f"jaxtrain: {told}; run the same command again to go on\n")
+    assert errors.endswith(f"jaxtrain: {told}; run the same command again to resume\n")
     assert "Traceback" not in errors
 
 

@@ -1,5 +1,6 @@
 """Commands that look and help, without JAX: configs, --version, --completion."""
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -85,6 +86,32 @@ def test_each_option_of_each_command_is_in_the_script(shell, capsys):
         assert options <= set(re.findall(r"--[a-z][\w-]*", case)), command
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+COMMANDS = next(one for one in parser()._actions if isinstance(one, argparse._SubParsersAction))
+
+
+@pytest.mark.parametrize("command", COMMANDS.choices)
+def test_the_help_of_a_command_starts_with_one_sentence(command, capsys):
+    """A capital, one period, the same sentence in the list of commands."""
+    description = COMMANDS.choices[command].description
+    assert re.fullmatch(r"[A-Z][^.]*(\.[a-z]+[^.]*)*\.", description), description
+    [listed] = [one.help for one in COMMANDS._choices_actions if one.dest == command]
+    assert listed == description
+    text = " ".join(printed(capsys, command, "--help").split())
+    if command != "supervise":  # its help has a sentence more, and the exit status
+        assert f" {description} " in text
+    assert ".." not in text.replace("...", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS.choices)
+def test_each_option_of_a_command_has_a_help_text(command):
+    silent = [
+        one.option_strings
+        for one in COMMANDS.choices[command]._actions
+        if one.option_strings and not one.help
+    ]
+    assert silent == []
 
 
 def test_the_program_to_go_on_with_is_the_environment_s(tmp_path, monkeypatch):

@@ -294,8 +294,8 @@ def test_the_terminal_shows_causes_and_a_sentence():
     assert "85.0%" in text
     assert "evaluating" not in text  # what took no time takes no line
     assert text.splitlines()[-1] == (
-        "Goodput 85.0%: 2:50 of 3:20 went into steps that count, with 1 restart; the most lost: "
-        "steps repeated after a restart or rewind 10.0 s, compiling 8.0 s, "
+        "Goodput 85.0%: 2:50 of 3:20 was productive training time, with 1 restart; "
+        "largest losses: steps repeated after a restart or rewind 10.0 s, compiling 8.0 s, "
         "reading a checkpoint 5.0 s"
     )
 

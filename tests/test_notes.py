@@ -26,7 +26,7 @@ def test_a_chunk_that_does_not_divide_the_sequence_is_the_nearest_below(bindings
     [note] = config.notes
     written = bindings[0].replace(" ", "")
     assert note.startswith(f"{written} does not divide a sequence of ")
-    assert f"taken as {taken}, the nearest below" in note
+    assert f"using {taken}, the next smaller value" in note
     assert ("Mesh.context=2" in note) == (len(bindings) == 3)
 
 

@@ -186,9 +186,9 @@ def test_a_taken_port_is_named_with_a_free_one(tmp_path):
         cluster = Cluster(
             kind="flags", coordinator=f"127.0.0.1:{port}", num_processes=2, process_id=0
         )
-        with pytest.raises(UserError, match=f"port {port} is taken") as error:
+        with pytest.raises(UserError, match=f"port {port} is already in use") as error:
             rendezvous(cluster, {}, token=GIVEN, timeout_seconds=5)
-        free = int(re.search(r"free is for example (\d+)", str(error.value))[1])
+        free = int(re.search(r"try a free one, such as (\d+)", str(error.value))[1])
         socket.create_server(("127.0.0.1", free)).close()
 
 

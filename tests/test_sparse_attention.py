@@ -434,8 +434,8 @@ REFUSED = {
     "no-pair-of-all": (
         ["GPT.attention_pattern = @DilatedPattern()", "DilatedPattern.segment_lengths = (8, 16)",
          "DilatedPattern.dilated_ratios = (2, 4)"],
-        "DilatedPattern.dilated_ratios=(2, 4) leaves tokens that see nothing, not even themselves; "
-        "let one of them be 1, such as (1, 4)",
+        "DilatedPattern.dilated_ratios=(2, 4) leaves tokens that attend to nothing, not even "
+        "themselves; one ratio must be 1, for example (1, 4)",
     ),
     "unequal-pairs": (
         ["GPT.attention_pattern = @DilatedPattern()", "DilatedPattern.segment_lengths = (8,)"],

@@ -187,7 +187,7 @@ def join_with_another_token(pair, stack):
 
 
 def host_again_with_another_token(pair, stack):
-    with pytest.raises(UserError, match=r"port \d+ is taken"):
+    with pytest.raises(UserError, match=r"port \d+ is already in use"):
         pair.member(0, token=run_token(OTHER_TOKEN))
 
 
@@ -477,8 +477,8 @@ def test_a_process_without_a_token_is_refused_with_the_way_out(pair, tmp_path, m
         pair.member(1, token=RunToken({}, file))
     assert str(raised.value) == (
         f"the coordinator 127.0.0.1:{pair.port} answers, but process 1 has no token to show it: "
-        f"JAXTRAIN_TOKEN is not set, and there is no {file}; give all processes of the run the "
-        "same JAXTRAIN_TOKEN, or no token and a --workdir that they share"
+        f"JAXTRAIN_TOKEN is not set, and there is no {file}; set the same JAXTRAIN_TOKEN for "
+        "all processes of the run, or unset it for all and use a shared --workdir"
     )
     # It connected, said nothing and went: no unauthenticated client.
     assert pair.strangers() == []

@@ -114,5 +114,5 @@ def test_a_signal_stops_the_run_and_the_sweep(tiny_config, tmp_path, capsys, mon
     assert main(["sweep", str(tiny_config), "-b", RATES, "--workdir", str(tmp_path / "s")]) == 75
     thread.join()
     out = capsys.readouterr().out
-    assert "learning_rate=1e-3 (1 of 2): stopped; run the same command again to go on" in out
+    assert "learning_rate=1e-3 (1 of 2): stopped; run the same command again to resume" in out
     assert "2 of 2" not in out

@@ -7,13 +7,13 @@ from jaxtrain.training.preflight.compatibility import FEATURES
 from jaxtrain.training.preflight.feature import Conflict, Feature, conflicts
 
 _HEAD = """\
-# Which features go together
+# Feature compatibility
 
-`make docs` makes this page out of the compatibility table in
-`jaxtrain/training/preflight/compatibility.py`. Two features conflict where one needs a property of
-the step that the other takes away. `jaxtrain train`, `plan` and `verify` reject both together
-before anything is compiled, with the reason and both ways out. What is not listed goes together;
-whether sizes divide, and what a model or a device cannot do, is checked besides.
+`make docs` generates this page from the compatibility table in
+`jaxtrain/training/preflight/compatibility.py`. Two features conflict if one needs a property of
+the step that the other removes. `jaxtrain train`, `plan` and `verify` reject such a pair before
+anything is compiled, with the reason and both solutions. All other pairs are compatible.
+Divisibility of sizes and limits of models and devices are checked separately.
 """
 
 
@@ -34,7 +34,7 @@ def _matrix() -> Iterator[str]:
     numbers = range(1, len(features) + 1)
     yield "## The matrix"
     yield ""
-    yield "x: not together. Columns have the numbers of the rows."
+    yield "x marks an incompatible pair. Column numbers refer to row numbers."
     yield ""
     yield f"| | feature | {' | '.join(map(str, numbers))} |"
     yield "|---" * (len(features) + 2) + "|"
@@ -46,7 +46,7 @@ def _matrix() -> Iterator[str]:
 def _reasons() -> Iterator[str]:
     yield "## The reasons"
     yield ""
-    yield "| feature | not with | because |"
+    yield "| feature | incompatible with | because |"
     yield "|---|---|---|"
     for conflict in conflicts(list(FEATURES)):
         needing, taking = conflict.needing.name, conflict.taking.name

@@ -20,8 +20,9 @@ def add_analysis_commands(add: Add) -> None:
         action="append",
         default=[],
         metavar="TARGET",
-        help="v5p:4x4x4 (chips; of one slice with Mesh.dcn), h100:2x8 (hosts x GPUs) or cpu:8; "
-        "repeat it, or give a list of values after -b, to compare plans",
+        help="target machine: TPU chips per dimension, such as v5p:4x4x4 (of one slice with "
+        "Mesh.dcn), GPU hosts x GPUs, such as h100:2x8, or cpu:8; repeat it, or give a list of "
+        "values after -b, to compare plans",
     )
     command.add_argument(
         "--search", action="store_true", help="search for the best layout on the target"
@@ -71,8 +72,8 @@ def add_analysis_commands(add: Add) -> None:
         "--measured",
         type=float,
         metavar="SECONDS",
-        help="a measured step of CONFIG on the target: calibrates its time, and those of other "
-        "layouts as far as they are similar",
+        help="measured step time of CONFIG on the target, in seconds: calibrates its predicted "
+        "time, and those of other layouts as far as they are similar",
     )
     command.add_argument(
         "--calibrate",
@@ -93,7 +94,7 @@ def add_analysis_commands(add: Add) -> None:
         "--mtbf",
         type=float,
         metavar="HOURS",
-        help="device-hours per interruption, for --goodput (default: of published runs)",
+        help="device-hours per interruption, for --goodput (default: the median of published runs)",
     )
     command.add_argument(
         "--storage",

@@ -187,7 +187,8 @@ class Remat:
         give them: 'residual' 'query' 'key' 'value' 'attention' (of kernels that save no scores,
         with the residuals of their own backward pass) 'attention_out' 'mlp_gate' 'mlp_up'
         'mixer_in' 'mixer' (of states and recurrences). With 'full' these alone are not recomputed.
-      offload: the same, but in pinned host memory; a name is in one of the two.
+      offload: like `save`, but the activations are kept in pinned host memory; a name may be in
+        only one of `save` and `offload`.
     """
 
     policy: Annotated[str, OneOf(tuple(POLICIES))] = "none"

@@ -354,8 +354,8 @@ class Train:
       steps: optimizer steps of the whole run.
       global_batch_size: sequences or images in one optimizer step, over all devices.
       accumulation: microbatches that one optimizer step is made of, one after the other.
-      fill_batch: whether a global batch that does not divide over the devices and microbatches gets
-        rows that have zero weight, whose work is idle; False rejects it.
+      fill_batch: whether to pad a global batch that does not divide over the devices and
+        microbatches with zero-weight rows (wasted computation); False rejects such a batch.
       seed: seed of the parameters, of the data order and of the augmentation; under 2**32.
       log_every: how often metrics are written.
       eval_every: how often the held-out examples are evaluated; the end always is.
@@ -364,8 +364,9 @@ class Train:
         from the measured cost of a save and `Checkpoint.mtbf`, anew at each save.
       bad_records: how many examples may be unreadable; each is replaced by a zero-weight row. 0
         stops at the first.
-      noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured, about
-        how many rows a batch may have before more are wasted: a microbatch more is gone through.
+      noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured: roughly
+        the batch size in rows above which additional rows are wasted. Each measurement processes
+        one extra microbatch.
       start_from: what a run takes its first parameters and running statistics from, and nothing
         else: another run's folder, its newest checkpoint, or a Hugging Face folder. None draws
         them from the seed.

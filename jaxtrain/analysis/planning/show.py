@@ -295,7 +295,7 @@ def _step(one: "Candidate") -> str:
 
 def _advice(console: Console, plan: "Plan") -> None:
     if plan.advice:
-        print_lines(console, "Advice, the cheapest first:" if plan.fixes else "Noticed:")
+        print_lines(console, "Advice, the cheapest first:" if plan.fixes else "Warnings:")
     for advice in plan.advice:
         print_lines(console, f"- {advice}")
 

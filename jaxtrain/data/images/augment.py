@@ -153,14 +153,14 @@ class Augment:
     mixup and cutmix then mix each row of a batch with its neighbor.
 
     Attributes:
-      flip_vertical: turn half of them upside down.
-      brightness: up to how much brighter or darker, as a factor from 1 - x to 1 + x.
-      contrast: the same for the distance to the mean gray.
-      saturation: the same for the distance to gray.
+      flip_vertical: whether to flip half of the images upside down.
+      brightness: largest change of the brightness: a factor from 1 - brightness to 1 + brightness.
+      contrast: largest change of the distance to the mean gray, as a factor likewise.
+      saturation: largest change of the distance to gray, as a factor likewise.
       hue: largest rotation of hues in either direction, as a fraction of the color circle, at most
         0.5.
       rand_augment: how many operations of RandAugment (arXiv 1909.13719); 0: none.
-      magnitude: their strength, 0 to 30.
+      magnitude: strength of RandAugment's operations, 0 to 30.
       mixup: alpha of the Beta distribution of the shares in which two images are blended (arXiv
         1710.09412); 0: none.
       cutmix: alpha of the Beta distribution of the area of a box that is pasted from the other

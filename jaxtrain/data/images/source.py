@@ -62,7 +62,7 @@ class ImageData:
       num_classes: number of classes of the source; for class folders, if not set, their number.
       crop: in training 'pad' shifts by up to `padding` pixels and 'resized' scales a random box; in
         evaluation 'resized' takes the middle 224/256. 'none' does neither.
-      padding: for crop 'pad', in pixels.
+      padding: largest shift of crop 'pad', in pixels.
       flip: mirror half of the training images left to right.
       augment: `@Augment()`, further augmentation of training images; None: none.
       rescale_factor: factor of pixels of 0 to 255.

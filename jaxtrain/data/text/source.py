@@ -73,7 +73,7 @@ class TextData:
       sequence_length: tokens per row.
       separate_documents: documents in one row are masked from each other and positions restart;
         False lets attention run across them, which kernels without segment ids need.
-      lengths: for 'padded', lengths of rows below sequence_length, such as (64, 256).
+      lengths: lengths of 'padded' rows below sequence_length, such as (64, 256).
       packing: 'stream' concatenates documents and cuts them into rows, with no padding; 'best_fit'
         keeps documents whole that fit into a row (arXiv 2404.10830), and reports its padding;
         'padded' gives each a row, padded to the smallest of `lengths` that fits, and each batch

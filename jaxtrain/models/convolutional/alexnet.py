@@ -36,9 +36,9 @@ class AlexNet(Unstacked):
       num_classes: number of classes.
       channels: channels of the images: 3 for RGB, 1 for gray.
       width: channels of the first convolution; the others have 3, 6, 4 and 4 times as many.
-      head_width: of the two layers before the classes.
+      head_width: width of the two layers before the classifier.
       dropout: dropout rate of those layers' inputs.
-      initializer: of all weights but the last layer's; None: 'he_normal'.
+      initializer: initializer of all weights except the last layer's; None: 'he_normal'.
     """
 
     num_classes: int = 1000

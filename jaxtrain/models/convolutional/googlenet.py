@@ -59,13 +59,13 @@ class GoogLeNet(Unstacked):
     Attributes:
       num_classes: number of classes.
       channels: channels of the images: 3 for RGB, 1 for gray.
-      norm: after each convolution: over the batch, or over each image by itself, its channels in
-        groups, separately ('instance') or all together ('layer'); None: none.
-      norm_groups: for norm='group'; None is 32.
+      norm: normalization after each convolution: over the batch, or over each image by itself,
+        its channels in groups, separately ('instance') or all together ('layer'); None: none.
+      norm_groups: groups of channels for norm='group'; None is 32.
       width: channels of the first convolution; all others scale with it.
       dropout: dropout rate of the last layer's input.
-      auxiliary_dropout: the same for the auxiliary heads.
-      initializer: of all weights but the last layers'; None: 'he_normal'.
+      auxiliary_dropout: dropout rate of the auxiliary heads.
+      initializer: initializer of all weights except the last layers'; None: 'he_normal'.
     """
 
     num_classes: int = 1000

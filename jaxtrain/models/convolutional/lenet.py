@@ -38,12 +38,12 @@ class LeNet(Unstacked):
       num_classes: number of classes.
       channels: channels of the images: 3 for RGB, 1 for gray.
       filters: channels of the two 5x5 convolutions.
-      hidden: widths of the two layers before the classes.
+      hidden: widths of the two layers before the classifier.
       padding: pixels of zeros around the image: 2 for 28 pixels, 0 for 32. Other sizes are
         mean-pooled to 5 x 5 before the layers.
-      activation: after every convolution and hidden layer.
-      pooling: of 2x2 pixels.
-      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
+      activation: activation function after every convolution and hidden layer.
+      pooling: pooling over 2x2 pixels.
+      initializer: initializer of all weights except the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 

@@ -43,13 +43,13 @@ class VGG(Unstacked):
       depth: layers with weights.
       num_classes: number of classes.
       channels: channels of the images: 3 for RGB, 1 for gray.
-      norm: after each convolution: over the batch, or over each image by itself, its channels in
-        groups, separately ('instance') or all together ('layer'); None: none.
-      norm_groups: for norm='group'; None is 32.
+      norm: normalization after each convolution: over the batch, or over each image by itself,
+        its channels in groups, separately ('instance') or all together ('layer'); None: none.
+      norm_groups: groups of channels for norm='group'; None is 32.
       width: channels of the first stage; the others have 2, 4, 8 and 8 times as many.
-      head_width: of the two layers before the classes.
+      head_width: width of the two layers before the classifier.
       dropout: dropout rate of the last two layers' inputs.
-      initializer: of all weights but the last layer's; None: 'he_normal'.
+      initializer: initializer of all weights except the last layer's; None: 'he_normal'.
     """
 
     depth: Literal[11, 13, 16, 19] = 16

@@ -35,10 +35,10 @@ class Autoencoder(Unstacked):
     Attributes:
       widths: sizes of a vector, of every hidden layer, and of the code; the decoder has the same
         in reverse: (784, 64, 3) is 784-64-3-64-784.
-      activation: between layers; none at the code.
+      activation: activation function between layers; none at the code.
       reaches: output activation: 'sigmoid' for values from 0 to 1, such as pixels; 'linear' for
         any.
-      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
+      initializer: initializer of all weights except the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
     """
 

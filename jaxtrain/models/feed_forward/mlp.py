@@ -35,9 +35,9 @@ class MLP(Unstacked):
     Attributes:
       widths: sizes of the input, of every hidden layer, and of the output: classes, or regression
         outputs. (64, 10) is logistic regression, (10, 1) trained to 'regression' linear regression.
-      activation: between layers.
+      activation: activation function between layers.
       dropout: dropout rate of the hidden layers.
-      initializer: of all weights but the last layer's; None: 'glorot_normal' if the
+      initializer: initializer of all weights except the last layer's; None: 'glorot_normal' if the
         activation is 'sigmoid' or 'tanh', else 'he_normal'.
       objective: 'classification' of labels, or 'regression'.
     """

@@ -27,8 +27,8 @@ class Seq2Seq:
 
     Attributes:
       vocab_size: rows of the source's embedding table, of the target's and of the output matrix.
-      num_layers: of the encoder, and of the decoder; each decoder layer starts from the last state
-        of its encoder layer.
+      num_layers: layers of the encoder, and of the decoder; each decoder layer starts from the last
+        state of its encoder layer.
       embed_dim: width of the embeddings and of every layer's state.
       context_length: the longest source, and the longest target, in tokens.
       bidirectional: whether each encoder layer reads in both directions, with half of

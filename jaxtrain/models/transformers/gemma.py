@@ -98,7 +98,7 @@ class Gemma(LanguageModel):
       context_length: the longest sequence, in tokens.
       rope_theta: base of the rotary frequencies.
       rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_scaling: factor by which the context is extended; 1 leaves all frequencies unchanged.
       rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       norm_eps: epsilon of the RMS norms.
@@ -152,10 +152,10 @@ class Gemma2(LanguageModel):
       global_every: one of this many layers is global, the others have a window.
       sliding_window: tokens that a query of local layers sees, up to and including its own.
       attention_softcap: c of c tanh(s / c), which scores s become; None leaves them unchanged.
-      logit_softcap: the same for logits.
+      logit_softcap: softcap of the logits, likewise.
       rope_theta: base of the rotary frequencies.
       rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_scaling: factor by which the context is extended; 1 leaves all frequencies unchanged.
       rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       query_width: scores are divided by its square root; None is head_dim (the 27B model has

@@ -39,7 +39,7 @@ class GPTOSS(LanguageModel):
       sliding_window: tokens that a query of local layers sees, up to and including its own.
       rope_theta: base of the rotary frequencies.
       rope_type: scaling of frequencies for a longer context: 'llama3', 'yarn' or 'linear'.
-      rope_scaling: by how much; 1 leaves all unchanged.
+      rope_scaling: factor by which the context is extended; 1 leaves all frequencies unchanged.
       rope_low_frequency_factor, rope_high_frequency_factor: affected frequencies, as in `Llama`.
       rope_original_context_length: the context that rope_scaling extends, in tokens.
       norm_eps: epsilon of the RMS norms.

@@ -25,7 +25,7 @@ from jaxtrain.parallel.sharding import activation_spec, current_layout, on_each_
 @configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Which attention kernel runs, and how where a sequence is split over the mesh.
+    """Attention kernel, and context parallelism: attention of sequences sharded over the mesh.
 
     Attributes:
       kernel: 'auto' (the fastest one on the platform that supports what this run needs; a run and a

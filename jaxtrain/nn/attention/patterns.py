@@ -212,8 +212,8 @@ class DilatedPattern(Pattern):
             )
         if 1 not in ratios:
             raise UserError(
-                f"DilatedPattern.dilated_ratios={ratios} leaves tokens that see nothing, not even "
-                f"themselves; let one of them be 1, such as {(1, *ratios[1:])}"
+                f"DilatedPattern.dilated_ratios={ratios} leaves tokens that attend to nothing, not "
+                f"even themselves; one ratio must be 1, for example {(1, *ratios[1:])}"
             )
 
     @property

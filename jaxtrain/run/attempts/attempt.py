@@ -105,7 +105,9 @@ class Attempt:
         self._listening = True
         signals = stop_signals(self.request_stop)
         if stop_now is not None:
-            answer = "stopping after this step, saving; again to stop without saving"
+            answer = (
+                "stopping after this step and saving; press Ctrl-C again to stop without saving"
+            )
             signals = stop_signals(self.request_stop, answer=answer, stop_now=stop_now)
         try:
             with signals:

@@ -102,8 +102,8 @@ class Account:
         plural = "" if restarts == 1 else "s"
         return (
             f"Goodput {self.goodput:.1%}: {_human(seconds[PRODUCTIVE])} of "
-            f"{_human(sum(seconds.values()))} went into steps that count, with {restarts} "
-            f"restart{plural}; " + (f"the most lost: {lost}" if lost else "nothing lost")
+            f"{_human(sum(seconds.values()))} was productive training time, with {restarts} "
+            f"restart{plural}; " + (f"largest losses: {lost}" if lost else "no losses")
         )
 
     def show(self, console: Console) -> None:

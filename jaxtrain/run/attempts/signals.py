@@ -26,7 +26,7 @@ def handled_signals() -> list[signal.Signals]:
 def stop_signals(
     request_stop: Callable[[str], None],
     *,
-    answer: str = "stopping after this step; again to stop at once",
+    answer: str = "stopping after this step; press Ctrl-C again to stop at once",
     stop_now: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Call `request_stop` with the name of every stop signal that arrives.

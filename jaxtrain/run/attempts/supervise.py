@@ -272,7 +272,7 @@ def supervise(
             report(f"{ending} ({kept}); restarting in {seconds:g} s")
             if _wait(seconds, settings.poll_seconds, stop):
                 reason = f"stopped by {_name(stop[0])} between two attempts; the last was {ending}"
-                report(f"{reason}; run the same command again to go on")
+                report(f"{reason}; run the same command again to resume")
                 ending.write_last(workdir, "preempted", reason)
                 return PREEMPTED
 

@@ -250,7 +250,7 @@ def unread(folder: AnyPath, step: int, detail: str) -> UnreadError:
     """Return the error with a checkpoint and the system's error message."""
     return UnreadError(
         f"the checkpoint of step {step} in {folder} cannot be read now ({detail}); nothing was "
-        "changed: see to it that it can, and start again"
+        "changed; make it readable and run the same command again"
     )
 
 

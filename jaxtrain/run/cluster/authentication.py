@@ -31,8 +31,8 @@ VARIABLE = "JAXTRAIN_TOKEN"
 _FEWEST, _MOST = 32, 1024  # characters: 32 hexadecimal digits are 128 bits
 _GRAMMAR = re.compile(rb"[!-~]{%d,%d}" % (_FEWEST, _MOST))
 _WAY_OUT = (
-    f"give all processes of the run the same {VARIABLE}, or no token and a --workdir that they "
-    "share"
+    f"set the same {VARIABLE} for all processes of the run, or unset it for all and use a shared "
+    "--workdir"
 )
 
 

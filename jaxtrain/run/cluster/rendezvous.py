@@ -75,11 +75,11 @@ async def join_run(
     try:
         listener = Listener(host, port, secret, room=cluster.num_processes, report=report)
     except OSError as error:
-        why = "is taken" if is_taken(error) else f"cannot be opened ({error.strerror})"
+        why = "is already in use" if is_taken(error) else f"cannot be opened ({error.strerror})"
         free = free_port(host, port)
         raise UserError(
-            f"coordinator {cluster.coordinator}: port {port} {why} on this machine; free is for "
-            f"example {free} (--coordinator {join_address(host, free)}, or "
+            f"coordinator {cluster.coordinator}: port {port} {why} on this machine; try a "
+            f"free one, such as {free} (--coordinator {join_address(host, free)}, or "
             f"JAX_COORDINATOR_PORT={free}; the same for all processes)"
         ) from error
     try:

@@ -109,8 +109,8 @@ def _draft_source(arguments: argparse.Namespace, trainer: Trainer) -> DraftSourc
     draft = DraftModel(other.program.setup, model, other.program.eval_state(other.state), count)
     if theirs.digest != tokenizer.digest or draft.vocab_size != sizes.vocab_size:
         raise UserError(
-            f"--draft {arguments.draft}: its tokens are others ({draft.vocab_size} of them, here "
-            f"{sizes.vocab_size}); name a run with the same tokenizer and vocab_size"
+            f"--draft {arguments.draft}: its vocabulary is different ({draft.vocab_size} tokens; "
+            f"this run has {sizes.vocab_size}); use a run with the same tokenizer and vocab_size"
         )
     return draft
 

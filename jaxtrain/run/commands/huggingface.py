@@ -46,7 +46,7 @@ def import_hf(arguments: argparse.Namespace) -> int:
         print_lines(console, no_end_of_text("TextData", data.tokenizer))
     print_lines(
         console,
-        f"To go on: jaxtrain {first_use(config.train.model, workdir)}, or train "
+        f"To continue: jaxtrain {first_use(config.train.model, workdir)}, or train "
         f"{workdir}/config.gin --workdir {workdir}",
     )
     return DONE if found.passed else FAILED

@@ -122,8 +122,7 @@ def adder(whole: argparse.ArgumentParser) -> Add:
     )
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        described = text[0].upper() + text[1:] + "."
-        commands[name] = added.add_parser(name, help=text, description=described)
+        commands[name] = added.add_parser(name, help=text, description=text)
         return commands[name]
 
     return add
@@ -381,7 +380,8 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="divide logits of tokens seen so far by this; above 1 repeats less",
+        help="penalty for tokens seen so far: divides positive logits and multiplies negative "
+        "ones; above 1 reduces repetition",
     )
     command.add_argument("--beams", type=int, metavar="N", help="beam search with N beams")
     command.add_argument(
@@ -424,7 +424,13 @@ def _add_generation_options(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="prompts per batch (default: %(default)s)",
     )
-    command.add_argument("--seed", type=int, default=0, metavar="S")
+    command.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="seed for sampling (default: %(default)s)",
+    )
 
 
 def _add_checkpoint_options(command: argparse.ArgumentParser) -> None:

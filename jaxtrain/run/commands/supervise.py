@@ -57,30 +57,33 @@ def parse(arguments: Sequence[str]) -> Job:
     parser = argparse.ArgumentParser(
         prog="jaxtrain supervise",
         usage="%(prog)s [OPTIONS] -- train [CONFIG] ...",
-        description="Runs train, restarts it after failures, gives up when restarts make no "
+        description="Run train, restart it after failures, and give up when restarts make no "
         "progress. Exit status: 0 trained, 1 gave up or was stopped before everything was saved, 2 "
-        "an error of the user's, 75 stopped by a signal after saving.",
+        "a user error (config, arguments or data), 75 stopped by a signal after saving.",
     )
     parser.add_argument(
         "--max-restarts-without-progress",
         type=int,
         default=defaults.max_restarts_without_progress,
         metavar="N",
-        help="restarts in a row without a newer checkpoint; %(default)s",
+        help="give up after this many consecutive restarts without a newer checkpoint (default: "
+        "%(default)s)",
     )
     parser.add_argument(
         "--grace-seconds",
         type=float,
         default=defaults.grace_seconds,
         metavar="S",
-        help="to save after SIGTERM or Ctrl-C; then, or at a second one, it is killed; %(default)g",
+        help="seconds that train has to save and exit after SIGTERM or Ctrl-C before it is killed; "
+        "a second signal kills it at once (default: %(default)g)",
     )
     parser.add_argument(
         "--stall-seconds",
         type=float,
         default=defaults.stall_seconds,
         metavar="S",
-        help="without a sign of life, then it is killed and started again; %(default)g",
+        help="seconds without a heartbeat after which train is killed and restarted (default: "
+        "%(default)g)",
     )
     found, rest = parser.parse_known_args(own)
     if rest and rest[0].startswith("-"):

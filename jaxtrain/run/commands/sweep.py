@@ -96,7 +96,7 @@ def sweep(arguments: argparse.Namespace) -> int:
         started = time.monotonic()
         status, signals = _train(arguments, point, log)
         if signals or status == PREEMPTED:
-            print_lines(console, f"{name}: stopped; run the same command again to go on")
+            print_lines(console, f"{name}: stopped; run the same command again to resume")
             return PREEMPTED if status in (DONE, PREEMPTED) else FAILED
         if status != DONE:
             record = records.read(point.folder / records.EXIT_FILE) or {}

@@ -115,9 +115,9 @@ def train(
                 assert attempt.folder is not None
                 account.draw(attempt.folder.local / begin.GOODPUT_PICTURE)
             command = _command(arguments, name, workdir, config, trainer.steps_done)
-            console.print(f"To go on: {command}", soft_wrap=True, markup=False)
+            console.print(f"To continue: {command}", soft_wrap=True, markup=False)
     except Preempted as stop:
-        line = f"{stop}; run the same command again to go on"
+        line = f"{stop}; run the same command again to resume"
         if stop.is_failure:
             print(f"jaxtrain: {line}", file=sys.stderr)  # noqa: T201
             return FAILED
@@ -137,7 +137,7 @@ def _train(trainer: Trainer, console: Console, *, profile: RecorderKind | None) 
     if first >= steps:
         console.print(
             f"Loaded model parameters from disk: {trainer.workdir} is trained to step {first} "
-            "already; raise Train.steps to go on"
+            "already; raise Train.steps to continue"
         )
         return trainer.train(profile=profile) or trainer.evaluate()
     if first:

@@ -136,7 +136,7 @@ def validate_prompt(prompt: Sequence[int] | np.ndarray, sizes: TokenModel) -> li
             f"({type(sizes).__name__}.vocab_size={sizes.vocab_size})"
         )
     if not tokens.size:
-        raise UserError("--prompt is empty: give at least one character to resume from")
+        raise UserError("--prompt is empty; give at least one character to continue")
     return tokens.tolist()
 
 

@@ -65,8 +65,8 @@ class Exchange:
       rank: columns of the factors that power_sgd sends of a matrix; a matrix that is no larger is
         sent whole.
       graph: the graph of gossip: 'ring'; 'torus', a grid as square as Mesh.data
-        allows; 'exponential', those 1, 2, 4, ... ranks on (arXiv 2110.13363).
-      staleness: of asynchronous gradients, in steps; 0 is the synchronous step.
+        allows; 'exponential', the ranks at distances 1, 2, 4, ... (arXiv 2110.13363).
+      staleness: age of asynchronous gradients, in steps; 0 is the synchronous step.
       compensation: lambda of the first-order correction of asynchronous gradients
         (DC-ASGD, arXiv 1609.08326), such as 0.04; 0 is no correction.
     """

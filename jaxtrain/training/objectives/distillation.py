@@ -49,8 +49,8 @@ class Distillation(TokenObjective):
         model's tokenizer.
       temperature: divisor of both models' logits.
       share: weight of the divergence, 0 to 1.
-      teacher_zero: as in Sharding.zero, for the teacher's parameters: 3 splits them over fsdp, 0
-        does not; None: as the model's.
+      teacher_zero: ZeRO stage of the teacher's parameters: 3 splits them over fsdp, 0 does not;
+        None: as the model's.
     """
 
     teacher: Annotated[str | None, PathOr()] = None

@@ -62,8 +62,8 @@ def settle(settings: Loss, *, length: int, context: int = 1) -> tuple[Loss, list
         return settings, []
     over = f" over Mesh.context={context}" if context > 1 else ""
     note = (
-        f"Loss.chunk_size={chunk} does not divide a sequence of {length}{over}: taken as {fits}, "
-        "the nearest below that does (it bounds memory and changes no number)"
+        f"Loss.chunk_size={chunk} does not divide a sequence of {length}{over}; using {fits}, "
+        "the next smaller value that does (it limits memory and does not change results)"
     )
     return dataclasses.replace(settings, chunk_size=fits), [note]
 

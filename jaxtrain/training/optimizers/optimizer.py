@@ -36,11 +36,11 @@ class Optimizer:
       learning_rates: factors of the learning rate by role or name, such as {'embedding': 0.1,
         'layers/*_norm_*': 2.0}; the first match counts. 'layers/*[0:4]' are the
         first four layers of that stack, so that rates may differ from layer to layer.
-      weight_decays: decays instead of weight_decay in the same way, of vectors too if they are
-        named.
+      weight_decays: weight decay by role or name, in place of weight_decay, with patterns as in
+        learning_rates; vectors that a pattern names decay too.
       l1: weight of the sum of matrices' magnitudes in the objective, through its gradient;
         the reported loss excludes it.
-      l2: the same for half the sum of their squares.
+      l2: weight of half the sum of matrices' squares, likewise.
       clip_value: gradients are clipped elementwise to between -clip_value and clip_value; None
         is off.
       clip_ratio: the gradient of each column of a matrix is clipped to this fraction of the

@@ -44,13 +44,13 @@ class Schedule:
       decay_steps: the length of a decay. Of linear, cosine, polynomial, exponential and one_cycle:
         counted from the peak, later steps stay at final_fraction; 0: until the run's last step.
         With it, an extended run keeps its learning rates.
-      power: for polynomial: (1 - progress)^power.
-      factors: for piecewise: step -> factor of the learning rate after it, such as
-        {60: 0.1, 80: 0.1}; earlier factors stay.
+      power: exponent of polynomial decay: (1 - progress)^power.
+      factors: piecewise's factors of the learning rate after a step, such as {60: 0.1, 80: 0.1};
+        earlier factors stay.
       plateau_patience: on top of any schedule: once the mean loss of `plateau_window` steps has not
         fallen by 1e-4 of the lowest for this many consecutive windows, learning rates are
         multiplied by `plateau_factor`, repeatedly; 0: never. The loss is the training loss.
-      plateau_factor: that factor.
+      plateau_factor: factor of the learning rates after each plateau.
       plateau_window: steps whose mean loss is compared.
     """
 

@@ -588,7 +588,7 @@ FEATURES: tuple[Feature, ...] = (
         },
     ),
     Feature(
-        "8-bit products",
+        "8-bit matmuls",
         _unless("compute", "Precision.matmul"),
         "Precision.matmul='compute'",
         takes={

@@ -196,8 +196,8 @@ class Templated:
     Attributes:
       source: a file of JSON lines (`.jsonl`, `.ndjson`, `.json`, perhaps `.gz` or `.zst`), a
         `.parquet` or `.arrow` file, or a folder of them, on a disk or at `'gs://BUCKET/PATH'`.
-      heldout_source: the same for held-out records; None holds out a part of `source`.
-      heldout_fraction: that part, evenly spaced over the records' order.
+      heldout_source: source of held-out records; None holds out a part of `source`.
+      heldout_fraction: fraction of `source` that is held out, evenly spaced over its records.
       tokenizer: the path of a Hugging Face tokenizer.json, or `'byte'`.
       end_of_text: the token of tokenizer.json that ends a text; None takes the tokenizer's own.
       add_special_tokens: as in TextData, for texts that templates do not write; a template writes

@@ -34,7 +34,7 @@ class Factors(NamedTuple):
 class Adafactor(DirectionRule):
     """Adafactor (arXiv 1804.04235) without momentum: the second moment of a matrix is the product
     of its rows' and its columns' means; steps are relative to the parameter's size; decoupled
-    it.
+    decay.
 
     Attributes:
       decay_power: the means decay with 1 - t^-decay_power at update t.

@@ -263,7 +263,8 @@ class Sensitivities(NamedTuple):
 class AdamSAGE(AdamRule):
     """AdamW-SAGE (arXiv 2202.02664): AdamW's step times |I - s| / (s + epsilon^2), where I = |w g|
     is what the loss would lose without the parameter, to first order, and s its debiased moving
-    mean. For going on from trained parameters: one that is 0, as biases are at first, stays 0.
+    mean. Meant for continuing from trained parameters: a parameter that is 0, such as a newly
+    initialized bias, stays 0.
 
     Attributes:
       b3: decay rate of the sensitivity's mean s.

@@ -47,7 +47,7 @@ class SOAP(AdamRule):
     Attributes:
       b3: decay rate of the means of G G^T and G^T G.
       every: updates between two power iterations.
-      largest: a longer side has no basis.
+      largest: sides longer than this are not preconditioned: they have no eigenbasis.
     """
 
     name: ClassVar[str] = "soap"
