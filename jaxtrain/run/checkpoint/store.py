@@ -48,6 +48,10 @@ from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, drain, unwrit
 from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
 
+# Replicas write disjoint slices of what they share. A smaller slice is not worth the program that
+# XLA compiles for it: a tiny model on two replicas has 80 of them.
+_SLICE_BYTES = 2**20
+
 
 class _ArrayByArray(ocp.type_handlers.ArrayHandler):
     """Orbax's array handler, extended to arrays in files, each read, written and released."""
@@ -55,6 +59,7 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
     def __init__(self) -> None:
         super().__init__()
         vars(self).update(vars(ocp.type_handlers.get_type_handler(jax.Array)))
+        self._min_slice_bytes_for_replica_parallel = _SLICE_BYTES
 
     async def serialize(
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
