@@ -17,8 +17,8 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import LayerNorm, RMSNorm
 from jaxtrain.nn.remat import POLICIES, Remat
+from jaxtrain.parallel.axis_rules import RULES
 from jaxtrain.parallel.sharding import logical_axes
-from jaxtrain.parallel.tables import RULES
 from jaxtrain.training.objectives.language_modeling import NextToken
 from jaxtrain.training.objectives.losses import Loss
 

@@ -10,10 +10,10 @@ from conftest import make_layout
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.axis_rules import RULES_BY_LAYOUT
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import logical_axes, parts_of, shard, shardings
-from jaxtrain.parallel.tables import TABLES
 
 MATRIX = ("embed", "mlp")
 
@@ -55,11 +55,11 @@ def test_unknown_axes_and_axes_used_twice_are_refused():
         shard(jnp.zeros((2, 2)), ("batch",))
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", RULES_BY_LAYOUT)
 def test_the_tables_name_only_mesh_axes(table):
     factors = {"depth", "row"} if table != "1d" else set()
-    assert set(TABLES[table]) == set(TABLES["1d"])
-    for rule in TABLES[table].values():
+    assert set(RULES_BY_LAYOUT[table]) == set(RULES_BY_LAYOUT["1d"])
+    for rule in RULES_BY_LAYOUT[table].values():
         for part in rule:
             assert set(parts_of(part)) <= {*MESH_AXES, *factors}
 

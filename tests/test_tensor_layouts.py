@@ -17,9 +17,9 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.transformer.decoder import Decoder
+from jaxtrain.parallel.axis_rules import factor_tensor
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, Sharding, is_variable, logical_axes
-from jaxtrain.parallel.tables import factor_tensor
 from jaxtrain.run.generation.decoding import Sampling
 from jaxtrain.run.generation.generate import generate
 from jaxtrain.training.layouts import abstract_layout

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.parameters import Weights, constant, normal, param
+from jaxtrain.parallel.axis_rules import MeshAxes
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import (
     current_layout,
@@ -26,7 +27,6 @@ from jaxtrain.parallel.sharding import (
     shard,
     without,
 )
-from jaxtrain.parallel.tables import MeshAxes
 
 
 def add_bias(x: jax.Array, bias: nnx.Param) -> jax.Array:

@@ -1,1 +1,1 @@
-"""Meshes and shardings: one table from logical axes to mesh axes."""
+"""Device meshes and shardings: axis rules from logical axes to mesh axes."""

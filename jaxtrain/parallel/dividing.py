@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import nearest_multiple
+from jaxtrain.parallel.axis_rules import ROWS, MeshAxes
 from jaxtrain.parallel.sharding import (
     Layout,
     by_name,
@@ -23,7 +24,6 @@ from jaxtrain.parallel.sharding import (
     own_axes,
     parts_of,
 )
-from jaxtrain.parallel.tables import ROWS, MeshAxes
 
 # Columns and rows of a TPU's tile; and the number of columns of a shard of embed below which its
 # gradient is better scattered along the other dimension: of tables, which are summed whole at one

@@ -18,12 +18,12 @@ from jaxtrain.config.errors import (
     require_at_least,
 )
 from jaxtrain.config.reader import configurable
+from jaxtrain.parallel.axis_rules import RULES, TensorLayout, factor_tensor
 from jaxtrain.parallel.devices import device_word
 from jaxtrain.parallel.sharding import parts_of
-from jaxtrain.parallel.tables import RULES, TensorLayout, factor_tensor
 
-# Outermost (slowest links) first: to add an axis, name it here, in Mesh, and in the tables of
-# sharding.py.
+# Outermost (slowest links) first: to add an axis, name it here, in Mesh, and in
+# axis_rules.py.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 MOST_SIMULATED = 4096  # initialized in 5 seconds; 100 million were not in 7 minutes

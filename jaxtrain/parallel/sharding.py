@@ -1,7 +1,9 @@
-"""Shardings from logical axes by the axis rules, and the ZeRO stages.
+"""PartitionSpecs from logical axes for one mesh, and the ZeRO stages; `shard` for activations.
 
-A parameter declares the logical axes of its dimensions (`("embed", "mlp")`); a table maps them to
-the mesh axes that split them. Hardly anything else in the package names a mesh axis for an array.
+A parameter declares the logical axes of its dimensions (`("embed", "mlp")`); the axis rules
+(`axis_rules.py`) map them to the mesh axes that split them. All mesh axes are
+`AxisType.Explicit`: shardings are part of the types, and change only where a `reshard` says so.
+Hardly anything else in the package names a mesh axis for an array.
 """
 
 import contextlib
@@ -19,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError, did_you_mean, nearest_multiple
 from jaxtrain.config.reader import configurable
-from jaxtrain.parallel.tables import ROWS, TABLES, AxisRule, MeshAxes, TensorLayout
-from jaxtrain.parallel.tables import validate as validate_tensor_layout
+from jaxtrain.parallel.axis_rules import ROWS, RULES_BY_LAYOUT, AxisRule, MeshAxes, TensorLayout
+from jaxtrain.parallel.axis_rules import validate as validate_tensor_layout
 
 Accumulate = Literal["shard", "local"]
 Masters = Literal["whole", "sharded"]
@@ -124,7 +126,7 @@ class Layout:
         `Trainer.logits` turns this off.
       manual: mesh axes that the code being traced handles itself, inside a `jax.shard_map` over
         them (or a `jax.vmap` over replicas): no spec mentions these.
-      tensor_layout: the table, a name in TABLES.
+      tensor_layout: key of its axis rules in RULES_BY_LAYOUT.
       whole: logical axes of parameters that are not split over the tensor axes, because their size
         does not divide: kv heads, each of which then serves several devices.
       unstaged: logical axes of parameters that the stages of a pipeline do not split, because their
@@ -273,10 +275,10 @@ class Layout:
             _LAYOUT.reset(token)
 
     def _rule(self, axis: str) -> AxisRule:
-        table = TABLES[self.tensor_layout]
-        if axis not in table:
-            raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, table)}")
-        return table[axis]
+        rules = RULES_BY_LAYOUT[self.tensor_layout]
+        if axis not in rules:
+            raise ValueError(f"unknown logical axis {axis!r}{did_you_mean(axis, rules)}")
+        return rules[axis]
 
     def _of_parameter(self, axis: str) -> AxisRule:
         rule = self._rule(axis)
@@ -334,7 +336,7 @@ def without(part: MeshAxes, dropped: Collection[str]) -> MeshAxes:
 
 
 def shard(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return activation `x` sharded by its logical axes; unchanged without a mesh."""
+    """Reshard activation `x` by its logical axes; unchanged without a mesh."""
     layout = _LAYOUT.get()
     if layout is None:
         return x

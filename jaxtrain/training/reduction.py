@@ -20,6 +20,7 @@ from jax.experimental import layout as in_memory
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
+from jaxtrain.parallel.axis_rules import MeshAxes
 from jaxtrain.parallel.sharding import (
     Layout,
     along,
@@ -30,7 +31,6 @@ from jaxtrain.parallel.sharding import (
     parts_of,
     without,
 )
-from jaxtrain.parallel.tables import MeshAxes
 from jaxtrain.training.objectives.losses import Sums
 
 # A device's gradients, sums and new statistics, from its rows of the batch.

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.axis_rules import MeshAxes
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.gathering import Groups
 from jaxtrain.parallel.sharding import current_layout, parts_of, reshape, without
-from jaxtrain.parallel.tables import MeshAxes
 
 # einsum(equation, x, weight, spec) of an activation and a weight of one dtype, in some precision.
 # Every letter of one operand is in the other or in the result; the spec is the result's, None if

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.axis_rules import MeshAxes
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, reshape
-from jaxtrain.parallel.tables import MeshAxes
 
 Losses = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

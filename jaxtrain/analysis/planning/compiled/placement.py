@@ -10,8 +10,8 @@ import jax
 from jaxtrain.analysis.planning.textbook.facts import Facts, Weight, split_over
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
+from jaxtrain.parallel.axis_rules import RULES_BY_LAYOUT
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.parallel.tables import TABLES
 from jaxtrain.training.settings import Config
 from jaxtrain.training.step import Step
 
@@ -61,7 +61,7 @@ def find_replicated(
 
 
 def _way_out(facts: Facts, weight: Weight, axis: str) -> str:
-    layout, rules = facts.layout, TABLES[facts.layout.tensor_layout]
+    layout, rules = facts.layout, RULES_BY_LAYOUT[facts.layout.tensor_layout]
     meant = dataclasses.replace(layout, zero=3, whole=frozenset()).parameter(weight.axes)
     if axis not in [name for _, name in split_over(meant)]:
         return ""

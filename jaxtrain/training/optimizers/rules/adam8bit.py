@@ -19,8 +19,8 @@ import optax
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.nn.precision import is_matrix, is_of_matrix
+from jaxtrain.parallel.axis_rules import RULES, MeshAxes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes, parts_of, reshape
-from jaxtrain.parallel.tables import RULES, MeshAxes
 from jaxtrain.training.optimizers.matrices import each
 from jaxtrain.training.optimizers.moments import ROUNDED
 from jaxtrain.training.optimizers.rule import AdamRule, Kept

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.axis_rules import MeshAxes
 from jaxtrain.parallel.sharding import logical_axes, on_each_device, reshape
-from jaxtrain.parallel.tables import MeshAxes
 from jaxtrain.training.optimizers.matrices import Sides, on_whole, sides
 from jaxtrain.training.optimizers.rule import Kept
 

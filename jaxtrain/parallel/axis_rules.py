@@ -1,4 +1,7 @@
-"""Axis rules: logical axis to mesh axes, for parameters, weights and activations."""
+"""Axis rules: which mesh axes shard which logical axis, for parameters, weights and activations.
+
+`sharding.Layout` resolves them for one mesh into `PartitionSpec`s.
+"""
 
 import math
 from collections.abc import Iterator
@@ -104,14 +107,14 @@ _3D = RULES | {
     "heads": AxisRule("row", "row", "row"),
     "kv_heads": AxisRule("row", "row", "row"),
 }
-TABLES: dict[str, dict[str, AxisRule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D, "3d": _3D}
+RULES_BY_LAYOUT: dict[str, dict[str, AxisRule]] = {"1d": RULES, "2d": _2D, "2.5d": _2_5D, "3d": _3D}
 
 
 def factor_tensor(layout: TensorLayout, tensor: int, depth: int) -> dict[str, int]:
     """Return the mesh axes that replace `tensor`, outermost first.
 
     Args:
-      layout: a name in TABLES.
+      layout: a name in RULES_BY_LAYOUT.
       tensor: devices that share each matmul.
       depth: grids of the 2.5d layout.
 
@@ -150,7 +153,7 @@ def validate(layout: TensorLayout, *, depth: int, tensor: int) -> Iterator[str]:
     """Yield an error message for each reason why this layout of `Mesh.tensor` is invalid.
 
     Args:
-      layout: a name in TABLES.
+      layout: a name in RULES_BY_LAYOUT.
       depth: grids of the 2.5d layout.
       tensor: the size of that axis.
     """
