@@ -89,6 +89,7 @@ format: $(VENV)/installed-dev
 docs: $(VENV)/installed
 	$(BIN)/python docs/chain.py > docs/chain.svg.new
 	mv docs/chain.svg.new docs/chain.svg
+	$(BIN)/python docs/line_counts.py
 	$(BIN)/python docs/schedules.py > docs/schedules.svg.new
 	mv docs/schedules.svg.new docs/schedules.svg
 	$(BIN)/python -m jaxtrain.analysis.bindings > docs/bindings.md.new

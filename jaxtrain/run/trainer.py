@@ -68,7 +68,7 @@ class Trainer:
     Attributes:
       config: the resolved configuration.
       mesh: the device mesh.
-      program: the pure functions, traced while `layout` is active.
+      program: the run's `Step`: pure functions, traced while `layout` is active.
       bad_records: the unreadable records of training and evaluation.
       workdir: the run's folder, on a disk or in a bucket; None keeps everything in memory.
       report: prints a line on process 0's terminal.
@@ -481,7 +481,7 @@ class Trainer:
           prompt: text, which is answered with text; or a list of token ids, which is
             answered with ids, for a published model up to an end token.
           max_new_tokens: maximum number of new tokens; None: up to 100 that fit.
-          temperature: see `run.generation.sampling.Sampling`, also for `top_k` and `top_p`.
+          temperature: see `run.generation.decoding.Sampling`, also for `top_k` and `top_p`.
           seed: of sampling.
 
         Raises:

@@ -37,7 +37,7 @@ _TPU_REDUCE_SCATTER = "all-reduce-scatter"
 # each of them with the same chain and channel.
 _CHAIN = re.compile(r'chain_id="([^"]*)"')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
-# How many of the layers take a branch: the scope named by `nn.execution.taken`.
+# How many of the layers take a branch: the scope named by `nn.execution.branch_scope`.
 _TAKEN = re.compile(r"(?<!\w)taken_(\d+)_of_(\d+)(?!\w)")
 
 
@@ -90,7 +90,7 @@ def collectives(
       mesh: the mesh of the program, or its axes' sizes, outermost first.
       branch_counts: runs per step of a named scope, which replace the trip counts of the loops
         around it; loops inside it multiply. Otherwise, a branch of a conditional counts as always
-        taken, or as often as its scope says (`nn.execution.taken`).
+        taken, or as often as its scope says (`nn.execution.branch_scope`).
 
     Raises:
       ValueError: a loop around a collective has no trip count.

@@ -81,7 +81,7 @@ def rotary(
       theta: the base if the file has none.
       context_length: the longest context if the file has none.
       fraction: whether only a part of each head may be rotated; such positions have no scaling.
-      whole_pairs: as in `nn.transformer.rotary.Yarn`.
+      whole_pairs: as in `nn.attention.rotary.Yarn`.
       unsaid: the object if the file has none.
     """
     types = ("default",) if fraction else tuple(SCALINGS)
