@@ -1,4 +1,4 @@
-"""Mixed precision policy: dtypes of master parameters and of compute, loss scaling."""
+"""Mixed precision policy: dtypes of master parameters and of compute; setting of loss scaling."""
 
 import contextlib
 import dataclasses

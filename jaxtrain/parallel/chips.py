@@ -1,4 +1,4 @@
-"""Chip specifications (peak FLOPs, memory, bandwidth), each with its source."""
+"""Chip specifications of TPUs and GPUs: peak FLOPs, memory and bandwidths, with their sources."""
 
 import dataclasses
 from typing import Literal

@@ -1,9 +1,10 @@
-"""Bad steps: loss scaling, non-finite and spiking losses, skip or rewind.
+"""Dynamic loss scaling, and bad steps: non-finite and spiking losses, skip or rewind.
 
 A step is bad if its loss or its gradient's norm is not finite, or is a spike compared with the last
 good steps. Both are scalars that every step computes and that are equal on all devices, so
 the verdict costs no communication and is the same everywhere. Dynamic loss scaling is part of it:
-one mechanism keeps the old state, whatever the reason.
+one mechanism keeps the old state, whatever the reason. `Setup.gradients` multiplies the loss by the
+scale, and `Precision.loss_scale` is the setting.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Choice of the attention kernel for a configuration on a platform."""
+"""Attention kernel of a configuration: its request to `nn.attention.kernels.choose`."""
 
 import dataclasses
 from typing import Any

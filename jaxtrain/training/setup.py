@@ -278,8 +278,8 @@ class Setup:
         self.layout.check_active()
         counts = self.objective.counts(batch) if counts is None else counts
         batch = with_row_ids(batch) if self.objective.draws or self.tuning.draws else batch
-        # Counts are known before the first microbatch, so each contributes its share of the MEAN
-        # gradient: no sum exceeds the range of a 16-bit gradient.
+        # Loss scaling, and division by the counts. These are known before the first microbatch, so
+        # each contributes its share of the MEAN gradient: no sum exceeds the range of 16 bits.
         scale = state.loss_scale[0]
         scales = {name: scale / at_least_one(count) for name, count in counts.items()}
         weights = to_compute(state.weights, self.precision.compute)

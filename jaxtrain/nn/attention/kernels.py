@@ -1,4 +1,4 @@
-"""Registry of attention kernels: what each supports, and which one 'auto' selects."""
+"""Registry of attention kernels: which one 'auto' chooses and why, and what each supports."""
 
 import dataclasses
 import importlib

@@ -1,4 +1,4 @@
-"""Frozen quantized weights (4 or 8 bits), dequantized in the matmul.
+"""Matmul with quantized weights (4 or 8 bits): codes, `quantize`, `dequantize`.
 
 The first two are stored as by bitsandbytes, the third with the values of AutoAWQ's format:
 

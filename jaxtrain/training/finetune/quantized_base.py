@@ -1,4 +1,4 @@
-"""Frozen, quantized base weights for QLoRA (NF4, int8)."""
+"""Frozen base weights for QLoRA, quantized to NF4 or int8 with `nn.matmul.quantized.quantize`."""
 
 import dataclasses
 import math

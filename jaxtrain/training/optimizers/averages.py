@@ -1,4 +1,4 @@
-"""Averages of the parameters in the optimizer state: EMA, schedule-free AdamW."""
+"""EMA of the parameters (`Optimizer.average_decay`), and schedule-free AdamW's average."""
 
 import abc
 import dataclasses

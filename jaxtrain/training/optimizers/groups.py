@@ -1,4 +1,4 @@
-"""Parameter groups: learning rates and weight decay by name or role."""
+"""Parameter groups: learning rates and weight decay by name or role (norms and biases: none)."""
 
 import dataclasses
 import fnmatch

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: schedules as tables, run by one engine."""
+"""Pipeline parallelism: schedules as timetables, run by one engine."""

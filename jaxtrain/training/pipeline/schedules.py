@@ -1,4 +1,4 @@
-"""`Pipeline`: settings of pipeline parallelism, schedule names, and the split into stages."""
+"""`Pipeline`: settings of pipeline parallelism; `timetables.py` builds the schedules."""
 
 import dataclasses
 import functools

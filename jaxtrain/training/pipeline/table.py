@@ -1,4 +1,4 @@
-"""Timetable of a pipeline schedule, and its validation.
+"""Data structure of a pipeline schedule, its timetable, and its validation.
 
 A model is cut into S = ranks x virtual_stages stages; stage s is chunk s // ranks on rank
 s mod ranks, or, where the stages are folded, goes down the ranks and back up again: on rank

@@ -1,4 +1,4 @@
-"""Timetables of pipeline schedules: GPipe, 1F1B, interleaved, zero-bubble, DualPipe-V."""
+"""Construction of pipeline schedules: GPipe, 1F1B, interleaved, zero-bubble, DualPipe-V."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Preflight: report every violation in one message, before any compilation.
+"""Preflight: validate a configuration before a run, and report every violation in one message.
 
 The table in `compatibility.py` lists conflicting features. A single feature's values
 and the sizes that it divides are checked by a `validate` function next to it, which yields an error

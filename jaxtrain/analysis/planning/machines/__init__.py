@@ -1,1 +1,1 @@
-"""Target machines, and compile-only devices of them."""
+"""Target machines of a plan, and compile-only devices of them; their chips: `parallel.chips`."""
