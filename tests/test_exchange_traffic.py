@@ -17,8 +17,8 @@ from jaxtrain.analysis.planning.textbook.facts import Facts
 from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.optimizers.averages import ScheduleFree
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.parameter_averages import ScheduleFree
 from jaxtrain.training.optimizers.rules.adafactor import Adafactor
 from jaxtrain.training.optimizers.rules.elementwise import SGD
 from jaxtrain.training.optimizers.rules.muon import Muon

@@ -17,9 +17,9 @@ from jaxtrain.parallel.sharding import shardings
 from jaxtrain.run.show.report import group_table
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.optimizers.averages import ScheduleFree
 from jaxtrain.training.optimizers.groups import scale_groups
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.parameter_averages import ScheduleFree
 from jaxtrain.training.optimizers.rules.elementwise import SGD, AdamW
 from jaxtrain.training.optimizers.rules.muon import Muon
 from jaxtrain.training.optimizers.rules.trust_ratio import LAMB, LARS

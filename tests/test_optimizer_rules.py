@@ -20,9 +20,9 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shardings
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
-from jaxtrain.training.optimizers.averages import ScheduleFree, averaged_params
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.parameter_averages import ScheduleFree, averaged_params
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.optimizers.rules.adafactor import Adafactor
 from jaxtrain.training.optimizers.rules.elementwise import (

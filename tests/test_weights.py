@@ -16,8 +16,12 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.exchange.exchange import Exchange
-from jaxtrain.training.optimizers.averages import ScheduleFree, averaged_params, restart_averages
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
+from jaxtrain.training.optimizers.parameter_averages import (
+    ScheduleFree,
+    averaged_params,
+    restart_averages,
+)
 from jaxtrain.training.pipeline.schedules import Pipeline
 
 L, D, N, T, V = 3, 32, 4, 32, 256  # 3 layers: of two stages one is padded

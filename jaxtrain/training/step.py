@@ -26,7 +26,7 @@ from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, select
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.optimizers.averages import averaged_params, restart_averages
+from jaxtrain.training.optimizers.parameter_averages import averaged_params, restart_averages
 from jaxtrain.training.optimizers.schedule import rate_taken
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Gradient, TrainState, Updated, with_shardings

@@ -17,8 +17,8 @@ from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.offload.streaming import is_matrix_of_layers, on_device, over_layers, stacks
-from jaxtrain.training.optimizers.averages import EvaluationParams
 from jaxtrain.training.optimizers.moments import apply_updates
+from jaxtrain.training.optimizers.parameter_averages import EvaluationParams
 from jaxtrain.training.setup import Setup, Storage, Targets, add_gradients
 from jaxtrain.training.state import Applied, Gradient, TrainState
 from jaxtrain.training.step import Step, transform

@@ -14,10 +14,10 @@ from jaxtrain.config.values import ByName
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import logical_axes
 from jaxtrain.training.optimizers import groups
-from jaxtrain.training.optimizers.averages import keep_average
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
 from jaxtrain.training.optimizers.matrices import each, sides
 from jaxtrain.training.optimizers.moments import Moments
+from jaxtrain.training.optimizers.parameter_averages import keep_average
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 from jaxtrain.training.optimizers.rules.elementwise import AdamW
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
