@@ -21,7 +21,8 @@ _INTERFACES = {
     "Objective": ["jaxtrain.training.objectives.objective.Objective"],
     "Optimizer rule": ["jaxtrain.training.optimizers.rule"],
     "Attention kernel": [
-        "jaxtrain.nn.attention.kernels.Kernel", "jaxtrain.nn.attention.kernels.Request",
+        "jaxtrain.nn.attention.kernel_registry.Kernel",
+        "jaxtrain.nn.attention.kernel_registry.Request",
     ],
     "Remat policy": ["jaxtrain.nn.remat.Policy"],
     "Target": ["jaxtrain.parallel.chips.Chip"],

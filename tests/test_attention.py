@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention import flash
 from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import Mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout

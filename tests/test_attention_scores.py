@@ -15,7 +15,7 @@ from test_context import back, zigzag
 from jaxtrain.nn.attention import flash
 from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 
 N, K = 8, 4

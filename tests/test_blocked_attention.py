@@ -15,7 +15,7 @@ from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.nn.attention import blocked as blocked_module
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.context import KEYS, QUERIES, SEGMENTS
-from jaxtrain.nn.attention.kernels import Request, validate
+from jaxtrain.nn.attention.kernel_registry import Request, validate
 from jaxtrain.nn.attention.mask import Mask
 
 blocked = functools.partial(attention, kernel="blocked")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.nn.attention.kernels import KERNELS, Request
+from jaxtrain.nn.attention.kernel_registry import KERNELS, Request
 
 BINDINGS = [
     "Precision.compute = 'bfloat16'", "Attention.kernel = 'xla'", "Train.steps = 2",

@@ -11,7 +11,7 @@ from conftest import needs_libtpu, text_batch
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, target_layout
 from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_target
-from jaxtrain.nn.attention.kernels import Request, choose, validate
+from jaxtrain.nn.attention.kernel_registry import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
 from jaxtrain.training.compose import compose
 from jaxtrain.training.kernel import resolve_config, resolve_kernel

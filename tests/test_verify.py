@@ -16,7 +16,7 @@ from jaxtrain.analysis.verify.meshes import choose_meshes
 from jaxtrain.analysis.verify.proofs import claims
 from jaxtrain.analysis.verify.shrink import shrink
 from jaxtrain.config.shipped import configs_folder
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.run.checkpoint import metadata, saved

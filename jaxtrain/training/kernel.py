@@ -1,10 +1,10 @@
-"""Attention kernel of a configuration: its request to `nn.attention.kernels.choose`."""
+"""Attention kernel of a configuration: its request to `nn.attention.kernel_registry.choose`."""
 
 import dataclasses
 from typing import Any
 
 from jaxtrain.models.model import reads_pairs, reads_tokens
-from jaxtrain.nn.attention.kernels import Choice, Request, choose
+from jaxtrain.nn.attention.kernel_registry import Choice, Request, choose
 from jaxtrain.training.settings import Config
 
 
@@ -14,7 +14,7 @@ def resolve_kernel(config: Config, platform: str) -> Choice | None:
 
     Args:
       config: the configuration; a Mesh.context of -1 is treated as splitting sequences.
-      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu': of the target devices.
+      platform: 'cpu', 'gpu', `kernel_registry.OLD_GPU` or 'tpu': of the target devices.
     """
     request = kernel_request(config, platform)
     if request is None:

@@ -28,7 +28,7 @@ from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing.timing import StepTime
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
-from jaxtrain.nn.attention.kernels import Choice
+from jaxtrain.nn.attention.kernel_registry import Choice
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.settings import Config

@@ -18,7 +18,7 @@ from jaxtrain.analysis.verify.sample import SEED
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS, along_context
-from jaxtrain.nn.attention.kernels import KERNELS, TILE
+from jaxtrain.nn.attention.kernel_registry import KERNELS, TILE
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.training.kernel import resolve_config
 

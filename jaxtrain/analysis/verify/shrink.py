@@ -26,7 +26,7 @@ from jaxtrain.models.model import (
     reads_tokens,
     reads_vectors,
 )
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.parallel.mesh import MESH_AXES, Mesh
 from jaxtrain.parallel.sharding import Layout, Sharding

@@ -17,7 +17,7 @@ from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.data.text.source import text_of
 from jaxtrain.models.model import reads_pairs, reads_tokens
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.devices import simulate_devices
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.preflight import preflight

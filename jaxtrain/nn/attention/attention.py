@@ -15,7 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import OneOf
 from jaxtrain.nn.attention import context, patterns
 from jaxtrain.nn.attention.context import KEYS, QUERIES, ContextParallel
-from jaxtrain.nn.attention.kernels import KERNELS, Request, Run, validate
+from jaxtrain.nn.attention.kernel_registry import KERNELS, Request, Run, validate
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.devices import platform_of

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError, nearest_multiple
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.parallel.sharding import (

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.nn.attention.kernels import TILE
+from jaxtrain.nn.attention.kernel_registry import TILE
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.remat import KEPT
 

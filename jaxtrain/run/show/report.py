@@ -16,7 +16,7 @@ from jaxtrain.config.writer import changes
 from jaxtrain.data.bad_records import SENTENCES, sentences
 from jaxtrain.data.source import Dataset
 from jaxtrain.models.model import passes_of
-from jaxtrain.nn.attention.kernels import Choice
+from jaxtrain.nn.attention.kernel_registry import Choice
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes
 from jaxtrain.run.checkpoint.leaves import StoredLeaf

@@ -11,7 +11,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, remat
-from jaxtrain.nn.attention import context, kernels, patterns
+from jaxtrain.nn.attention import context, kernel_registry, patterns
 from jaxtrain.parallel import dividing, mesh, sharding
 from jaxtrain.training import corruption, layouts, settings
 from jaxtrain.training.exchange import exchange
@@ -43,7 +43,7 @@ def check(
     Args:
       config: the configuration.
       device_count: devices over all processes.
-      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'.
+      platform: 'cpu', 'gpu', `kernel_registry.OLD_GPU` or 'tpu'.
       kind: the devices' `device_kind`; None skips checks of their capabilities.
       reads_data: whether the tokenizer is available, so that its vocabulary is compared with the
         model's.
@@ -159,7 +159,7 @@ def _kernel(ctx: RunContext, config: Config) -> Iterable[str]:
     # 'auto' only chooses supported kernels.
     if config.attention.kernel == "auto" or request is None:
         return ()
-    return kernels.validate(config.attention.kernel, request)
+    return kernel_registry.validate(config.attention.kernel, request)
 
 
 _PARTS: tuple[Callable[[RunContext, Config], Iterable[str]], ...] = (

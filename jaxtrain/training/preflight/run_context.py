@@ -32,7 +32,7 @@ class RunContext:
     Attributes:
       config: the configuration.
       device_count: devices over all processes.
-      platform: 'cpu', 'gpu', `kernels.OLD_GPU` or 'tpu'; None is not known.
+      platform: 'cpu', 'gpu', `kernel_registry.OLD_GPU` or 'tpu'; None is not known.
       kind: the devices' `device_kind`; None skips checks of their capabilities.
       reads_data: whether the tokenizer is available, so that its vocabulary is compared with the
         model's.

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.analysis.planning.search.variants import apply_changes
 from jaxtrain.data.batch import kind_of
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.kernel import resolve_config
 from jaxtrain.training.pipeline.schedules import Pipeline

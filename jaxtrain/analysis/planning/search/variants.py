@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.analysis.planning.machines.targets import Target
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.training.kernel import resolve_kernel
 from jaxtrain.training.pipeline.schedules import Pipeline

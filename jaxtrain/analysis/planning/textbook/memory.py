@@ -30,7 +30,7 @@ from jaxtrain.analysis.planning.textbook.state_bytes import (
 )
 from jaxtrain.analysis.planning.textbook.steady import waiting
 from jaxtrain.models.model import TokenModel, passes_of, reads_tokens, token_model
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.remat import RESIDUAL
 from jaxtrain.parallel.mesh import Mesh

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.extend.core import Var
 
-from jaxtrain.nn.attention.kernels import KERNELS, TILE
+from jaxtrain.nn.attention.kernel_registry import KERNELS, TILE
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.remat import RESIDUAL, Policy, Remat, name_activation, remat
 from jaxtrain.nn.transformer.language_model import Transformer

@@ -22,7 +22,7 @@ from jaxtrain.models.model import (
     stack_flops,
     tokens_per_position,
 )
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.attention.sparse import SCOPE
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout

@@ -61,7 +61,7 @@ from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model
-from jaxtrain.nn.attention.kernels import KERNELS
+from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.flops import flops_per_step
 from jaxtrain.training.kernel import resolve_config
