@@ -51,7 +51,7 @@ from jaxtrain.analysis.planning.timing.timing import StepCosts, profile_of
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel import chips
 from jaxtrain.run.show.figures import Picture
-from jaxtrain.training.kernel import resolve_config
+from jaxtrain.training.layouts import resolve_config
 from jaxtrain.training.settings import Config
 
 FILE = Path(__file__).with_name("published_runs.csv")

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.analysis.options import add_analysis_commands
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, USER_ERROR
+from jaxtrain.run.attempts import DONE, FAILED, USER_ERROR
 from jaxtrain.run.commands.options import add_run_commands, adder
 
 
@@ -39,7 +38,7 @@ def _status(words: list[str]) -> int:
         from jaxtrain.run.commands import supervise
 
         return supervise.main(words[1:])
-    whole = parser()
+    whole = parser(words[0] if words else None)
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{_bindings_meant(unknown)}")
@@ -115,8 +114,12 @@ def _without_devices(arguments: argparse.Namespace) -> int:
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; `arguments.command` names the command."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `arguments.command` names the command.
+
+    Args:
+      command: the one to parse, if known; `train` needs no options of other packages' commands.
+    """
     whole = argparse.ArgumentParser(
         prog="jaxtrain",
         description="Train sharded models in JAX; plan and verify runs without the hardware.",
@@ -126,7 +129,10 @@ def parser() -> argparse.ArgumentParser:
     )
     add = adder(whole)
     add_run_commands(add)
-    add_analysis_commands(add)
+    if command != "train":
+        from jaxtrain.analysis.options import add_analysis_commands
+
+        add_analysis_commands(add)
     return whole
 
 
@@ -205,35 +211,37 @@ def _of_full_disk(error: OSError) -> str | None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jaxtrain.run.commands import huggingface
-    from jaxtrain.run.commands import train as run
-
+    # Each command imports its own module: of the others it needs nothing.
     match arguments.command:
         case "train":
+            from jaxtrain.run.commands.train import train
+
             recorder = _recorder() if arguments.profile else None
-            return run.train(arguments, recorder=recorder, explained=_explain)
-        case "eval":
-            return run.evaluate(arguments)
+            return train(arguments, recorder=recorder, explained=_explain)
+        case "eval" | "evaluate-tasks" | "predict" | "inspect":
+            from jaxtrain.run.commands import read_run
+
+            read = {
+                "eval": read_run.evaluate, "evaluate-tasks": read_run.evaluate_tasks,
+                "predict": read_run.predict, "inspect": read_run.inspect,
+            }  # fmt: skip
+            return read[arguments.command](arguments)
         case "generate":
             from jaxtrain.run.commands import generate
 
             return generate.generate(arguments)
-        case "evaluate-tasks":
-            from jaxtrain.run.tasks import tasks
-
-            return tasks.evaluate_tasks(arguments)
-        case "predict":
-            return run.predict(arguments)
-        case "inspect":
-            return run.inspect(arguments)
         case "import-hf":
+            from jaxtrain.run.commands import huggingface
+
             return huggingface.import_hf(arguments)
         case "export-hf":
+            from jaxtrain.run.commands import huggingface
+
             return huggingface.export_hf(arguments)
         case "quantize":
-            from jaxtrain.run.quantization import command as quantization
+            from jaxtrain.run.commands import quantize
 
-            return quantization.quantize(arguments)
+            return quantize.quantize(arguments)
         case "data":
             from jaxtrain.run.commands import data
 

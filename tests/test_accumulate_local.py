@@ -22,7 +22,7 @@ from jaxtrain.parallel.sharding import Sharding
 from jaxtrain.training.compose import compose
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.layouts import abstract_layout, layout
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.preflight.preflight import check
 
 LLAMA = dataclasses.replace(

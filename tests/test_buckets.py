@@ -22,7 +22,6 @@ from jaxtrain.__main__ import main
 from jaxtrain.config import buckets
 from jaxtrain.config.buckets import BucketAccessError, BucketError, to_path
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import TextData
@@ -34,6 +33,7 @@ from jaxtrain.run.attempts.lock import RunLock, Superseded
 from jaxtrain.run.attempts.records import Claim
 from jaxtrain.run.attempts.supervise import Supervision, supervise
 from jaxtrain.run.cluster.authentication import RunToken
+from jaxtrain.run.feed import with_stores
 
 pytest.importorskip("gcsfs", reason="pip install 'jaxtrain[gcs]'")
 

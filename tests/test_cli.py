@@ -19,7 +19,7 @@ import pytest
 
 from jaxtrain.__main__ import main
 from jaxtrain.config.buckets import to_path
-from jaxtrain.run.commands.supervise import run_folder
+from jaxtrain.run.attempts.folder import run_folder
 from jaxtrain.training.settings import load_config
 
 TINY = ["-b", "Train.steps = 4", "-b", "Train.eval_every = 2"]

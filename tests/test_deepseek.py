@@ -15,15 +15,16 @@ from tiny_models import count_parameters
 from jaxtrain.analysis.planning.textbook import sizes as formulas
 from jaxtrain.analysis.planning.textbook.flops import count_flops
 from jaxtrain.config.errors import UserError
+from jaxtrain.models.model import bias_speed_of
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights.family import model_of
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, router_biases, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.transforms import biases, speed_of, update_biases
+from jaxtrain.training.transforms import update_biases
 
 YARN = {"rope_scaling": 4.0, "rope_original_context_length": 6, "rope_score_factor": 0.707}
 V2 = {"router": "softmax", "bias_speed": 0.0, "normalize_gates": False}
@@ -238,8 +239,8 @@ def test_flops_are_those_of_what_a_token_goes_through():
 
 
 def program_of(sizes, layout, **changes):
-    tuning = tuning_of(Finetune(), sizes.build, biases(sizes))
-    return make_step(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+    tuning = tuning_of(Finetune(), sizes.build, router_biases(sizes))
+    return make_step(sizes, layout, tuning=tuning, bias_speed=bias_speed_of(sizes), **changes)
 
 
 AXES = ("layers", "classes")

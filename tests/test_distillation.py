@@ -19,8 +19,7 @@ from jaxtrain.analysis.planning.timing.executed import executed_flops
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout, resolve_config
 from jaxtrain.training.settings import load_config
 
 STEPS, RATE, LENGTH, TEMPERATURE, SHARE = 10, 3e-3, 128, 3.0, 0.7

@@ -15,15 +15,15 @@ from test_encoder_decoder import pairs
 from test_googlenet import images
 
 from jaxtrain.models.convolutional.googlenet import GoogLeNet
+from jaxtrain.models.model import bias_speed_of
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.transformers.gpt_oss import GPTOSS
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
 from jaxtrain.models.transformers.transformer import Transformer
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, router_biases, tuning_of
 from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline
-from jaxtrain.training.transforms import biases, speed_of
 
 DECODER = {
     "vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 4, "num_kv_heads": 2,
@@ -85,8 +85,8 @@ FAST = (("sinks", ("data", "context", "tensor")),)
 def program_of(name, layout, **changes):
     sizes = MODELS[name]
     settings = Finetune(lora_rank=4, lora_dropout=0.3) if name == "adapter_dropout" else Finetune()
-    tuning = tuning_of(settings, sizes.build, biases(sizes))
-    return make_step(sizes, layout, tuning=tuning, bias_speed=speed_of(sizes), **changes)
+    tuning = tuning_of(settings, sizes.build, router_biases(sizes))
+    return make_step(sizes, layout, tuning=tuning, bias_speed=bias_speed_of(sizes), **changes)
 
 
 @functools.cache

@@ -30,8 +30,7 @@ from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import with_filling_rows
 from jaxtrain.training.preflight.compatibility import FEATURES, check_compatibility
-from jaxtrain.training.preflight.feature import conflicts
-from jaxtrain.training.preflight.run_context import RunContext
+from jaxtrain.training.preflight.run_context import RunContext, conflicts
 from jaxtrain.training.settings import Config
 
 Found = dict[tuple[str, str], list[str]]

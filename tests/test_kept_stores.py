@@ -8,21 +8,21 @@ import sys
 import pytest
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data import cached_stores
-from jaxtrain.data.cached_stores import with_stores
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores import tokenizing
 from jaxtrain.data.token_arrays import Verified
+from jaxtrain.run import feed
+from jaxtrain.run.feed import with_stores
 
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A text over the limit, one under it, and an empty cache folder."""
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cached_stores, "LARGE_BYTES", 5000)
+    monkeypatch.setattr(feed, "LARGE_BYTES", 5000)
     monkeypatch.setattr(tokenizing, "JOB_CHARACTERS", 1000)
-    monkeypatch.setattr(cached_stores, "_REPORT_SECONDS", 0.0)
+    monkeypatch.setattr(feed, "_REPORT_SECONDS", 0.0)
     (tmp_path / "large.txt").write_text("".join(f"line {n}\n" for n in range(1000)))
     (tmp_path / "small.txt").write_text("".join(f"line {n}\n" for n in range(200)))
     return tmp_path
@@ -52,7 +52,7 @@ def test_the_store_is_made_once_and_is_the_text(large):
 def test_of_packed_text_no_share_is_told(large, monkeypatch):
     packed = large / "large.txt.gz"
     packed.write_bytes(gzip.compress((large / "large.txt").read_bytes()))
-    monkeypatch.setattr(cached_stores, "LARGE_BYTES", 500)
+    monkeypatch.setattr(feed, "LARGE_BYTES", 500)
     said = []
     with_stores(TextData(source=str(packed), sequence_length=16), said.append)
     assert packed.stat().st_size < 5000
@@ -84,13 +84,13 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(large):
     code = """
 import sys
 from jaxtrain.config import files
-from jaxtrain.data import cached_stores
+from jaxtrain.run import feed
 from jaxtrain.data.text.stores import tokenizing
 from jaxtrain.data.text.source import TextData
-cached_stores.LARGE_BYTES, tokenizing.JOB_CHARACTERS = 5000, 1000
+feed.LARGE_BYTES, tokenizing.JOB_CHARACTERS = 5000, 1000
 files._WAIT_SECONDS = 0.01
 text = TextData(source=sys.argv[1], sequence_length=16)
-data = cached_stores.with_stores(text, lambda line: None)
+data = feed.with_stores(text, lambda line: None)
 print(data.open(seed=0).digest)
 """
     words = [sys.executable, "-c", code, str(large / "large.txt")]

@@ -14,8 +14,8 @@ from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_
 from jaxtrain.nn.attention.kernel_registry import Request, choose, validate
 from jaxtrain.parallel.devices import OLD_GPU, platform_of, platform_of_device
 from jaxtrain.training.compose import compose
-from jaxtrain.training.kernel import resolve_config, resolve_kernel
 from jaxtrain.training.layouts import layout as layout_of
+from jaxtrain.training.layouts import resolve_config, resolve_kernel
 from jaxtrain.training.settings import load_config
 
 GOOD = Request(

@@ -13,7 +13,7 @@ import pytest
 from cluster import ROOT, start_processes
 from metadata_server import ATTRIBUTES, metadata_server
 
-from jaxtrain.run.attempts import exit_status
+from jaxtrain.run.attempts import PREEMPTED, USER_ERROR
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.cluster.authentication import RunToken
 from jaxtrain.run.commands import supervise
@@ -104,7 +104,7 @@ def test_a_jobset_restarts_and_runs_what_supervise_takes(name):
     # Any lost pod starts the whole set again; a user's error ends it.
     assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     [rule] = spec["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [exit_status.USER_ERROR]
+    assert rule["onExitCodes"]["values"] == [USER_ERROR]
     assert rule["onExitCodes"]["containerName"] == container["name"]
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
     assert container["command"] == ["jaxtrain", "supervise", "--"]
@@ -252,8 +252,8 @@ def test_a_slurm_job_goes_back_into_the_queue_after_saving_alone(tmp_path, statu
     ends = f'echo "$@" >>words.txt; if [ "$SLURM_PROCID" = 1 ]; then exit {status}; fi'
     done = submit(tmp_path, ends, *TRAIN)
     assert done.returncode == status
-    assert (tmp_path / "scontrol.txt").exists() == (status == exit_status.PREEMPTED)
-    if status == exit_status.PREEMPTED:
+    assert (tmp_path / "scontrol.txt").exists() == (status == PREEMPTED)
+    if status == PREEMPTED:
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 4095\n"
     assert set((tmp_path / "words.txt").read_text().splitlines()) == {
         "supervise -- " + " ".join(TRAIN)

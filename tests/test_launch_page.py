@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain import load_config
 from jaxtrain.cli import parser
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.attempts import DONE, FAILED, PREEMPTED, USER_ERROR
 from jaxtrain.run.commands import supervise
 
 ROOT = Path(__file__).parent.parent

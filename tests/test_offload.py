@@ -31,8 +31,7 @@ from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.offload import on_host
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload, on_host
 from jaxtrain.training.offload.on_host import fetch_params, offload_to_host
 from jaxtrain.training.offload.streaming import DEVICE, stream_update
 from jaxtrain.training.optimizers.optimizer import Optimizer, chain, make_optimizer

@@ -23,9 +23,8 @@ from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.offload import blocks
+from jaxtrain.training.offload import Offload, blocks
 from jaxtrain.training.offload.files import FileArray, Scratch
-from jaxtrain.training.offload.offload import Offload
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config

@@ -15,9 +15,9 @@ from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.parameter_averages import averaged_params
 from jaxtrain.training.optimizers.rules.elementwise import SGD, AdamW, Lion
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule, notes
+from jaxtrain.training.step import averaged_params
 
 STEPS = 20
 # name -> (shape, what the dimensions mean, whether it is decayed)

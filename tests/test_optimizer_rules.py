@@ -22,7 +22,7 @@ from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.parameter_averages import ScheduleFree, averaged_params
+from jaxtrain.training.optimizers.parameter_averages import ScheduleFree
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.optimizers.rules.adafactor import Adafactor
 from jaxtrain.training.optimizers.rules.elementwise import (
@@ -39,6 +39,7 @@ from jaxtrain.training.optimizers.rules.muon import Muon, newton_schulz, orthogo
 from jaxtrain.training.optimizers.rules.trust_ratio import LAMB, LARS
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
+from jaxtrain.training.step import averaged_params
 from jaxtrain.training.transforms import estimate_of
 
 STEPS, RATE, DECAY = 20, 1e-2, 0.3

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.ordering.rows import ByLength
+from jaxtrain.data.ordering.mixture_sampler import ByLength
 from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.packing import PaddedText
 from jaxtrain.data.text.source import TextData

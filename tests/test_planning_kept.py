@@ -9,8 +9,7 @@ import pytest
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.textbook import residuals
 from jaxtrain.analysis.planning.textbook.profile import on_platform
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout, resolve_config
 
 PAIRS = [
     "Transformer.num_layers = 1", "Transformer.embed_dim = 16", "Transformer.mlp_dim = 32",

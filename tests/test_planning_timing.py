@@ -33,10 +33,9 @@ from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Sharding
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout, resolve_config
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.settings import load_config

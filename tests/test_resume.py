@@ -23,11 +23,10 @@ from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.compose import compose
-from jaxtrain.training.optimizers.parameter_averages import averaged_params
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Checkpoint, Config, load_config
 from jaxtrain.training.state import TrainState
-from jaxtrain.training.step import Step
+from jaxtrain.training.step import Step, averaged_params
 
 BY_ROWS = frozenset(
     {

@@ -35,7 +35,7 @@ from jaxtrain.nn.attention.sparse import products
 from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer import language_model
-from jaxtrain.training.kernel import resolve_config, resolve_kernel
+from jaxtrain.training.layouts import resolve_config, resolve_kernel
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import load_config
 

@@ -64,8 +64,15 @@ def test_plot_imports_no_jax(tmp_path):
 def test_training_imports_nothing_that_it_does_not_need_before_the_first_step():
     """Drawing, tokenizers and planning come with the first evaluation, file or failure."""
     found = imported("import jaxtrain.run.commands.train")
-    assert {"jax", "flax", "orbax"} <= found
-    late = {"matplotlib", "torch", "tensorflow_datasets", "tokenizers", "jaxtrain.analysis"}
+    assert {"jax", "flax"} <= found
+    late = {
+        "orbax",
+        "matplotlib",
+        "torch",
+        "tensorflow_datasets",
+        "tokenizers",
+        "jaxtrain.analysis",
+    }
     assert not found & late
 
 

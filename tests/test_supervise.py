@@ -12,10 +12,11 @@ import pytest
 from without_jax import WITHOUT_JAX, Process
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.run.attempts.folder import QUICKSTART
 from jaxtrain.run.attempts.lock import RunLock
 from jaxtrain.run.attempts.records import newest_step
 from jaxtrain.run.attempts.supervise import Supervision, supervise
-from jaxtrain.run.commands.supervise import QUICKSTART, main, parse
+from jaxtrain.run.commands.supervise import main, parse
 
 # A stand-in for `train`: each attempt does what its entry in the plan says; the last one's repeats.
 TRAIN = """

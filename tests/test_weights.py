@@ -17,12 +17,9 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.run.weights import weights, with_weights
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
-from jaxtrain.training.optimizers.parameter_averages import (
-    ScheduleFree,
-    averaged_params,
-    restart_averages,
-)
+from jaxtrain.training.optimizers.parameter_averages import ScheduleFree
 from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.step import averaged_params, restart_averages
 
 L, D, N, T, V = 3, 32, 4, 32, 256  # 3 layers: of two stages one is padded
 BATCH = text_batch(rows=8, length=T, vocab_size=V)

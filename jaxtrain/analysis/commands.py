@@ -35,7 +35,7 @@ from jaxtrain.config.files import writable, write_atomically
 from jaxtrain.config.swept import Combination, combinations
 from jaxtrain.models.model import has_stages, passes_of
 from jaxtrain.parallel.devices import offer_cpu_devices
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, USER_ERROR
+from jaxtrain.run.attempts import DONE, FAILED, USER_ERROR
 from jaxtrain.run.commands.options import parse_hosts
 from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.training.pipeline.stages import deal

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from jaxtrain.training.preflight.compatibility import FEATURES
-from jaxtrain.training.preflight.feature import Conflict, Feature, conflicts
+from jaxtrain.training.preflight.run_context import Conflict, Feature, conflicts
 
 _HEAD = """\
 # Feature compatibility

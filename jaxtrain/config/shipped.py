@@ -9,6 +9,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.files import path_errors
 
 HUGGING_FACE = "hf:"  # prefix of a folder whose model becomes the configuration
+MODEL_CONFIG = "config.json"  # its file with the model's settings
 
 
 def configs_folder() -> Path:

@@ -58,7 +58,10 @@ class ByName:
         Raises:
           UserError: it is not a class with this name.
         """
-        for name, choice in self.choices().items():
+        choices, own = self.choices(), getattr(cls, "name", None)
+        if own in choices and choices[own] is cls:  # without importing the others
+            return str(own)
+        for name, choice in choices.items():
             if choice is cls:
                 return name
         raise UserError(

@@ -17,12 +17,11 @@ from jaxtrain.config.buckets import AnyPath, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.config.files import path_errors
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.token_arrays import Tokens
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxtrain.data.ordering.mixture_sampler import Mixing
-    from jaxtrain.data.ordering.rows import ByLength
+    from jaxtrain.data.ordering.mixture_sampler import ByLength, Mixing
+    from jaxtrain.data.token_arrays import Tokens
 
 
 Split = Literal["train", "heldout"]
@@ -173,7 +172,7 @@ def check_heldout_split(name: str, train: str, heldout: str | None, *, named: bo
         )
 
 
-def digest(header: dict[str, Any], parts: Iterable[bytes | Tokens]) -> str:
+def digest(header: dict[str, Any], parts: "Iterable[bytes | Tokens]") -> str:
     """Return the sha256 hex of a JSON header and of the digests of `parts`."""
     return digest_of(header, map(part_digest, parts))
 
@@ -186,7 +185,7 @@ def digest_of(header: dict[str, Any], parts: Iterable[str]) -> str:
     return sha.hexdigest()
 
 
-def part_digest(part: bytes | Tokens) -> str:
+def part_digest(part: "bytes | Tokens") -> str:
     """Return the sha256 hex of the bytes of one part."""
     sha = hashlib.sha256()
     if isinstance(part, bytes):

@@ -274,6 +274,13 @@ def passes_of(model: Model) -> int:
     return 2 if reads_pairs(model) and hasattr(model, "flops_of_stacks") else 1
 
 
+def bias_speed_of(model: Model) -> float | None:
+    """Return the step size of the router biases (auxiliary-loss-free balancing); None
+    without any.
+    """
+    return None if model.experts is None else model.experts.bias_speed
+
+
 def token_model(model: Model) -> TokenModel:
     """Narrow a model to one that reads tokens."""
     assert reads_tokens(model), f"{type(model).__name__} reads {model.inputs}"

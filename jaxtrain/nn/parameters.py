@@ -117,6 +117,11 @@ INITIALIZERS: dict[InitializerName, Initializer] = {
 HE, GLOROT = INITIALIZERS["he_normal"], INITIALIZERS["glorot_normal"]
 
 
+def is_layer(variable: Any) -> bool:
+    """Whether a parameter belongs to the stacked layers."""
+    return logical_axes(variable)[:1] == ("layers",)
+
+
 def initializer_of(name: InitializerName | None, activation: str) -> Initializer:
     """Return a layer's initializer; None: the default for this activation.
 

@@ -41,7 +41,7 @@ from jaxtrain.training import layouts
 from jaxtrain.training.compiled_step import CompiledStep, Stepper
 from jaxtrain.training.compose import compose
 from jaxtrain.training.finetune.tuning import Tuning
-from jaxtrain.training.kernel import resolve_kernel
+from jaxtrain.training.layouts import resolve_kernel
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config, load_config
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from jaxtrain.run.generation.answer import Answer
     from jaxtrain.run.generation.beams import BeamSearch
     from jaxtrain.run.generation.decoding import Sampling
-    from jaxtrain.run.generation.write import Writer
+    from jaxtrain.run.generation.generate import Writer
     from jaxtrain.run.huggingface.exporting import Dtype
     from jaxtrain.run.huggingface.receipt import Receipt
     from jaxtrain.run.inference.predict import Inputs, Output, Skip
@@ -498,7 +498,7 @@ class Trainer:
     @functools.cached_property
     def writer(self) -> "Writer":
         """The text generator, with its tokenizer."""
-        from jaxtrain.run.generation.write import Writer
+        from jaxtrain.run.generation.generate import Writer
 
         return Writer(self.program.setup, self.config, self.workdir)
 

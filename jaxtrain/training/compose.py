@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import optax
 
+from jaxtrain.models.model import bias_speed_of
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul.einsum import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.finetune.finetune import tuning_of
+from jaxtrain.training.finetune.finetune import router_biases, tuning_of
 from jaxtrain.training.guard import Guard
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.layouts import resolve_config
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.optimizers.optimizer import chain, make_optimizer
 from jaxtrain.training.optimizers.schedule import make_schedule, on_plateau
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.step import Step, Transform, apply_transforms, base_step
-from jaxtrain.training.transforms import biases, speed_of
 
 if TYPE_CHECKING:
     from jaxtrain.nn.matmul.grouped import Grouped
@@ -58,7 +58,7 @@ def _transforms(
     the gradient and the update of those before it."""
     optimizer, exchange, offload = config.optimizer, config.exchange, config.offload
     every, radius = config.train.noise_scale_every, optimizer.sharpness_radius
-    speed = speed_of(config.train.model)
+    speed = bias_speed_of(config.train.model)
     judges = config.guard.in_step or config.precision.loss_scale == "dynamic"
     return [
         # At the parameters themselves, which the next one moves to the devices.
@@ -165,7 +165,9 @@ def _setup(config: Config, layout: Layout) -> tuple[Setup, _Parts]:
         accumulation=train.accumulation,
         pipeline=config.pipeline,
         seed=train.seed,
-        tuning=train.task.adapt_tuning(tuning_of(config.finetune, model.build, biases(model))),
+        tuning=train.task.adapt_tuning(
+            tuning_of(config.finetune, model.build, router_biases(model))
+        ),
         unfreezing=unfreezing,
     )
     return setup, (first, rest)

@@ -1,4 +1,6 @@
-"""Layout of a configuration: on devices, or on an abstract mesh; batches filled up to it.
+"""Layout of a configuration, and its attention kernel, on devices or an abstract mesh.
+
+Batches are filled up to the layout.
 
 A filled batch has rows past its last that have zero weight: the last row again, with a loss mask
 of 0 and no document. Losses, gradients and router statistics are those of the other rows;
@@ -8,6 +10,7 @@ the work on them is wasted.
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,13 +19,14 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.ordering.rows import without_weight
-from jaxtrain.models.model import Model
+from jaxtrain.models.model import Model, reads_pairs, reads_tokens
+from jaxtrain.nn.attention.kernel_registry import Choice, Request, choose
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel import dividing
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.mesh import Mesh, abstract_mesh, make_mesh
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.setup import parameter_shapes
 
@@ -282,3 +286,59 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
 def has_statistics(model: Model) -> bool:
     module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
     return bool(jax.tree.leaves(nnx.state(module, Statistic)))
+
+
+def resolve_kernel(config: Config, platform: str) -> Choice | None:
+    """Return the attention kernel of a configuration on a platform, with 'auto' resolved; None for
+    a model without attention.
+
+    Args:
+      config: the configuration; a Mesh.context of -1 is treated as splitting sequences.
+      platform: 'cpu', 'gpu', `devices.OLD_GPU` or 'tpu': of the target devices.
+    """
+    request = kernel_request(config, platform)
+    if request is None:
+        return None
+    kernel = config.attention.kernel
+    return choose(request) if kernel == "auto" else Choice(kernel, "as Attention.kernel says")
+
+
+def kernel_request(config: Config, platform: str) -> Request | None:
+    """Return the requirements of a configuration's model on an attention kernel; None without
+    attention over text.
+
+    For pairs it is the cross-attention: a kernel that supports that without a causal
+    mask also supports self-attention.
+    """
+    model, batch = config.train.model, config.train.data.abstract_batch(1)
+    attention = model.attention
+    if not (reads_tokens(model) or reads_pairs(model)) or attention is None:
+        return None
+    length = batch.inputs.shape[1]
+    return Request(
+        platform=platform,
+        dtype=config.precision.compute,
+        causal=attention.causal,
+        window=attention.window,
+        segment_ids=batch.segment_ids is not None,
+        cached=False,
+        head_dim=attention.key_dim,
+        T=length,
+        S=length if batch.source is None else batch.source.shape[1],
+        biased=attention.biased,
+        capped=attention.softcap is not None,
+        sinks=attention.sinks,
+        pattern=attention.pattern,
+        in_ring=config.mesh.context != 1 and config.attention.context_parallel == "ring",
+    )
+
+
+def resolve_config(config: Config, platform: str) -> Config:
+    """Return the configuration with 'auto' replaced by the chosen kernel."""
+    if config.attention.kernel != "auto":
+        return config
+    choice = resolve_kernel(config, platform)
+    kernel: Any = "reference" if choice is None else choice.kernel
+    return dataclasses.replace(
+        config, attention=dataclasses.replace(config.attention, kernel=kernel)
+    )

@@ -36,7 +36,7 @@ from jaxtrain.training.finetune.finetune import Finetune
 from jaxtrain.training.guard import Guard
 from jaxtrain.training.objectives.losses import Loss, settle
 from jaxtrain.training.objectives.objective import Objective, objective_named
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.schedule import Schedule
 from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule

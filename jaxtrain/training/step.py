@@ -26,7 +26,7 @@ from jaxtrain.parallel.sharding import Layout, by_name, reshard, shardings
 from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.guard import FIRST_LOSS_SCALE, select
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.optimizers.parameter_averages import averaged_params, restart_averages
+from jaxtrain.training.optimizers.rule import EvaluationParams
 from jaxtrain.training.optimizers.schedule import rate_taken
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Gradient, TrainState, Updated, with_shardings
@@ -281,6 +281,28 @@ def base_step(setup: Setup) -> Step:
         eval_state=eval_state,
         set_weights=set_weights,
     )
+
+
+def averaged_params(opt_state: optax.OptState, params: Any) -> Any | None:
+    """Return the parameters for evaluation from an optimizer state, float32; None if it
+    has none.
+    """
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
+    return next((p.eval_params(params) for p in parts if isinstance(p, EvaluationParams)), None)
+
+
+def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
+    """Return the optimizer state after the parameters were replaced; its moments are kept.
+
+    Args:
+      opt_state: the state.
+      params: the new parameters, sharded like the state.
+    """
+
+    def one(part: Any) -> Any:
+        return part.restart(params) if isinstance(part, EvaluationParams) else part
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
 
 
 def train_all(setup: Setup) -> Step:

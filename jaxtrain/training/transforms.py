@@ -20,11 +20,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.models.model import Model
-from jaxtrain.nn.parameters import role_of
+from jaxtrain.nn.parameters import is_layer, role_of
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
-from jaxtrain.parallel.sharding import by_name, is_variable, reshard
+from jaxtrain.parallel.sharding import is_variable, reshard
 from jaxtrain.training.finetune.tuning import TEACHER
 from jaxtrain.training.guard import Guard, History, judge, select
 from jaxtrain.training.objectives.losses import Sums
@@ -32,29 +31,9 @@ from jaxtrain.training.objectives.objective import at_least_one
 from jaxtrain.training.optimizers.moments import hash_array_bits, hash_bits
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.optimizers.rules.sophia import SophiaRule
-from jaxtrain.training.pipeline.stages import is_layer
 from jaxtrain.training.setup import ON_DEVICES, Setup, split_microbatches, with_row_ids
 from jaxtrain.training.state import Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform
-
-
-def speed_of(model: Model) -> float | None:
-    """Return the step size of the router biases (auxiliary-loss-free balancing); None
-    without any.
-    """
-    return None if model.experts is None else model.experts.bias_speed
-
-
-@functools.lru_cache(maxsize=16)
-def biases(model: Model) -> frozenset[str]:
-    """Return the names of the router biases of a model."""
-    return frozenset() if speed_of(model) is None else biases_of(model.build)
-
-
-def biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
-    """Return the names of the router biases of any module; no array is made."""
-    shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
-    return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
 
 
 def update_biases(
@@ -67,7 +46,7 @@ def update_biases(
       frozen: what is not trained.
       load_LE: of the experts of each layer in the whole batch, unstacked layers last;
         None: no router has biases.
-      speed: as in `speed_of`.
+      speed: as in `model.bias_speed_of`.
       order: the layer at each index of stacked arrays, -1 for padding; None: the model's.
     """
     if load_LE is None or not speed:

@@ -30,7 +30,7 @@ from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
 from jaxtrain.nn.attention.kernel_registry import Choice
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.kernel import resolve_kernel
+from jaxtrain.training.layouts import resolve_kernel
 from jaxtrain.training.settings import Config
 
 # Minimum step time of our loop, with next to no compute (benchmarks/history/cpu.md, "Our loop

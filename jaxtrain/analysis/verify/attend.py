@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.attention import attention, by_device
 from jaxtrain.nn.attention.context import HEADS, KEYS, QUERIES, SEGMENTS, along_context
 from jaxtrain.nn.attention.kernel_registry import KERNELS, TILE
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.training.kernel import resolve_config
+from jaxtrain.training.layouts import resolve_config
 
 RESULTS = ("output", "query gradient", "key gradient", "value gradient", "sink gradient")
 

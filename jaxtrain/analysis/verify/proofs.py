@@ -25,12 +25,12 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import reads_images, reads_pairs
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.execution import Scan
+from jaxtrain.nn.parameters import is_layer
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.nn.remat import Remat
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.training.objectives.losses import Loss
-from jaxtrain.training.pipeline.stages import is_layer
 
 
 def claims(bench: Bench) -> Iterator[Claim]:

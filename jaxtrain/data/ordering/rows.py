@@ -15,41 +15,8 @@ import numpy as np
 
 from jaxtrain.data.bad_records import UNREADABLE, BadRecords, read_example
 from jaxtrain.data.batch import Batch, stack
-from jaxtrain.data.ordering.mixture_sampler import STREAM, Mixing, Source
 from jaxtrain.data.ordering.shuffle import shuffle_nearby
 from jaxtrain.data.source import Examples, MixedRows, WholeBatches
-
-
-@dataclasses.dataclass(frozen=True)
-class ByLength:
-    """Order of batches with one row length each (length buckets); implements `rows.Order`.
-
-    The length of batch k is drawn like the source of a mixture, weighted by rows: so each
-    row is drawn as often as any other, to within a batch of each length.
-
-    Attributes:
-      rows: of each length.
-    """
-
-    rows: tuple[int, ...]
-
-    def indices(
-        self, batch: int, rows: np.ndarray, *, global_batch_size: int, seed: int
-    ) -> np.ndarray:
-        """Return the examples at some rows of a batch, int64 [n]; each length has its own
-        epochs.
-        """
-        number, before = self._mixing.whose(batch, seed=seed)
-        own_seed = int(np.random.SeedSequence((seed, STREAM, number)).generate_state(1)[0])
-        ranks = before * global_batch_size + rows
-        return sum(self.rows[:number]) + shuffle_nearby(ranks, self.rows[number], own_seed)
-
-    @functools.cached_property
-    def _mixing(self) -> Mixing:
-        sources = tuple(Source(str(index), rows, 0, 0) for index, rows in enumerate(self.rows))
-        shares = tuple(rows / sum(self.rows) for rows in self.rows)
-        return Mixing(sources, ((0, shares),), (False,) * len(sources))
-
 
 # Streams derived from one seed; 2 is that of `mixing`.
 SHUFFLE_STREAM, AUGMENT_STREAM, PAIR_STREAM = 0, 1, 3

@@ -12,10 +12,11 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
 from jaxtrain.config.key_table import KeyTable, Nested, Only, ignore_keys, read_keys, validate_keys
+from jaxtrain.config.shipped import MODEL_CONFIG
 from jaxtrain.config.untrusted import read_json_object
 
 SETTINGS, SPECIAL_MAP = "tokenizer_config.json", "special_tokens_map.json"
-MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 # Models whose tokenizer.json transformers uses unchanged although the folder names LlamaTokenizer.
 AS_IN_FILE = ("mistral", "mixtral", "phi3")
 SPECIAL = (

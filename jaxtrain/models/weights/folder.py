@@ -26,8 +26,6 @@ from jaxtrain.models.weights.sentences import read_sentence_files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER, PREPROCESSOR = "tokenizer.json", "preprocessor_config.json"
-# In a run's folder: the published model's config.json, tokenizer etc., for its export.
-CARRIED_FOLDER = "huggingface"
 SENTENCES = "sentence_bert_config.json"
 # Files that are copied to exports, so that the exported model is used like the imported one.
 CARRIED = (

@@ -8,28 +8,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxtrain.config.buckets import AnyPath, BucketPath, require
 from jaxtrain.config.files import path_errors
 from jaxtrain.parallel.devices import take_gpu_memory
-from jaxtrain.run.attempts import exit_status, records
+from jaxtrain.run.attempts import FAILED, records
 from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.goodput import Goodput, read_account
 from jaxtrain.run.attempts.lock import RunLock, Superseded
-from jaxtrain.run.attempts.signals import maintenance_notices
-from jaxtrain.run.attempts.supervise import report_to_supervisor
+from jaxtrain.run.attempts.signals import SUPERVISOR_VARIABLE, maintenance_notices
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import sealing
-from jaxtrain.run.cluster import detection, distributed_init
-from jaxtrain.run.cluster.authentication import RunToken
-from jaxtrain.run.cluster.channel import rendezvous
+from jaxtrain.run.cluster import detection
 from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Flags, Listeners, OneProcess, Peers
-from jaxtrain.run.metrics.files import METRICS_FILE
-from jaxtrain.run.metrics.tracking import POSITION_FILES
+from jaxtrain.run.metrics.files import METRICS_FILE, POSITION_FILES
 from jaxtrain.run.phases import Activity, Phases
 from jaxtrain.training.settings import Config
+
+# Imported in the functions: what a process that is alone, without a supervisor, does not need.
+if TYPE_CHECKING:
+    from jaxtrain.run.cluster.authentication import RunToken
 
 SILENCE_SECONDS = 30.0  # after which a silent process is lost
 TRACES_SECONDS = 60.0  # for stacks and reason to reach the run's folder, before a process exits
@@ -77,6 +77,8 @@ def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -
                 stack.callback(_give_back, lock, is_new)
             token = None
             if cluster.num_processes > 1:
+                from jaxtrain.run.cluster.authentication import RunToken
+
                 token_file = workdir / records.ATTEMPTS_FOLDER / TOKEN_FILE
                 token = RunToken(os.environ, token_file, report=report)
             number = 0 if lock is None else lock.attempt
@@ -102,19 +104,30 @@ def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -
             )
             peers.listen(listeners)
             with phases.phase("start"):
-                distributed_init.start(
-                    cluster, peers, simulated_devices=config.mesh.simulated_devices, report=report
-                )
+                if cluster.num_processes == 1:
+                    report(cluster.found)
+                else:
+                    from jaxtrain.run.cluster import distributed_init
+
+                    distributed_init.start(
+                        cluster,
+                        peers,
+                        simulated_devices=config.mesh.simulated_devices,
+                        report=report,
+                    )
             stack.enter_context(attempt.listening(end.report_interrupted))
             stack.enter_context(
                 maintenance_notices(
                     attempt.request_stop, os.environ, on_google_cloud=cluster.kind == "TPU VM"
                 )
             )
-            report_to_supervisor(
-                lambda: attempt.request_stop("the end of its supervisor"),
-                lambda: phases.seconds.get("step", 0) > 0,
-            )
+            if SUPERVISOR_VARIABLE in os.environ:
+                from jaxtrain.run.attempts.supervise import report_to_supervisor
+
+                report_to_supervisor(
+                    lambda: attempt.request_stop("the end of its supervisor"),
+                    lambda: phases.seconds.get("step", 0) > 0,
+                )
             last_resort = end.folder / f"stacks-{lock.attempt}-{peers.process_id}.last.txt"
             stack.enter_context(
                 Watchdog(phases, config.timeouts, end.report_stalled, last_resort=last_resort)
@@ -145,10 +158,12 @@ def _goodput(workdir: Path, phases: Phases) -> Goodput:
 
 
 def _rendezvous(
-    cluster: Cluster, config: Config, token: RunToken | None, attempt: int, report: Reporter
+    cluster: Cluster, config: Config, token: "RunToken | None", attempt: int, report: Reporter
 ) -> Peers:
     if token is None:
         return OneProcess({"attempt": attempt})
+    from jaxtrain.run.cluster.channel import rendezvous
+
     names = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     hello: dict[str, str | int] = {name: importlib.metadata.version(name) for name in names}
     hello["python"] = ".".join(map(str, sys.version_info[:3]))
@@ -189,7 +204,7 @@ def _leave(line: str) -> NoReturn:
         if sys.__stderr__ is not None:
             sys.__stderr__.write(f"jaxtrain: {line}\n")
             sys.__stderr__.flush()
-    os._exit(exit_status.FAILED)
+    os._exit(FAILED)
 
 
 def _give_back(lock: RunLock, is_new: bool) -> None:

@@ -14,8 +14,26 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads, require
+from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads, require, to_path
+from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import full_disk, remove_tree, sync
+
+# In a run's folder: the published model's config.json, tokenizer etc., for its export.
+CARRIED_FOLDER = "huggingface"
+QUICKSTART = "gpt_quickstart"  # the config of `train` without a name
+
+
+def run_folder(config: str | None, workdir: str | None) -> AnyPath:
+    """Return the folder of a run: the given one, or runs/ and the name of the config or the
+    quickstart.
+
+    Raises:
+      UserError: a name is empty, such as a shell's variable that is not set.
+    """
+    for named, value in (("--workdir", workdir), ("CONFIG", config)):
+        if value == "":
+            raise UserError(f"{named} is empty; give a name, or leave it out")
+    return to_path(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
 def nothing() -> None:
@@ -177,8 +195,7 @@ def own_folder(workdir: AnyPath, report: Callable[[str], None]) -> RunFolder:
     """
     # Imported here: the command line's attempt has the folder's lock already.
     from jaxtrain.run.attempts.lock import require_not_held
-    from jaxtrain.run.metrics.files import METRICS_FILE
-    from jaxtrain.run.metrics.tracking import POSITION_FILES
+    from jaxtrain.run.metrics.files import METRICS_FILE, POSITION_FILES
 
     if isinstance(workdir, BucketPath):
         require("workdir", workdir)

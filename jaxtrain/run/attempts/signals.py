@@ -14,6 +14,8 @@ from typing import Any
 # SIGTERM: preemption by TPU VMs, Kubernetes, Slurm, `kill`. SIGUSR1: what Slurm sends ahead of the
 # end with `--signal=USR1@120`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# Set by a supervisor, whose end is a request to stop too.
+SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 
 
 def handled_signals() -> list[signal.Signals]:

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PROGRAM = (sys.executable, "-P", "-m", "jaxtrain")
-# What `train` imports before it reads its configuration.
-_MODULES = ("jaxtrain.cli", "jaxtrain.run.commands.train", "jaxtrain.run.commands.huggingface")
+# What `train` imports before its first step, whatever its configuration; the last one Orbax.
+_MODULES = ("jaxtrain.cli", "jaxtrain.run.commands.train", "jaxtrain.run.checkpoint.saved")
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 
 

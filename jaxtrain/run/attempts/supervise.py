@@ -22,13 +22,11 @@ from typing import IO
 from jaxtrain.config.buckets import AnyPath, BucketError, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors
-from jaxtrain.run.attempts import records
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
-from jaxtrain.run.attempts.signals import record_signals
+from jaxtrain.run.attempts import DONE, FAILED, PREEMPTED, USER_ERROR, records
+from jaxtrain.run.attempts.signals import SUPERVISOR_VARIABLE, record_signals
 from jaxtrain.run.attempts.slurm import SlurmJob
 from jaxtrain.run.attempts.standby import Reserve, Standby
 
-SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
 _BEAT, _STEP = b".", b"s"  # heartbeats before and since the first step
 
 

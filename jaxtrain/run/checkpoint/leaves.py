@@ -18,7 +18,6 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.parallel.gathering import is_pinned
 from jaxtrain.parallel.sharding import name_of
-from jaxtrain.training.offload.files import FileArray
 
 _MAX_SHOWN = 8
 _MOST_AT_ONCE = 1 << 28  # bytes
@@ -144,7 +143,7 @@ _THREADS = min(8, os.cpu_count() or 1)  # numpy sums release the interpreter loc
 _ROW, _ROWS = 1024, 64  # elements of a row, rows of a block: one stays in a core's cache
 
 
-Arrays = Mapping[str, Any]  # jax.Array or FileArray
+Arrays = Mapping[str, Any]  # jax.Array or offload.files.FileArray
 
 
 def fingerprints(arrays: Arrays) -> dict[str, int]:
@@ -159,7 +158,7 @@ def fingerprints(arrays: Arrays) -> dict[str, int]:
 
 def start_fingerprints(arrays: Arrays) -> dict[str, jax.Array | Future[int]]:
     """Start the computation; `await_fingerprints` waits for the result."""
-    in_files = {name: x for name, x in arrays.items() if isinstance(x, FileArray)}
+    in_files = {name: x for name, x in arrays.items() if not isinstance(x, jax.Array)}
     arrays = {name: x for name, x in arrays.items() if name not in in_files}
     here = {name: x for name, x in arrays.items() if _is_in_memory(x)}
     of_hosts = [name for name, x in arrays.items() if name not in here and is_pinned(x.sharding)]

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,14 +13,10 @@ from jax.experimental import multihost_utils
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
+from jaxtrain.nn.parameters import is_layer
 from jaxtrain.parallel.sharding import is_variable
 from jaxtrain.run.checkpoint import metadata, sealing
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError, flatten
-from jaxtrain.run.checkpoint.local.checkpoints import (
-    LocalCheckpoints,
-    agree_on,
-    forget_local_checkpoints,
-)
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.metadata import Ancestor, bindings_of, of_checkpoint
 from jaxtrain.run.checkpoint.save_schedule import (
@@ -32,14 +28,15 @@ from jaxtrain.run.checkpoint.save_schedule import (
 from jaxtrain.run.checkpoint.states import Initial, PeerAccess, RunStates
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.run.phases import Phases
-from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, router_biases_of, tuning_of
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.pipeline.stages import is_layer, rearrange
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState, with_shardings
 from jaxtrain.training.step import Step, base_step
-from jaxtrain.training.transforms import biases_of
+
+if TYPE_CHECKING:
+    from jaxtrain.run.checkpoint.local.checkpoints import LocalCheckpoints
 
 
 class SavedRun(RunStates):
@@ -84,12 +81,15 @@ class SavedRun(RunStates):
 
     def _open_local(
         self, may_write: Callable[[], None], peers: PeerAccess
-    ) -> LocalCheckpoints | None:
+    ) -> "LocalCheckpoints | None":
         settings, folder = self._config.checkpoint, self._checkpoints.folder
         if settings.local_directory is None:
             if jax.process_index() == 0:
-                forget_local_checkpoints(folder, may_write)
+                _forget_local_checkpoints(folder, may_write)
             return None
+        # Imported here: most runs have no local checkpoints.
+        from jaxtrain.run.checkpoint.local.checkpoints import LocalCheckpoints
+
         return LocalCheckpoints(
             settings,
             folder,
@@ -129,6 +129,8 @@ class SavedRun(RunStates):
     def _newest(self, dataset: Dataset | None) -> tuple[TrainState, int]:
         newest = None
         if self._local is not None and dataset is not None:
+            from jaxtrain.run.checkpoint.local.checkpoints import agree_on
+
             newest = agree_on(self._checkpoints.latest_step())
             found = self._newest_local(dataset, at_least=newest or 0)
             if found is not None:
@@ -258,6 +260,18 @@ class SavedRun(RunStates):
                 self._report(note)
 
 
+def _forget_local_checkpoints(folder: AnyPath, may_write: Callable[[], None]) -> None:
+    """Let no later attempt find local checkpoints: this one writes none; called by process 0.
+
+    Args:
+      folder: `workdir/checkpoints`.
+      may_write: raises or exits if another attempt owns the run's folder.
+    """
+    if (folder / sealing.LOCAL_ID_FILE).exists():
+        may_write()
+        (folder / sealing.LOCAL_ID_FILE).unlink(missing_ok=True)
+
+
 def _largest(values: Sequence[float]) -> Sequence[float]:
     """Return the maximum over processes of each value; the same on all of them."""
     if jax.process_count() == 1:
@@ -305,7 +319,7 @@ def restore_parameters(
     """
     saved_bindings = bindings_of(checkpoints.extra(step)["config"], "Finetune.")
     saved = load(_Tuned, None, saved_bindings, search_path=Path())
-    tuning = tuning_of(saved.finetune, setup.build, biases_of(setup.build))
+    tuning = tuning_of(saved.finetune, setup.build, router_biases_of(setup.build))
     source = base_step(setup.replace(tuning=tuning))
 
     def select_parts(state: TrainState) -> dict[str, nnx.State]:
@@ -333,6 +347,9 @@ def _restore(
     partial = wanted_part is not whole_state
     if saved == program.setup.layer_order:
         return checkpoints.restore(step, wanted_part, partial=partial)
+    # Imported here: most runs resume with their layers in the order in which they were saved.
+    from jaxtrain.training.pipeline.stages import rearrange
+
     num_layers = _num_layers(program.setup)
     present = list(range(num_layers)) if saved is None else saved
     if (found := sum(layer >= 0 for layer in present)) != num_layers:

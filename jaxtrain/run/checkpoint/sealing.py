@@ -24,6 +24,7 @@ from jaxtrain.run.checkpoint import manifest
 from jaxtrain.run.checkpoint.manifest import FILE, CheckpointError, Leaf, is_sealed
 
 FOLDER = "checkpoints"
+LOCAL_ID_FILE = "local.json"  # in it: the id of local checkpoints; the supervisor reads it too
 # Orbax's name of an unfinished folder: `<step>.orbax-checkpoint-tmp`, and with a
 # number after it in some versions.
 _UNFINISHED = re.compile(r"\d+\.orbax-checkpoint-tmp.*")

@@ -45,7 +45,6 @@ from jaxtrain.run.checkpoint.manifest import (
     unread,
 )
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, drain, unwritten
-from jaxtrain.training.offload.files import FileArray
 from jaxtrain.training.settings import Checkpoint
 
 # Replicas write disjoint slices of what they share. A smaller slice is not worth the program that
@@ -67,8 +66,8 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
         """Returns when arrays in memory have left the devices; those in files are read while what
         is returned is waited for, and nothing may change them until then."""
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
-        there = [one for one in entries if isinstance(one[0], FileArray)]
-        here = [one for one in entries if not isinstance(one[0], FileArray)]
+        there = [one for one in entries if not isinstance(one[0], jax.Array)]
+        here = [one for one in entries if isinstance(one[0], jax.Array)]
         written = list(await super().serialize(*zip(*here, strict=True)))
         own = super().serialize
 
@@ -92,7 +91,12 @@ class _ArrayByArray(ocp.type_handlers.ArrayHandler):
 def handler_registry() -> Any:
     """Return Orbax's handlers of a state's leaves: arrays, in memory or in files."""
     registry = ocp.type_handlers.create_type_handler_registry()
-    registry.add(jax.Array, _ArrayByArray(), lambda kind: issubclass(kind, jax.Array | FileArray))
+
+    def is_array(kind: type) -> bool:
+        # An `offload.files.FileArray` is known by its method: the module is not imported for that.
+        return issubclass(kind, jax.Array) or hasattr(kind, "read")
+
+    registry.add(jax.Array, _ArrayByArray(), is_array)
     return registry
 
 
@@ -327,7 +331,7 @@ class Checkpoints:
             for name, x in arrays.items()
         }
         self._sealer.follow(step, written, summaries)
-        if not self._settings.asynchronous or any(isinstance(x, FileArray) for x in leaves):
+        if not self._settings.asynchronous or any(not isinstance(x, jax.Array) for x in leaves):
             self._sealer.settle()
 
     def restore(self, step: int, abstract_state: Tree, *, partial: bool = False) -> Tree:

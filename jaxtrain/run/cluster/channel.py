@@ -25,7 +25,9 @@ from jaxtrain.run.cluster.cluster import (
     Reporter,
     Row,
     Table,
+    join_address,
     name_processes,
+    split_address,
 )
 from jaxtrain.run.cluster.rendezvous import duplicate_message, join_run
 from jaxtrain.run.cluster.wire import (
@@ -33,8 +35,6 @@ from jaxtrain.run.cluster.wire import (
     Listener,
     Message,
     is_loopback,
-    join_address,
-    split_address,
 )
 
 # When a process dies, others may report secondary errors, often milliseconds before its death is

@@ -2,12 +2,12 @@
 
 import abc
 import dataclasses
+import re
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.cluster.wire import split_address
 
 Announcement = Mapping[str, str | int]
 Reporter = Callable[[str], None]
@@ -245,3 +245,23 @@ class OneProcess(Peers):
 
     def close(self) -> None:
         pass
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split `'node1:8476'` or `'[fe80::1]:8476'` into host and port.
+
+    Raises:
+      UserError: the address is not HOST:PORT.
+    """
+    match = re.fullmatch(r"(?:\[([^\]\s]+)\]|([^:\s\[\]]+)):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[3]) <= 65535:
+        raise UserError(
+            f"coordinator address {address!r}: write HOST:PORT with a port from 1 to 65535, "
+            "for example 'node1:8476'"
+        )
+    return match[1] or match[2], int(match[3])
+
+
+def join_address(host: str, port: int) -> str:
+    """Return host and port as `'node1:8476'` or `'[fe80::1]:8476'`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

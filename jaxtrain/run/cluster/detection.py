@@ -13,8 +13,7 @@ from pathlib import Path
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.devices import has_tpu_chips
-from jaxtrain.run.cluster.cluster import Cluster, Flags, LaunchedBy
-from jaxtrain.run.cluster.wire import join_address, split_address
+from jaxtrain.run.cluster.cluster import Cluster, Flags, LaunchedBy, join_address, split_address
 
 Environment = Mapping[str, str]
 

@@ -17,8 +17,15 @@ import jax
 
 from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.parallel.devices import offer_cpu_devices
-from jaxtrain.run.cluster.cluster import Cluster, ClusterError, Peers, Reporter
-from jaxtrain.run.cluster.wire import bind_host, is_free, is_loopback, join_address, split_address
+from jaxtrain.run.cluster.cluster import (
+    Cluster,
+    ClusterError,
+    Peers,
+    Reporter,
+    join_address,
+    split_address,
+)
+from jaxtrain.run.cluster.wire import bind_host, is_free, is_loopback
 
 _CHUNK = 1 << 16
 
@@ -139,7 +146,7 @@ def start(
 ) -> None:
     """Initialize jax.distributed and the backend, with the devices of all processes.
 
-    A single process needs neither, and `mesh.simulate_devices` creates its simulated devices.
+    A single process needs neither: `mesh.simulate_devices` creates its simulated devices.
 
     Args:
       cluster: the cluster from `detect`.
@@ -155,8 +162,6 @@ def start(
       ClusterError: the initialization of JAX failed.
     """
     report(cluster.found)
-    if cluster.num_processes == 1:
-        return
     assert peers.jax_coordinator is not None
     if simulated_devices:
         jax.config.update("jax_platforms", "cpu")

@@ -15,7 +15,9 @@ from jaxtrain.run.cluster.cluster import (
     Cluster,
     ClusterError,
     Reporter,
+    join_address,
     name_processes,
+    split_address,
 )
 from jaxtrain.run.cluster.wire import (
     Link,
@@ -25,8 +27,6 @@ from jaxtrain.run.cluster.wire import (
     is_free,
     is_local,
     is_taken,
-    join_address,
-    split_address,
 )
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens, token_model
-from jaxtrain.run.attempts.exit_status import DONE
-from jaxtrain.run.commands.train import open_run
+from jaxtrain.run.attempts import DONE
+from jaxtrain.run.commands.read_run import open_run
 from jaxtrain.run.generation.answer import (
     Answer,
     Stopping,

@@ -8,10 +8,11 @@ from jaxtrain.config.shipped import HUGGING_FACE
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.tokenizer import no_end_of_text
 from jaxtrain.models.model import Model, classifies, pooling_of, reads_images, reads_tokens
-from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER
+from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.parallel.compilation import keep_compiled_programs
-from jaxtrain.run.attempts.exit_status import DONE, FAILED
-from jaxtrain.run.commands.train import open_run
+from jaxtrain.run.attempts import DONE, FAILED
+from jaxtrain.run.attempts.folder import CARRIED_FOLDER
+from jaxtrain.run.commands.read_run import open_run
 from jaxtrain.run.huggingface.awq import export_awq
 from jaxtrain.run.huggingface.importing import import_run
 from jaxtrain.run.show.progress import print_lines, terminal

@@ -9,7 +9,7 @@ from jaxtrain.config.buckets import on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.shipped import shipped_headers
-from jaxtrain.run.attempts.exit_status import DONE
+from jaxtrain.run.attempts import DONE
 from jaxtrain.run.show.progress import print_lines
 
 

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxtrain.config.errors import UserError
-
 SHELLS = ("bash", "zsh")
 
 # Words that may follow, of a command or before there is one. Where files are allowed, file names
@@ -54,6 +52,9 @@ def parse_hosts(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text.strip())
     least, most = map(int, found.groups()) if found else (0, 0)
     if not 1 <= least <= most:
+        # Imported here: with the package comes gin, which --help does without.
+        from jaxtrain.config.errors import UserError
+
         raise UserError(f"--hosts {text!r}: write MIN:MAX, such as 2:4, from 1 on")
     return least, most
 

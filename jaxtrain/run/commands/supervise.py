@@ -4,15 +4,13 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from jaxtrain.config.buckets import AnyPath, BucketError, to_path
+from jaxtrain.config.buckets import AnyPath, BucketError
 from jaxtrain.config.errors import UserError
-from jaxtrain.run.attempts.exit_status import FAILED, USER_ERROR
+from jaxtrain.run.attempts import FAILED, USER_ERROR
+from jaxtrain.run.attempts.folder import run_folder
 from jaxtrain.run.attempts.supervise import Supervision, supervise
 from jaxtrain.run.commands.options import add_run_commands, adder
-
-QUICKSTART = "gpt_quickstart"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +26,6 @@ class Job:
     settings: Supervision
     train: list[str]
     workdir: AnyPath
-
-
-def run_folder(config: str | None, workdir: str | None) -> AnyPath:
-    """Return the folder of a run: the given one, or runs/ and the name of the config or the
-    quickstart.
-
-    Raises:
-      UserError: a name is empty, such as a shell's variable that is not set.
-    """
-    for named, value in (("--workdir", workdir), ("CONFIG", config)):
-        if value == "":
-            raise UserError(f"{named} is empty; give a name, or leave it out")
-    return to_path(workdir or Path("runs") / Path(config or QUICKSTART).stem)
 
 
 def parse(arguments: Sequence[str]) -> Job:

@@ -16,8 +16,7 @@ from jaxtrain.config.buckets import BucketPath, to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.config.swept import combinations
-from jaxtrain.run.attempts import records
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
+from jaxtrain.run.attempts import DONE, FAILED, PREEMPTED, USER_ERROR, records
 from jaxtrain.run.attempts.signals import record_signals
 from jaxtrain.run.attempts.supervise import Child
 from jaxtrain.run.metrics import compare

@@ -1,17 +1,15 @@
-"""The commands `train`, `eval`, `predict` and `inspect`, one function each.
+"""The command `train`.
 
-`train` detects data starvation (steps that wait for batches) and gives advice.
+It detects data starvation (steps that wait for batches) and gives advice.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import os
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,37 +18,25 @@ import jax
 from rich.console import Console
 from rich.markup import escape
 
-from jaxtrain.config.buckets import AnyPath, BucketPath, require, to_path
-from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.config.files import path_errors
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.values import settings_of
-from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.images.stores import DEMO
-from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.source import Dataset, is_store
-from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import reads_pairs
 from jaxtrain.parallel.compilation import keep_compiled_programs
 from jaxtrain.parallel.devices import SIMULATED_DEVICES, offer_cpu_devices
-from jaxtrain.run.attempts import begin
+from jaxtrain.run.attempts import DONE, FAILED, PREEMPTED, begin
 from jaxtrain.run.attempts.attempt import OUTPUT_CLOSED, Preempted
-from jaxtrain.run.attempts.exit_status import DONE, FAILED, PREEMPTED, USER_ERROR
-from jaxtrain.run.attempts.folder import explain_folder_errors
+from jaxtrain.run.attempts.folder import QUICKSTART, explain_folder_errors, run_folder
 from jaxtrain.run.attempts.goodput import PRODUCTIVE, Account
-from jaxtrain.run.checkpoint.sealing import FOLDER, require_sealed, sealed_steps
-from jaxtrain.run.checkpoint.store import Checkpoints
+from jaxtrain.run.checkpoint.sealing import FOLDER, sealed_steps
 from jaxtrain.run.cluster.cluster import Flags
 from jaxtrain.run.cluster.detection import detect
-from jaxtrain.run.commands.supervise import QUICKSTART, run_folder
 from jaxtrain.run.generation.answer import printable
 from jaxtrain.run.loop import RecorderKind
-from jaxtrain.run.metrics.compare import list_names, runs_in
-from jaxtrain.run.metrics.files import numbers_of, strict
-from jaxtrain.run.show import report
+from jaxtrain.run.metrics.files import numbers_of
 from jaxtrain.run.show.progress import Output, print_lines, quiet, terminal
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.optimizers.schedule import notes as notes_of_schedule
-from jaxtrain.training.settings import Checkpoint, Config, load_config
+from jaxtrain.training.settings import Config, load_config
 
 
 def train(
@@ -222,101 +208,6 @@ def _program() -> list[str]:
     return [str(own.relative_to(here) if own.is_relative_to(here) else own)]
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
-    """Evaluate a checkpoint and print one JSON line."""
-    trainer = open_run(arguments)
-    values = trainer.evaluate()
-    other = trainer.other_data()
-    if other is not None:
-        line = f"jaxtrain: the data differ from those that the run was trained on: {other}"
-        print(line, file=sys.stderr)  # noqa: T201
-    line = strict({"step": trainer.steps_done, **values})
-    print(json.dumps(line, allow_nan=False))  # noqa: T201
-    return DONE
-
-
-def predict(arguments: argparse.Namespace) -> int:
-    """Print the model's prediction for each readable image, text or vector.
-
-    Returns:
-      2 if an input cannot be read; these are listed on standard error.
-    """
-    skipped = list[UserError]()
-    trainer = open_run(arguments)
-    for prediction in trainer.predict(arguments.inputs, top=arguments.top, skip=skipped.append):
-        print(prediction)  # noqa: T201
-    for error in skipped:
-        print(f"jaxtrain: {error}", file=sys.stderr)  # noqa: T201
-    return USER_ERROR if skipped else DONE
-
-
-def inspect(arguments: argparse.Namespace) -> int:
-    """Print a checkpoint's contents; read its arrays only to verify them."""
-    workdir = _existing_run(arguments.workdir, arguments.step)
-    checkpoints = Checkpoints(workdir, Checkpoint(), read_only=True)
-    step = max(checkpoints.steps()) if arguments.step is None else arguments.step
-    console, folder = terminal(), checkpoints.folder / str(step)
-    report.show_checkpoint(console, folder, checkpoints.extra(step), checkpoints.tree(step))
-    if arguments.verify:
-        checkpoints.verify(step)
-        console.print("Verified: every array can be read and has the fingerprint it was saved with")
-    return DONE
-
-
-def open_run(arguments: argparse.Namespace, *, console: Console | None = None) -> Trainer:
-    """Return the trainer of a run's folder with a checkpoint restored, read-only.
-
-    Args:
-      arguments: the parsed command line.
-      console: for warnings; None is standard error.
-    """
-    keep_compiled_programs()
-    folder = _existing_run(arguments.workdir, arguments.step)
-    bindings, allow_imports = arguments.gin_bindings, arguments.allow_imports
-    with tempfile.TemporaryDirectory() as copies:
-        file = folder / "config.gin"
-        if isinstance(file, BucketPath):
-            file = Path(copies) / file.name
-            file.write_bytes((folder / file.name).read_bytes())
-        config = load_config(file, bindings, allow_imports=allow_imports)
-    # Standard output is for the result; a damaged checkpoint that is skipped is reported on
-    # standard error.
-    console = console or Console(stderr=True)
-    of_training = set(notes_of_schedule(config.schedule, config.train.steps))
-    print_lines(console, *(note for note in config.notes if note not in of_training))
-    return Trainer(config, folder, read_only=True, step=arguments.step, console=console)
-
-
-def _existing_run(workdir: str, step: int | None) -> AnyPath:
-    """Return a run's folder that can be read and holds a checkpoint, of this step unless it is
-    None."""
-    folder = to_path(workdir)
-    if isinstance(folder, BucketPath):
-        require("--workdir", folder)
-    with path_errors(f"--workdir {workdir}", needs="use a run's folder that can be read"):
-        if not (folder / "config.gin").is_file():
-            if isinstance(folder, BucketPath):
-                siblings = folder.parent
-                runs = [str(path) for path in siblings.iterdir()] if siblings.is_dir() else []
-            else:
-                inside = runs_in(folder, "config.gin") if folder.is_dir() else []
-                if inside:
-                    raise UserError(
-                        f"--workdir {workdir} is not a run (no config.gin); it contains: "
-                        f"{list_names(inside)}"
-                    )
-                runs = [str(path.parent) for path in folder.parent.glob("*/config.gin")]
-            hint = did_you_mean(workdir, runs) if runs else ""
-            raise UserError(f"--workdir {workdir}: no run there (no config.gin){hint}")
-        # Not through `Checkpoints`: Orbax initializes the backend, and then CPU devices cannot be
-        # simulated.
-        if not sealed_steps(folder / FOLDER):
-            raise UserError(f"--workdir {workdir}: there is no complete checkpoint in it")
-        if step is not None:
-            require_sealed(folder / FOLDER, step)
-    return folder
-
-
 # Threshold as a fraction of the time of steps and their batches: less is noise.
 _SHARE = 0.05
 _SECONDS = 30.0
@@ -335,15 +226,8 @@ def advise_on_waiting(account: Account, data: Any, dataset: Dataset) -> str | No
     waited, worked = account.seconds["data"], account.seconds[PRODUCTIVE]
     if worked < _SECONDS or waited <= _SHARE * (waited + worked):
         return None
-    cores = os.cpu_count() or 1
-    if isinstance(data, ImageData) and data.workers < cores:
-        advice = f"set ImageData.workers (now {data.workers}; this machine has {cores} cores)"
-    elif _is_read_while_training(data):
-        advice = "copy the data to a local disk, or give the process more cores"
-    else:
-        advice = "give the process more cores"  # its rows are in memory
-    share = waited / (waited + worked)
-    return f"Steps waited for batches of {_name(data, dataset)} {share:.0%} of their time: {advice}"
+    share, name = waited / (waited + worked), _name(data, dataset)
+    return f"Steps waited for batches of {name} {share:.0%} of their time: {_advice(data)}"
 
 
 def _name(data: Any, dataset: Dataset) -> str:
@@ -356,14 +240,29 @@ def _name(data: Any, dataset: Dataset) -> str:
     return f"@{name}()"
 
 
-def _is_read_while_training(data: Any) -> bool:
-    """Whether examples are read from files when they are drawn, and not from memory."""
-    if isinstance(data, ImageData):
-        return data.source not in (*DEMO, "synthetic")
-    if isinstance(data, Mixture):
-        of = [dataclasses.replace(data.data, source=one) for one in data.sources.values()]
-        return any(map(_is_read_while_training, of))
-    if not isinstance(data, TextData):
-        return False
-    path = data.path()
-    return data.is_tokens() or (path is not None and is_store(path))
+def _advice(data: Any) -> str:
+    """Return what brings more batches a second, by where the data are read."""
+    # Imported here: most runs wait for no batch, and read one kind of data.
+    from jaxtrain.data.images.source import ImageData
+    from jaxtrain.data.images.stores import DEMO
+    from jaxtrain.data.mixture import Mixture
+    from jaxtrain.data.text.source import TextData
+
+    def is_read_while_training(one: Any) -> bool:
+        # Examples are read from files when they are drawn, and not from memory.
+        if isinstance(one, ImageData):
+            return one.source not in (*DEMO, "synthetic")
+        if isinstance(one, Mixture):
+            of = [dataclasses.replace(one.data, source=source) for source in one.sources.values()]
+            return any(map(is_read_while_training, of))
+        if not isinstance(one, TextData):
+            return False
+        path = one.path()
+        return one.is_tokens() or (path is not None and is_store(path))
+
+    cores = os.cpu_count() or 1
+    if isinstance(data, ImageData) and data.workers < cores:
+        return f"set ImageData.workers (now {data.workers}; this machine has {cores} cores)"
+    if is_read_while_training(data):
+        return "copy the data to a local disk, or give the process more cores"
+    return "give the process more cores"  # its rows are in memory

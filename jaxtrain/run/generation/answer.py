@@ -8,10 +8,14 @@ from typing import Literal
 
 import numpy as np
 
+from jaxtrain.config.buckets import AnyPath, to_path
 from jaxtrain.config.errors import UserError
+from jaxtrain.config.shipped import MODEL_CONFIG
+from jaxtrain.data.text.source import text_of
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, with_special_tokens
+from jaxtrain.run.attempts.folder import CARRIED_FOLDER
 from jaxtrain.run.generation.decoding import require_text_model
-from jaxtrain.training.settings import TextSource, Train
+from jaxtrain.training.settings import Config, TextSource, Train
 
 Ended = Literal["end", "stop", "length"]
 
@@ -142,6 +146,41 @@ def tokenizer_of(train: Train, *, command: str = "generate") -> Tokenizer:
         )
     require_text_model(train.model, command=command)
     return train.data.open_tokenizer()
+
+
+def published_folder(config: Config, workdir: AnyPath | None) -> AnyPath | None:
+    """Return the folder with the config.json of the published model that a run started from, if it
+    did."""
+    start = config.train.start_from
+    for one in (workdir, None if start is None else to_path(start)):
+        if one is not None:
+            for folder in (one / CARRIED_FOLDER, one):
+                if (folder / MODEL_CONFIG).is_file():
+                    return folder
+    return None
+
+
+def ends_of_run(config: Config, workdir: AnyPath | None) -> tuple[int, ...]:
+    """Return the tokens that end an answer of a run's model.
+
+    For a run that started from a published model they are those at which transformers stops, and
+    the data's `end_of_text`; for another run, or if the model has none, the tokenizer's
+    end-of-text token.
+    """
+    folder = published_folder(config, workdir)
+    found: tuple[int, ...] = ()
+    if folder is not None:
+        # Imported here: most runs start from no published model.
+        from jaxtrain.run.generation.published_defaults import end_tokens
+
+        found = end_tokens(folder)
+    data = config.train.data
+    if not isinstance(data, TextSource) or getattr(data, "source", "") == "synthetic":
+        return found
+    if not found or getattr(text_of(data) or data, "end_of_text", None) is not None:
+        end = data.open_tokenizer().end_of_text
+        found += () if end is None or end in found else (end,)
+    return found
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, *, special_tokens: bool = True) -> list[int]:

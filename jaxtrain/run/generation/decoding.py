@@ -187,6 +187,23 @@ class Texts:
     count: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """A text that has been read.
+
+    Attributes:
+      logits_BV: of the next token.
+      cache: the layers' cache of it.
+      padding_B: padding before each row's text.
+      room: slots of the cache.
+    """
+
+    logits_BV: jax.Array
+    cache: Cache
+    padding_B: np.ndarray
+    room: int
+
+
 def round_up(size: int, *, least: int = 1, most: int | None = None) -> int:
     """Return the power of two that is at least `size` and `least`, or `most`."""
     up = max(least, 1 << (size - 1).bit_length())

@@ -1,24 +1,36 @@
-"""Token generation: batches of prompts to completions with finish reasons.
+"""Text generation of a run: batches of prompts to completions with finish reasons.
 
 Letters: B rows, E tokens that end a text.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, count_of
-from jaxtrain.models.model import Model, TokenModel
+from jaxtrain.data.tokenization.tokenizer import Tokenizer
+from jaxtrain.models.model import Model, TokenModel, reads_pairs
 from jaxtrain.run.generation import BATCH_SIZE
-from jaxtrain.run.generation.answer import Answer, Ended, length_before_end
-from jaxtrain.run.generation.beams import BeamSearch, search
+from jaxtrain.run.generation.answer import (
+    Answer,
+    Ended,
+    Stopping,
+    encode_prompt,
+    ends_of_run,
+    length_before_end,
+    published_folder,
+    tokenizer_of,
+)
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
     Drawing,
+    Prefix,
     Sampling,
     Texts,
     advance,
@@ -29,10 +41,13 @@ from jaxtrain.run.generation.decoding import (
     require_text_model,
     round_up,
 )  # fmt: skip
-from jaxtrain.run.generation.prefix_cache import Prefix, PrefixCache
-from jaxtrain.training.settings import MAX_SEED
+from jaxtrain.training.settings import MAX_SEED, Config
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.run.generation.beams import BeamSearch
+    from jaxtrain.run.generation.prefix_cache import PrefixCache
 
 
 class Watch(Protocol):
@@ -57,12 +72,12 @@ def generate(
     prompts: Sequence[Sequence[int] | np.ndarray],
     *,
     max_new_tokens: int | None,
-    sampling: Sampling | BeamSearch,
+    sampling: "Sampling | BeamSearch",
     seed: int,
     ends: Sequence[int] = (),
     batch_size: int = BATCH_SIZE,
     watch: Watch | None = None,
-    prefix_cache: PrefixCache | None = None,
+    prefix_cache: "PrefixCache | None" = None,
 ) -> list[Answer]:
     """Return the completion of each prompt, in their order.
 
@@ -99,7 +114,10 @@ def generate(
         for numbers in batches([len(prompt) for prompt in given], sizes, batch_size):
             batch = {number: given[number] for number in numbers}
             most = [limits[number] for number in numbers]
-            if isinstance(sampling, BeamSearch):
+            if not isinstance(sampling, Sampling):
+                # Imported here: most answers are sampled.
+                from jaxtrain.run.generation.beams import search
+
                 found = search(
                     setup, sizes, state, list(batch.values()), most, settings=sampling, ends=ends
                 )
@@ -161,9 +179,9 @@ def limit_of(length: int, max_new_tokens: int | None, sizes: TokenModel) -> int:
     return max_new_tokens
 
 
-def validate_watch(sampling: Sampling | BeamSearch, watch: Watch | None) -> None:
+def validate_watch(sampling: "Sampling | BeamSearch", watch: Watch | None) -> None:
     """Raise UserError if a beam search has a watch."""
-    if isinstance(sampling, BeamSearch) and watch is not None:
+    if not isinstance(sampling, Sampling) and watch is not None:
         raise UserError(
             f"--beams {sampling.beams}: a beam ends at the end-of-text token or at its maximum "
             "length, and is not shown before; leave stop strings out, or beams"
@@ -187,7 +205,7 @@ def _complete_batch(
     key: jax.Array,
     ends: Sequence[int],
     watch: Watch | None,
-    prefix_cache: PrefixCache | None,
+    prefix_cache: "PrefixCache | None",
 ) -> list[Answer]:
     """Return the answers of one batch, prompts by their numbers."""
     new = round_up(max(limits), least=LEAST_LENGTH, most=sizes.context_length)
@@ -288,3 +306,133 @@ def write_answers(
 
 def _pad(values: list[int], rows: int, value: int) -> np.ndarray:
     return np.array(values + [value] * (rows - len(values)), np.int32)
+
+
+class Writer:
+    """Answers of one run's model; files of the run are read at the first one.
+
+    Args:
+      setup: the states' program.
+      config: of the run: its model, and the data with its tokenizer.
+      workdir: the run's folder, with the files of the published model that it started from.
+    """
+
+    def __init__(self, setup: Setup, config: Config, workdir: AnyPath | None) -> None:
+        self._setup, self._config, self._workdir = setup, config, workdir
+        self._train = config.train
+        self._writes_targets = reads_pairs(config.train.model)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+          UserError: the model is not a language model, or has none.
+        """
+        return tokenizer_of(self._train)
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end an answer in text."""
+        return ends_of_run(self._config, self._workdir)
+
+    @functools.cached_property
+    def _ends_of_ids(self) -> tuple[int, ...]:
+        """The same for an answer in ids: a run without a published model continues to its maximum
+        length."""
+        return () if published_folder(self._config, self._workdir) is None else self.ends
+
+    def answers(
+        self,
+        state: TrainState,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None,
+        sampling: "Sampling | BeamSearch | None",
+        stop: Sequence[str],
+        seed: int,
+        batch_size: int,
+        show: Callable[[str], None] | None,
+    ) -> list[Answer]:
+        """Return the completion or target of each prompt, in their order.
+
+        Args:
+          state: the trained state.
+          prompts: texts, or lists of token ids.
+
+        Other arguments and errors are those of `Trainer.answers`.
+        """
+        sampling = sampling or Sampling()
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) != len(prompts) and (texts or stop or show):
+            raise UserError(
+                "Trainer.answers: prompts that are token ids go with no text: give all of them as "
+                "texts, or leave texts, `stop` and `show` out"
+            )
+        if self._writes_targets:
+            # Imported here: it knows the data of pairs.
+            from jaxtrain.run.generation.targets import write_targets
+
+            return write_targets(
+                self._setup, self._train, state, prompts, max_new_tokens=max_new_tokens,
+                sampling=sampling, stop=stop, seed=seed, batch_size=batch_size, show=show,
+                ends=self.ends,
+            )  # fmt: skip
+        if len(texts) == len(prompts):
+            return self.write(
+                state, texts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed,
+                stop=stop, batch_size=batch_size, show=show,
+            )  # fmt: skip
+        ids: Any = prompts
+        return generate(
+            self._setup, self._train.model, state, ids, max_new_tokens=max_new_tokens,
+            sampling=sampling, seed=seed, batch_size=batch_size, ends=self._ends_of_ids,
+        )  # fmt: skip
+
+    def write(
+        self,
+        state: TrainState,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int | None,
+        sampling: "Sampling | BeamSearch",
+        seed: int,
+        stop: Sequence[str] = (),
+        batch_size: int = BATCH_SIZE,
+        show: Callable[[str], None] | None = None,
+        prefix_cache: "PrefixCache | None" = None,
+        special_tokens: bool = True,
+    ) -> list[Answer]:
+        """Return the completion of each prompt as text, in their order.
+
+        Args:
+          state: the trained state.
+          prompts: nonempty texts.
+          max_new_tokens: maximum number of new tokens of each; None: up to 100 that fit.
+          sampling: sampling or beam search settings.
+          seed: of sampling.
+          stop: strings before which an answer ends.
+          batch_size: prompts that are answered at once.
+          show: called with the first answer piece by piece while it is generated.
+          prefix_cache: as in `generate`, for a single prompt.
+          special_tokens: whether the tokenizer's are put around each prompt; False: they are
+            included, as with a chat template.
+
+        Raises:
+          UserError: the model is not a language model, a prompt is not text or does not fit into
+            its context, or a stop string is empty.
+        """
+        tokens = [
+            encode_prompt(self.tokenizer, prompt, special_tokens=special_tokens)
+            for prompt in prompts
+        ]
+        watch = Stopping(self.tokenizer, tokens, stop, show)
+        answers = generate(
+            self._setup, self._train.model, state, tokens, max_new_tokens=max_new_tokens,
+            sampling=sampling, seed=seed, ends=self.ends, batch_size=batch_size,
+            watch=watch if stop or show else None, prefix_cache=prefix_cache,
+        )  # fmt: skip
+        texts = [watch.answer(number, answer) for number, answer in enumerate(answers)]
+        if texts and texts[0].text is not None:
+            watch.show_rest(texts[0].text)
+        return texts

@@ -14,6 +14,7 @@ from jaxtrain.models.model import TokenModel
 from jaxtrain.nn.cache import Cache
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
+    Prefix,
     counts_slots,
     next_logits,
     pad_prompts,
@@ -22,23 +23,6 @@ from jaxtrain.run.generation.decoding import (
 )
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """A text that has been read.
-
-    Attributes:
-      logits_BV: of the next token.
-      cache: the layers' cache of it.
-      padding_B: padding before each row's text.
-      room: slots of the cache.
-    """
-
-    logits_BV: jax.Array
-    cache: Cache
-    padding_B: np.ndarray
-    room: int
 
 
 class PrefixCache:

@@ -8,14 +8,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtrain.config.buckets import AnyPath, to_path
+from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.key_table import KeyTable, Only, ignore_keys, only, read_keys, validate_keys
-from jaxtrain.data.text.chat.conversations import Templated
-from jaxtrain.data.text.source import text_of
-from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, MODEL_CONFIG, ends_of, read_json
-from jaxtrain.models.weights.folder import CARRIED_FOLDER
-from jaxtrain.training.settings import Config, TextSource
+from jaxtrain.config.shipped import MODEL_CONFIG
+from jaxtrain.data.tokenization.tokenizer_folder import GENERATION, ends_of, read_json
+from jaxtrain.run.generation.answer import published_folder
+from jaxtrain.training.settings import Config
 
 TOP_K = 50  # of transformers' sampling, by default
 _SUPPRESSES = "the tokens that may be generated are not restricted here"
@@ -88,36 +87,6 @@ class Defaults:
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     beams: int | None = None
-
-
-def published_folder(config: Config, workdir: AnyPath | None) -> AnyPath | None:
-    """Return the folder with the config.json of the published model that a run started from, if it
-    did."""
-    start = config.train.start_from
-    for one in (workdir, None if start is None else to_path(start)):
-        if one is not None:
-            for folder in (one / CARRIED_FOLDER, one):
-                if (folder / MODEL_CONFIG).is_file():
-                    return folder
-    return None
-
-
-def ends_of_run(config: Config, workdir: AnyPath | None) -> tuple[int, ...]:
-    """Return the tokens that end an answer of a run's model.
-
-    For a run that started from a published model they are those at which transformers stops, and
-    the data's `end_of_text`; for another run, or if the model has none, the tokenizer's
-    end-of-text token.
-    """
-    folder = published_folder(config, workdir)
-    found = () if folder is None else end_tokens(folder)
-    data = config.train.data
-    if isinstance(data, TextSource) and getattr(data, "source", "") != "synthetic":
-        named = data if isinstance(data, Templated) else text_of(data)
-        if not found or getattr(named or data, "end_of_text", None) is not None:
-            end = data.open_tokenizer().end_of_text
-            found += () if end is None or end in found else (end,)
-    return found
 
 
 def end_tokens(folder: AnyPath) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from jaxtrain.models.weights.folder import CARRIED, CONFIG, INDEX, TOKENIZER, WE
 from jaxtrain.models.weights.formats import safetensors
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.run.checkpoint.metadata import RECEIPT, Ancestor
-from jaxtrain.run.generation.published_defaults import ends_of_run, published_folder
+from jaxtrain.run.generation.answer import ends_of_run, published_folder
 from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import shapes_of, their_tensors
 from jaxtrain.training.settings import Config

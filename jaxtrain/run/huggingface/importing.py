@@ -23,10 +23,11 @@ from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.config_keys import DROPOUT
-from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER, match
+from jaxtrain.models.weights.folder import TOKENIZER, match
 from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.nn.parameters import Statistic
 from jaxtrain.parallel.devices import platform_of_device, simulate_devices
+from jaxtrain.run.attempts.folder import CARRIED_FOLDER
 from jaxtrain.run.checkpoint import metadata
 from jaxtrain.run.checkpoint.metadata import RECEIPT, of_published
 from jaxtrain.run.checkpoint.sealing import FOLDER, reject_others
@@ -35,11 +36,11 @@ from jaxtrain.run.huggingface import receipt
 from jaxtrain.run.huggingface.parameters import read_parameters, shapes_of, their_tensors
 from jaxtrain.training import layouts
 from jaxtrain.training.compose import compose
+from jaxtrain.training.finetune.finetune import router_biases_of
 from jaxtrain.training.finetune.tuning import Tuning, partition
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import Setup
-from jaxtrain.training.transforms import biases_of
 
 
 def import_run(
@@ -111,7 +112,7 @@ def _write(
 
 def _partition(params: nnx.State, setup: Setup) -> dict[str, nnx.State]:
     """Return the parameters in the form of a run that trains all of them."""
-    untrained = biases_of(setup.build)
+    untrained = router_biases_of(setup.build)
     statistics, params = partition(params, lambda _, x: isinstance(x, Statistic))
     trained, frozen = partition(params, lambda name, _: name not in untrained)
     parts = {"params": trained, "frozen": frozen, "statistics": statistics}

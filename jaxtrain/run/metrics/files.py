@@ -118,6 +118,8 @@ def _table() -> tuple[int, ...]:
 
 
 METRICS_FILE = "metrics.jsonl"
+# How far each tracker has been sent its lines.
+POSITION_FILES = "tracker_wandb.json", "tracker_mlflow.json", "tracker_track.json"
 DAMAGED_FILE = "metrics.damaged.jsonl"  # lines that a resume found damaged
 PLOT_FILE = "loss.png"
 CONFUSION = "eval_confusion"  # its name in metrics.jsonl

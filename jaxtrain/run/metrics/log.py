@@ -24,7 +24,6 @@ from jaxtrain.data.source import Dataset
 from jaxtrain.parallel.chips import peak_flops
 from jaxtrain.run.metrics.files import MetricsFiles, class_names, lines_of, numbers_of, strict
 from jaxtrain.run.show.progress import Display
-from jaxtrain.training.flops import flops_per_step
 from jaxtrain.training.guard import BadStepError, Guard, Rewind
 from jaxtrain.training.objectives.objective import Yardstick
 from jaxtrain.training.settings import Config
@@ -358,14 +357,19 @@ class RunMetrics:
         config, train = self._config, self._config.train
         batch = train.data.abstract_batch(train.global_batch_size)
         in_order = batch.positions is not None  # tokens, or vectors instead
-        peak = peak_flops(self._devices[0].device_kind, config.precision.matmul)
+        peak, flops = peak_flops(self._devices[0].device_kind, config.precision.matmul), None
+        # With rows of several lengths there is no constant number of tokens.
+        if peak is not None and dataset.by_length is None:
+            # Imported here: of CPUs no peak is known, and no share of it is a metric.
+            from jaxtrain.training.flops import flops_per_step
+
+            flops = flops_per_step(config)
         return MetricsLog(
             self._folder,
             total_steps=last,
             unit=dataset.unit,
             units_per_step=train.global_batch_size * (batch.inputs.shape[1] if in_order else 1),
-            # With rows of several lengths there is no constant number of tokens.
-            flops_per_step=flops_per_step(config) if dataset.by_length is None else None,
+            flops_per_step=flops,
             peak_flops=None if peak is None else peak * len(self._devices),
             first_step=first,
             log_every=train.log_every,

@@ -177,9 +177,6 @@ def _import(module: str) -> Any:
         ) from error
 
 
-POSITION_FILES = "tracker_wandb.json", "tracker_mlflow.json", "tracker_track.json"
-
-
 class Tracking:
     """Delivery position of one service in one run's lines; in one process only."""
 

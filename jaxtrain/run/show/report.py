@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,10 +27,12 @@ from jaxtrain.training.optimizers.groups import Part, factors_of
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
 from jaxtrain.training.pipeline.schedules import Pipeline
-from jaxtrain.training.pipeline.stages import Stages
 from jaxtrain.training.settings import Config, Train
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
+
+if TYPE_CHECKING:
+    from jaxtrain.training.pipeline.stages import Stages
 
 _NO_WAIT = Unfreezing()
 
@@ -196,7 +198,7 @@ def show_attention(console: Console, choice: Choice | None) -> None:
         print_lines(console, text)
 
 
-def show_stages(console: Console, stages: Stages, pipeline: Pipeline, stacks: int) -> None:
+def show_stages(console: Console, stages: "Stages", pipeline: Pipeline, stacks: int) -> None:
     """Print the number of layers of each pipeline stage, for each of the model's stacks."""
     layers = ", ".join(map(str, stages.cut))
     twice = "; twice around, through the encoder and the decoder" * (stacks > 1)

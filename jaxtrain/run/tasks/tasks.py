@@ -5,10 +5,8 @@ published ones.
 Letters: B rows, T length, C positions of continuations, V vocab.
 """
 
-import argparse
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +18,8 @@ import numpy as np
 from jaxtrain.config.buckets import to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
-from jaxtrain.models.model import Model, TokenModel, token_model
+from jaxtrain.models.model import Model, TokenModel
 from jaxtrain.nn.cache import empty_cache
-from jaxtrain.run.attempts.exit_status import DONE
-from jaxtrain.run.commands.train import open_run
-from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.generation.decoding import (
     batches,
     for_texts,
@@ -34,7 +29,6 @@ from jaxtrain.run.generation.decoding import (
     round_up,
 )
 from jaxtrain.run.inference.inputs import Record, read_records
-from jaxtrain.run.metrics.files import strict
 from jaxtrain.training.objectives.losses import perplexity
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
@@ -319,23 +313,3 @@ def _standard_error(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     return float(np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
-def evaluate_tasks(arguments: argparse.Namespace) -> int:
-    """Print a trained language model's scores on tasks."""
-    if arguments.batch_size < 1:
-        raise UserError(f"--batch-size {arguments.batch_size}: use at least 1")
-    tasks = [read_task(path) for path in arguments.tasks]
-    trainer = open_run(arguments)
-    train, program = trainer.config.train, trainer.program.setup
-    tokenizer, sizes = tokenizer_of(train, command="evaluate-tasks"), token_model(train.model)
-    state = trainer.program.eval_state(trainer.state)
-    questions = [
-        pairs(task, tokenizer, delimiter=arguments.delimiter, length=sizes.context_length)
-        for task in tasks
-    ]
-    for task, own in zip(tasks, questions, strict=True):
-        answers = scores(program, sizes, state, own, batch_size=arguments.batch_size)
-        line = {"step": trainer.steps_done, **results(task, own, answers)}
-        print(json.dumps(strict(line), allow_nan=False), flush=True)  # noqa: T201
-    return DONE

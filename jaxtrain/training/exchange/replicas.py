@@ -32,10 +32,9 @@ from jaxtrain.training.exchange.per_replica import (
 )
 from jaxtrain.training.exchange.rules import Agreement
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.optimizers.parameter_averages import averaged_params, restart_averages
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Gradient, TrainState, Updated
-from jaxtrain.training.step import Step, transform
+from jaxtrain.training.step import Step, averaged_params, restart_averages, transform
 
 
 @transform

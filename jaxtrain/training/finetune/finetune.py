@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Annotated, Literal
@@ -12,7 +13,9 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, did_you_mean, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
+from jaxtrain.models.model import Model, bias_speed_of
 from jaxtrain.nn.dropout import validate_rate
+from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.sharding import Layout, by_name
 from jaxtrain.training.finetune.tuning import Tuning
 
@@ -262,6 +265,18 @@ def tuning_of(
         **vars(of), targets=frozenset(targets), rank=rank, scale=settings.lora_alpha / divisor,
         magnitudes=settings.lora_magnitudes, dropout=settings.lora_dropout,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=16)
+def router_biases(model: Model) -> frozenset[str]:
+    """Return the names of the router biases of a model."""
+    return frozenset() if bias_speed_of(model) is None else router_biases_of(model.build)
+
+
+def router_biases_of(build: Callable[[jax.Array], nnx.Module]) -> frozenset[str]:
+    """Return the names of the router biases of any module; no array is made."""
+    shapes = nnx.state(nnx.eval_shape(lambda: build(jax.random.key(0))), nnx.Param)
+    return frozenset(name for name, one in by_name(shapes).items() if role_of(one) == "balance")
 
 
 def matching(patterns: Iterable[str], names: Collection[str]) -> list[str]:

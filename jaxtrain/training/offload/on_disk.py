@@ -15,7 +15,7 @@ from jaxtrain.training.guard import select
 from jaxtrain.training.offload.blocks import Blocks, Pending
 from jaxtrain.training.offload.files import FileArray, Scratch
 from jaxtrain.training.offload.streaming import on_device
-from jaxtrain.training.optimizers.parameter_averages import EvaluationParams
+from jaxtrain.training.optimizers.rule import EvaluationParams
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Applied, Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform

@@ -15,10 +15,10 @@ from jaxtrain.parallel.sharding import Layout, is_variable, reshard, shardings
 from jaxtrain.training.finetune.tuning import join, part
 from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.offload.streaming import is_matrix_of_layers, on_device, over_layers, stacks
 from jaxtrain.training.optimizers.moments import apply_updates
-from jaxtrain.training.optimizers.parameter_averages import EvaluationParams
+from jaxtrain.training.optimizers.rule import EvaluationParams
 from jaxtrain.training.setup import Setup, Storage, Targets, add_gradients
 from jaxtrain.training.state import Applied, Gradient, TrainState
 from jaxtrain.training.step import Step, transform

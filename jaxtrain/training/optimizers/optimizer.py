@@ -12,12 +12,10 @@ from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import ByName
 from jaxtrain.nn.parameters import role_of
-from jaxtrain.parallel.sharding import logical_axes
+from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.optimizers import groups
 from jaxtrain.training.optimizers.groups import Decay, add_penalties, scale_groups
-from jaxtrain.training.optimizers.matrices import each, sides
 from jaxtrain.training.optimizers.moments import Moments
-from jaxtrain.training.optimizers.parameter_averages import keep_average
 from jaxtrain.training.optimizers.rule import Kept, Rule, rules
 from jaxtrain.training.optimizers.rules.elementwise import AdamW
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
@@ -179,7 +177,12 @@ def make_optimizer(
     rule.append(last)
     if unfreezing.steps:
         rule = [unfreezing.waiting(optax.chain(*rule))]
-    average = [] if settings.average_decay is None else [keep_average(settings.average_decay)]
+    average: Parts = []
+    if settings.average_decay is not None:
+        # Imported here: most runs keep no average.
+        from jaxtrain.training.optimizers.parameter_averages import keep_average
+
+        average.append(keep_average(settings.average_decay))
     return join(first, [*rule, *scaled, *average])
 
 
@@ -193,7 +196,7 @@ def clip_each(largest: float) -> optax.GradientTransformation:
     def one(gradient: Any) -> Any:
         return gradient.replace(jnp.clip(gradient.get_value(), -largest, largest))
 
-    return optax.stateless(lambda updates, params: each(one, updates))
+    return optax.stateless(lambda updates, params: jax.tree.map(one, updates, is_leaf=is_variable))
 
 
 def clip_adaptively(ratio: float) -> optax.GradientTransformation:
@@ -202,6 +205,8 @@ def clip_adaptively(ratio: float) -> optax.GradientTransformation:
     A unit is a column of a matrix, that of one output, or a whole vector; the output matrix
     is not clipped (arXiv 2102.06171, section 4.1).
     """
+    # Imported here: few runs clip by unit.
+    from jaxtrain.training.optimizers.matrices import each, sides
 
     def one(gradient: Any, param: Any) -> Any:
         if role_of(param) == "output":

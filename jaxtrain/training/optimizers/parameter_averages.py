@@ -1,6 +1,5 @@
 """EMA of the parameters (`Optimizer.average_decay`), and schedule-free AdamW's average."""
 
-import abc
 import dataclasses
 import functools
 import math
@@ -14,23 +13,7 @@ from jaxtrain.config.errors import require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.training.optimizers.groups import Decay, add_decay
 from jaxtrain.training.optimizers.moments import Moments, keep_moments
-from jaxtrain.training.optimizers.rule import Kept, Rule, validate_rate
-
-
-class EvaluationParams(abc.ABC):
-    """Part of the optimizer state with other parameters for evaluation and generation."""
-
-    @abc.abstractmethod
-    def eval_params(self, params: Any) -> Any:
-        """Return the parameters for evaluation, float32, sharded like the optimizer state."""
-
-    @abc.abstractmethod
-    def restart(self, params: Any) -> "EvaluationParams":
-        """Return this part after the parameters were replaced: the new ones are evaluated.
-
-        Args:
-          params: the new parameters, sharded like the optimizer's state.
-        """
+from jaxtrain.training.optimizers.rule import EvaluationParams, Kept, Rule, validate_rate
 
 
 @jax.tree_util.register_dataclass
@@ -84,28 +67,6 @@ def keep_average(decay: float) -> optax.GradientTransformation:
         return updates, Average(count, average)
 
     return optax.GradientTransformation(init, update)
-
-
-def averaged_params(opt_state: optax.OptState, params: Any) -> Any | None:
-    """Return the parameters for evaluation from an optimizer state, float32; None if it
-    has none.
-    """
-    parts = jax.tree.leaves(opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
-    return next((p.eval_params(params) for p in parts if isinstance(p, EvaluationParams)), None)
-
-
-def restart_averages(opt_state: optax.OptState, params: Any) -> Any:
-    """Return the optimizer state after the parameters were replaced; its moments are kept.
-
-    Args:
-      opt_state: the state.
-      params: the new parameters, sharded like the state.
-    """
-
-    def one(part: Any) -> Any:
-        return part.restart(params) if isinstance(part, EvaluationParams) else part
-
-    return jax.tree.map(one, opt_state, is_leaf=lambda part: isinstance(part, EvaluationParams))
 
 
 def _float32(params):  # noqa: ANN001, ANN202

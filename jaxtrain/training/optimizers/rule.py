@@ -81,6 +81,22 @@ class Rule(abc.ABC):
         return iter(())
 
 
+class EvaluationParams(abc.ABC):
+    """Part of the optimizer state with other parameters for evaluation and generation."""
+
+    @abc.abstractmethod
+    def eval_params(self, params: Any) -> Any:
+        """Return the parameters for evaluation, float32, sharded like the optimizer state."""
+
+    @abc.abstractmethod
+    def restart(self, params: Any) -> "EvaluationParams":
+        """Return this part after the parameters were replaced: the new ones are evaluated.
+
+        Args:
+          params: the new parameters, sharded like the optimizer's state.
+        """
+
+
 def rules() -> Mapping[str, type[Rule]]:
     """Return all update rules by name: this package's, and those of modules imported so far."""
     return Named(Rule, jaxtrain.training.optimizers)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.data.batch import Batch
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.parameters import is_layer
 from jaxtrain.nn.predictor import StackedPredictor
 from jaxtrain.nn.transformer.block import RESIDUAL
 from jaxtrain.nn.transformer.encoder_decoder import EncoderDecoder
@@ -28,7 +29,6 @@ from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, masks_of
 from jaxtrain.training.objectives.tokens import TokenObjective
-from jaxtrain.training.pipeline.stages import is_layer
 
 # Named arrays: a tree of them, or the trained and the frozen ones.
 Variables = Any

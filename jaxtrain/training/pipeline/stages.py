@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.nn.parameters import is_layer
 from jaxtrain.parallel.sharding import is_variable, logical_axes
 from jaxtrain.training.pipeline.schedules import cut_layers
 
@@ -97,11 +98,6 @@ def deal(params: nnx.State, ranks: int, chunks: int, *, folded: bool = False) ->
     stages = ranks * chunks
     longest = math.ceil(count / stages)
     return Stages(ranks, cut_layers(count, stages, last_cost=last_cost, longest=longest), folded)
-
-
-def is_layer(variable: Any) -> bool:
-    """Whether a parameter belongs to the stacked layers."""
-    return logical_axes(variable)[:1] == ("layers",)
 
 
 def rearrange(tree: Any, present: Sequence[int], wanted: Sequence[int]) -> Any:

@@ -12,27 +12,25 @@ that match nothing, and limits of a model or a device.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxtrain.models.model import passes_of
+from jaxtrain.models.model import bias_speed_of, passes_of
 from jaxtrain.parallel.sharding import MASTERS_ELSEWHERE
 from jaxtrain.training.corruption import Corruption, first_comparison
 from jaxtrain.training.objectives.objective import LogitsObjective
 from jaxtrain.training.optimizers.moments import ROUNDED
 from jaxtrain.training.optimizers.rule import Rule
 from jaxtrain.training.pipeline.schedules import SPLIT
-from jaxtrain.training.preflight.feature import Feature, Text, conflicts, is_on, text_of
-from jaxtrain.training.preflight.run_context import RunContext
-from jaxtrain.training.transforms import speed_of
+from jaxtrain.training.preflight.run_context import (
+    Feature,
+    RunContext,
+    Text,
+    messages_of_conflicts,
+    text_of,
+)  # fmt: skip
 
 
 def check_compatibility(context: RunContext) -> Iterator[str]:
     """Yield an error message for each pair of incompatible features of a run."""
-    on = [feature for feature in FEATURES if is_on(feature, context)]
-    found: dict[tuple[str | None, str | None], str] = {}
-    for conflict in conflicts(on):
-        # Two rows of one setting: the first is reported.
-        pair = conflict.needing.written(context), conflict.taking.written(context)
-        found.setdefault(pair, conflict.message(context))
-    yield from found.values()
+    yield from messages_of_conflicts(FEATURES, context)
 
 
 # -- settings of features -------------------------------------------------------------------------
@@ -297,7 +295,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         "router biases",
         _where(
-            lambda c: speed_of(c.model) is not None,
+            lambda c: bias_speed_of(c.model) is not None,
             lambda c: f"the router biases of {c.name}",
         ),
         "a router without biases",

@@ -13,12 +13,11 @@ from jaxtrain.models.model import passes_of, reads_pairs
 from jaxtrain.nn import execution, remat
 from jaxtrain.nn.attention import context, kernel_registry, patterns
 from jaxtrain.parallel import dividing, mesh, sharding
-from jaxtrain.training import corruption, layouts, settings
+from jaxtrain.training import corruption, layouts, offload, settings
 from jaxtrain.training.exchange import exchange
 from jaxtrain.training.finetune import finetune
-from jaxtrain.training.kernel import kernel_request
+from jaxtrain.training.layouts import kernel_request
 from jaxtrain.training.objectives import losses
-from jaxtrain.training.offload import offload
 from jaxtrain.training.optimizers import optimizer, unfreezing
 from jaxtrain.training.pipeline import schedules
 from jaxtrain.training.preflight import model_and_data

@@ -1,8 +1,10 @@
-"""`RunContext`: facts of a run that preflight checks read."""
+"""`RunContext`: facts of a run that preflight checks read; `Feature`: its requirements."""
 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -12,10 +14,9 @@ from jaxtrain.data.batch import kind_of
 from jaxtrain.models.model import Model, has_stages
 from jaxtrain.parallel.mesh import usable_axes
 from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
-from jaxtrain.training.finetune.finetune import Finetune, tuning_of
+from jaxtrain.training.finetune.finetune import Finetune, router_biases, tuning_of
 from jaxtrain.training.layouts import abstract_layout, shapes_of
 from jaxtrain.training.settings import Config
-from jaxtrain.training.transforms import biases
 
 
 class NotApplicableError(Exception):
@@ -130,7 +131,7 @@ class RunContext:
 @functools.lru_cache(maxsize=16)  # a search needs thousands of layouts of one model
 def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
     try:
-        tuning = tuning_of(finetune, model.build, biases(model))
+        tuning = tuning_of(finetune, model.build, router_biases(model))
     except UserError as error:
         raise NotApplicableError from error  # preflight reports it
 
@@ -138,3 +139,84 @@ def _count_trained(finetune: Finetune, model: Model) -> nnx.State:
         return tuning.begin(shapes, tuning.draw(shapes, jax.random.key(0)))[0]
 
     return jax.eval_shape(begin, shapes_of(model))
+
+
+Text = str | Callable[[RunContext], str]
+
+
+class Feature(NamedTuple):
+    """Feature of a run, with its requirements and conflicts.
+
+    Attributes:
+      name: for the documentation.
+      written: the setting that enables it, as the user writes it, such as "Mesh.pipe=2"; None
+        where it is off.
+      off: the setting that disables it.
+      needs: property of the step -> why it is needed, "" if the other's reason suffices; or (why,
+        another fix than `off`).
+      takes: property of the step -> why other features lose it, "" if the other's reason
+        says it.
+    """
+
+    name: str
+    written: Callable[[RunContext], str | None]
+    off: Text
+    needs: Mapping[str, str | tuple[str, str]] = {}
+    takes: Mapping[str, Text] = {}
+
+
+class Conflict(NamedTuple):
+    """Two features that cannot be combined.
+
+    Attributes:
+      needing: the feature that lacks a property.
+      taking: the feature that removes it.
+      property: its name.
+    """
+
+    needing: Feature
+    taking: Feature
+    property: str
+
+    def message(self, context: RunContext) -> str:
+        """Return the error message: the two settings, why they conflict, and both fixes."""
+        need = self.needing.needs[self.property]
+        why, way_out = (
+            need if isinstance(need, tuple) else (need, text_of(self.needing.off, context))
+        )
+        why = why or text_of(self.taking.takes[self.property], context)
+        ways = dict.fromkeys((text_of(self.taking.off, context), way_out))
+        needing, other = self.needing.written(context), self.taking.written(context)
+        return f"{needing} with {other}: {why}; use {' or '.join(ways)}"
+
+
+def conflicts(features: list[Feature]) -> Iterator[Conflict]:
+    """Yield each pair of incompatible features once, with one of its reasons."""
+    for feature in features:
+        for other in features:
+            lacking = [name for name in feature.needs if name in other.takes]
+            if lacking and other is not feature:
+                yield Conflict(feature, other, lacking[0])
+
+
+def messages_of_conflicts(features: Iterable[Feature], context: RunContext) -> Iterator[str]:
+    """Yield an error message for each pair of incompatible features of a run."""
+    found: dict[tuple[str | None, str | None], str] = {}
+    for conflict in conflicts([feature for feature in features if is_on(feature, context)]):
+        # Two rows of one setting: the first is reported.
+        pair = conflict.needing.written(context), conflict.taking.written(context)
+        found.setdefault(pair, conflict.message(context))
+    yield from found.values()
+
+
+def is_on(feature: Feature, context: RunContext) -> bool:
+    """Whether a run has the feature."""
+    try:
+        return feature.written(context) is not None
+    except (NotApplicableError, UserError):  # another check rejects the cause
+        return False
+
+
+def text_of(text: Text, context: RunContext) -> str:
+    """Return a text that may depend on the run."""
+    return text(context) if callable(text) else text

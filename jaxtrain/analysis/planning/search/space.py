@@ -10,7 +10,7 @@ from jaxtrain.analysis.planning.search.variants import apply_changes
 from jaxtrain.data.batch import kind_of
 from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.mesh import MESH_AXES
-from jaxtrain.training.kernel import resolve_config
+from jaxtrain.training.layouts import resolve_config
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.compatibility import check_compatibility
 from jaxtrain.training.preflight.named import activation_names

@@ -9,7 +9,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.nn.remat import POLICIES
-from jaxtrain.training.kernel import resolve_kernel
+from jaxtrain.training.layouts import resolve_kernel
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config

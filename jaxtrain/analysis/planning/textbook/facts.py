@@ -17,14 +17,13 @@ from jaxtrain.models.model import Model, TokenModel, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
-from jaxtrain.training.finetune.finetune import tuning_of
+from jaxtrain.training.finetune.finetune import router_biases, tuning_of
 from jaxtrain.training.layouts import rows_held
 from jaxtrain.training.pipeline.parts import ImageParts, PairParts, TextParts
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.reduction import reduce_once_axes
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import parameter_shapes
-from jaxtrain.training.transforms import biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Facts:
     @functools.cached_property
     def frozen(self) -> frozenset[str]:
         """Names of the parameters that are not trained."""
-        return tuning_of(self.config.finetune, self.model.build, biases(self.model)).frozen
+        return tuning_of(self.config.finetune, self.model.build, router_biases(self.model)).frozen
 
     @functools.cached_property
     def value_bytes(self) -> int:

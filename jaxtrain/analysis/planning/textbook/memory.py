@@ -35,9 +35,8 @@ from jaxtrain.nn.attention.ring import queries_at_once
 from jaxtrain.nn.remat import RESIDUAL
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import abstract_layout, rows_held
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.layouts import abstract_layout, resolve_config, rows_held
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config
 

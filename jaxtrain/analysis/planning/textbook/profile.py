@@ -21,8 +21,7 @@ from jaxtrain.nn.transformer.language_model import Transformer
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import abstract_layout
+from jaxtrain.training.layouts import abstract_layout, resolve_config
 from jaxtrain.training.objectives.tokens import TokenObjective
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.settings import Config

@@ -16,7 +16,7 @@ from jaxtrain.nn.precision import to_compute
 from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import with_shardings

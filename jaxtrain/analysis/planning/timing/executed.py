@@ -28,7 +28,7 @@ from jaxtrain.parallel.mesh import Mesh
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout, shapes_of
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.pipeline.stages import deal
 from jaxtrain.training.settings import Config

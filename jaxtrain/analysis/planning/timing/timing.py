@@ -64,9 +64,8 @@ from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.flops import flops_per_step
-from jaxtrain.training.kernel import resolve_config
-from jaxtrain.training.layouts import fill_batch
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.layouts import fill_batch, resolve_config
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.settings import Config
 
 # Axes with collectives of weights and gradients, which partly overlap with compute.

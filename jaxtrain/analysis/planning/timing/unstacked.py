@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.analysis.planning.timing.executed import of_one_row, trace_gradients
 from jaxtrain.nn.dense import SHARED
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.kernel import resolve_config
+from jaxtrain.training.layouts import resolve_config
 from jaxtrain.training.settings import Config
 
 

@@ -36,7 +36,6 @@ from jaxtrain.run.checkpoint.local.peers import PeerCopies
 from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, damage_error
 from jaxtrain.training.settings import Checkpoint
 
-ID_FILE = "local.json"  # in the run's checkpoints/; the supervisor reads it too
 _ID = re.compile(r"[0-9a-f]{16}")
 _OWNER = "workdir"  # in the run's folder here: for whoever finds it
 
@@ -224,7 +223,7 @@ class LocalCheckpoints:
             return
         self._may_write()
         if jax.process_index() == 0:
-            (self._folder / ID_FILE).unlink(missing_ok=True)
+            (self._folder / sealing.LOCAL_ID_FILE).unlink(missing_ok=True)
         _remove(run)
 
     def close(self) -> None:
@@ -244,7 +243,7 @@ class LocalCheckpoints:
         if jax.process_index() == 0:
             # Missing, or damaged.
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-                found = str(parse_json((self._folder / ID_FILE).read_bytes())["id"])
+                found = str(parse_json((self._folder / sealing.LOCAL_ID_FILE).read_bytes())["id"])
         found = _gather(found)[0]
         return found if found is not None and _ID.fullmatch(found) else None
 
@@ -253,7 +252,7 @@ class LocalCheckpoints:
         if jax.process_index() == 0:
             self._may_write()
             content = {"id": drawn, "resumed_step": resumed}
-            write_atomically(self._folder / ID_FILE, json.dumps(content).encode())
+            write_atomically(self._folder / sealing.LOCAL_ID_FILE, json.dumps(content).encode())
 
     def _begin_run(self) -> None:
         """Draw an id, so that only checkpoints from now on are found."""
@@ -547,18 +546,6 @@ def _copies(rows: Sequence[dict[str, Any]]) -> dict[int, list[int]]:
 def agree_on(value: Any) -> Any:
     """Return process 0's JSON-able value on all processes."""
     return _gather(value)[0]
-
-
-def forget_local_checkpoints(folder: AnyPath, may_write: Callable[[], None]) -> None:
-    """Let no later attempt find local checkpoints: this one writes none; called by process 0.
-
-    Args:
-      folder: `workdir/checkpoints`.
-      may_write: raises or exits if another attempt owns the run's folder.
-    """
-    if (folder / ID_FILE).exists():
-        may_write()
-        (folder / ID_FILE).unlink(missing_ok=True)
 
 
 def _gather(value: Any) -> list[Any]:

@@ -29,7 +29,8 @@ from jaxtrain.run.cluster.authentication import (
     client_handshake,
     server_handshake,
 )
-from jaxtrain.run.cluster.wire import RejectedClients, join_address, listen, split_address
+from jaxtrain.run.cluster.cluster import join_address, split_address
+from jaxtrain.run.cluster.wire import RejectedClients, listen
 
 _LENGTH, _MARK = 4, 32
 _CHUNK = 1 << 20  # bytes of a file in a message

@@ -18,13 +18,14 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import path_errors, write_atomically
 from jaxtrain.data.text.source import TextData
 from jaxtrain.models.model import token_model
-from jaxtrain.models.weights.folder import CARRIED_FOLDER, TOKENIZER
+from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
-from jaxtrain.run.attempts.exit_status import DONE
+from jaxtrain.run.attempts import DONE
+from jaxtrain.run.attempts.folder import CARRIED_FOLDER
 from jaxtrain.run.checkpoint import metadata
-from jaxtrain.run.commands.train import open_run
+from jaxtrain.run.commands.read_run import open_run
 from jaxtrain.run.generation.answer import tokenizer_of
 from jaxtrain.run.huggingface.exporting import companion_files
 from jaxtrain.run.huggingface.importing import (
@@ -55,7 +56,7 @@ from jaxtrain.training.finetune.quantized_base import (
 )
 from jaxtrain.training.finetune.tuning import Tuning
 from jaxtrain.training.objectives.distillation import Distillation
-from jaxtrain.training.offload.offload import Offload
+from jaxtrain.training.offload import Offload
 from jaxtrain.training.optimizers.optimizer import Optimizer
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Config
