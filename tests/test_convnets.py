@@ -16,6 +16,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.alexnet import AlexNet
 from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.convolutional.vgg import VGG
+from jaxtrain.nn.convolution import convolution
 from jaxtrain.nn.convolution.convnet import Convolution, Norm
 from jaxtrain.nn.convolution.convolution import average_pool, max_pool, pool_to
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shard
@@ -223,12 +224,17 @@ def test_thirty_steps_have_the_losses_and_statistics_of_torch(name):
     )
 
 
+@pytest.mark.parametrize("one_cpu", [True, False])
 @pytest.mark.parametrize(
     ("size", "stride", "padding", "ceil", "side"),
     [(2, 2, 0, False, 9), (3, 2, 0, False, 8), (3, 2, 0, True, 8), (3, 1, 1, False, 7),
      (3, 2, 1, False, 8), (2, 2, 0, True, 5), (3, 2, 1, True, 7), (3, 3, 1, True, 5)],
 )  # fmt: skip
-def test_max_pooling_and_its_gradient_equal_torch(size, stride, padding, ceil, side):
+def test_max_pooling_and_its_gradient_equal_torch(
+    size, stride, padding, ceil, side, one_cpu, monkeypatch
+):
+    """In the form for one CPU device, and in that for all other devices."""
+    monkeypatch.setattr(convolution, "_is_one_cpu", lambda: one_cpu)
     torch = pytest.importorskip("torch")
     x = np.random.default_rng(0).integers(0, 4, (2, side, side + 3, 3)).astype(np.float32)  # ties
     theirs = torch.tensor(x.transpose(0, 3, 1, 2), requires_grad=True)

@@ -240,10 +240,19 @@ def _pool_forward(
 def _pool_backward(
     window: Window, kept: tuple[jax.Array, jax.Array], gradient: jax.Array
 ) -> tuple[jax.Array]:
-    """Return the elements of the window, each over the whole image, in one pass."""
+    """Send each gradient to the pixel of its maximum."""
     index, like = kept
+    if _is_one_cpu():
+        return (_gather_gradients(window, index, like.shape[1:3], gradient),)
+    return (_scatter_gradients(window, index, like.shape[1:3], gradient),)
+
+
+def _scatter_gradients(
+    window: Window, index: jax.Array, sides: tuple[int, ...], gradient: jax.Array
+) -> jax.Array:
+    """Return the elements of the window, each over the whole image, in one pass."""
     size, stride, rows, columns = window
-    H, W = like.shape[1:3]
+    H, W = sides
 
     def scatter(k: int) -> jax.Array:
         def edges(offset: int, side: int, pooled: int) -> tuple[int, int, int]:
@@ -255,7 +264,43 @@ def _pool_backward(
         return lax.pad(here, jnp.float32(0), ((0, 0, 0), high, wide, (0, 0, 0)))
 
     total = sum((scatter(k) for k in range(1, size * size)), scatter(0))
-    return (total.astype(gradient.dtype),)
+    return total.astype(gradient.dtype)
+
+
+def _gather_gradients(
+    window: Window, index: jax.Array, sides: tuple[int, ...], gradient: jax.Array
+) -> jax.Array:
+    """As `_scatter_gradients`: each pixel adds the gradients of the windows that have it.
+
+    XLA for CPUs writes each padded array of `_scatter_gradients` to memory and computes the index
+    anew for each. Here pixels of the same row and column modulo the stride, which have the same
+    places in their windows, are one loop over gradients and index (benchmarks/history/cpu.md).
+    """
+    size, stride, rows, columns = window
+    B, P, Q, C = index.shape
+    # Windows that have a pixel, along one side; rows and columns of windows that reach the image.
+    reach = -(-size // stride)
+    H, W = (-(-(side + at[0]) // stride) for side, at in zip(sides, (rows, columns), strict=True))
+    border = ((0, 0, 0), (reach - 1, H - P, 0), (reach - 1, W - Q, 0), (0, 0, 0))
+    around = lax.pad(gradient.astype(jnp.float32), jnp.float32(0), border)
+    index = lax.pad(index, jnp.uint8(0), border)
+    # Else XLA computes both anew for every pixel of a window.
+    around, index = lax.optimization_barrier((around, index))
+
+    def add(row: int, column: int) -> jax.Array:
+        total = jnp.zeros((B, H, W, C), jnp.float32)
+        for i, j in itertools.product(range(reach), range(reach)):
+            high, wide = row + i * stride, column + j * stride
+            if high < size and wide < size:
+                top, left = reach - 1 - i, reach - 1 - j
+                here = (slice(None), slice(top, top + H), slice(left, left + W))
+                total += jnp.where(index[here] == high * size + wide, around[here], 0.0)
+        return total
+
+    phases = [jnp.stack([add(i, j) for j in range(stride)], 3) for i in range(stride)]
+    whole = jnp.stack(phases, 2).reshape(B, H * stride, W * stride, C)
+    inside = (slice(at, at + side) for side, (at, _) in zip(sides, (rows, columns), strict=True))
+    return whole[(slice(None), *inside)].astype(gradient.dtype)
 
 
 _pool_by_index.defvjp(_pool_forward, _pool_backward)
