@@ -123,6 +123,7 @@ def test_xla_equals_reference(name: str) -> None:
 
 
 # 384 keys are three tiles of 128: some fully seen, some partly, some skipped.
+@pytest.mark.slow_cases("full", "causal-grouped")
 @pytest.mark.parametrize("name", ["full", "causal-grouped", "window-both-ways", "everything"])
 def test_tpu_kernel_equals_reference(name: str) -> None:
     T = 384
@@ -163,6 +164,8 @@ def test_triton_kernel_equals_reference(name: str) -> None:
     assert_equal(found, expected)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("1-reference", "1-xla", "1-blocked", "1-triton", "1-tpu")
 @pytest.mark.parametrize("kernel", ["reference", "xla", "blocked", "triton", "tpu"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"fsdp": 1}], ids=["4", "1"])
 def test_kernels_on_a_mesh_equal_the_reference_without(kernel: str, sizes: dict) -> None:

@@ -99,6 +99,8 @@ def test_kernels_equal_the_reference(kernel: str, case: str) -> None:
     assert_equal(found_by(run, case, mask_of(case, T), inputs(T, N, K)), expected(case, T))
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("xla", "blocked")
 @pytest.mark.parametrize("kernel", ["xla", "blocked", "tpu", "ring", "ulysses"])
 def test_on_a_mesh_they_equal_the_reference_without(kernel: str) -> None:
     case, T = "both", 128 if kernel == "tpu" else 16

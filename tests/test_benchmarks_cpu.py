@@ -96,7 +96,7 @@ _SLOW = (
 )  # fmt: skip
 
 
-@pytest.mark.slow_cases(*_SLOW, "lenet")
+@pytest.mark.slow_cases("gpt", "lstm", *_SLOW, "lenet")
 @pytest.mark.parametrize("name", TINY)
 def test_ten_losses_are_those_of_pytorch(name: str, folders) -> None:
     row, folder = TINY[name], folders(name)

@@ -53,7 +53,7 @@ def pair_of(sizes: BERT):
     return Pair(sizes, draw(transformers.BertForMaskedLM(config)), "bert")
 
 
-@pytest.mark.slow_cases("small")
+@pytest.mark.slow_cases("one_head", "small")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]

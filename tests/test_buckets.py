@@ -259,6 +259,8 @@ def test_a_store_is_made_in_a_bucket_and_goes_on_where_it_was(
     assert "other objects in it, such as a.txt" in capsys.readouterr().err
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("stream", "padded")
 @pytest.mark.parametrize("packing", ["stream", "best_fit", "padded"])
 def test_of_a_large_store_each_row_is_one_read(gcs, text_file, tmp_path, monkeypatch, packing):
     monkeypatch.setenv("JAXTRAIN_CACHE", str(tmp_path / "cache"))

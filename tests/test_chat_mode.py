@@ -98,6 +98,8 @@ def test_an_answer_ends_with_its_turn_and_is_shown_while_it_is_written(peer, tra
 LSTM_OF_BYTES = LSTM(vocab_size=64, num_layers=1, embed_dim=16, context_length=400)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("state")
 @pytest.mark.parametrize("model", [None, LSTM_OF_BYTES], ids=["attention", "state"])
 def test_what_is_kept_between_texts_gives_what_reading_all_of_them_gives(model, trainer):
     program, state = for_texts(trainer.program.setup), trainer.state

@@ -39,7 +39,7 @@ def test_this_version_has_written_its_own():
 
 
 # Each version and each mesh stays in the fast part.
-@pytest.mark.slow_cases("0.1.0-mesh1", "0.2.0-mesh0")
+@pytest.mark.slow_cases("0.1.0-mesh0", "0.1.0-mesh1", "0.2.0-mesh0")
 @pytest.mark.parametrize("mesh", [["Mesh.fsdp=2", "Mesh.data=4"], ["Mesh.fsdp=4", "Mesh.tensor=2"]])
 def test_a_run_is_evaluated_and_resumed_on_any_mesh(written, mesh):
     workdir = written / "gpt"

@@ -66,6 +66,15 @@ def plain(tiny_config) -> str:
     return lowered(composed(config), config)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases(
+    "offload_to_host",
+    "minimize_sharpness",
+    "measure_noise",
+    "stream_fragments",
+    "compress_gradients",
+    "delay_gradients",
+)
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "balance_experts"])
 def test_a_rebuilt_step_has_its_transform(name, tiny_config, plain):
     config = configured(tiny_config, *SETTINGS[name])

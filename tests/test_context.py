@@ -109,6 +109,10 @@ MESHES = {2: {"context": 2, "data": 2}, 4: {"context": 4, "tensor": 2}, 8: {"con
 
 
 @pytest.mark.slow_cases(
+    "grouped-4-ring",
+    "window-both-ways-4-ulysses",
+    "causal-4-ring",
+    "everything-8-ring",
     "causal-8-ring",
     "causal-8-ulysses",
     "documents-4-ring",

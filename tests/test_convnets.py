@@ -179,7 +179,7 @@ def test_groups_that_do_not_divide_or_do_nothing_are_refused(wrong, message):
     assert VGG(norm="group").norm_groups is None  # 32 divide all of the published channels
 
 
-@pytest.mark.slow_cases("alexnet", "alexnet_odd", "lenet_odd", "vgg11")
+@pytest.mark.slow_cases("lenet", "alexnet", "alexnet_odd", "lenet_odd", "vgg11")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n == "vgg11_group" else n for n in NETWORKS],

@@ -111,6 +111,9 @@ SMALL = [
 
 # The cases that are left have an even and an odd kernel, strides 1 to 3 and each padding.
 @pytest.mark.slow_cases(
+    "1-1-3-1-1",
+    "1-4-3-2-1",
+    "8-7-7-2-3",
     "4-4-3-1-1",
     "4-4-3-2-1",
     "3-4-3-2-1",

@@ -90,6 +90,8 @@ def trainer_of(kind: str, folder: Any, *bindings: str) -> Trainer:
     return Trainer(config, devices=jax.devices()[:1])
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_peft_s_files_go_in_and_out_and_ten_steps_are_peft_s(kind, tmp_path):
     theirs = peer(kind, tmp_path)

@@ -154,7 +154,7 @@ def torch_pair(sizes: Transformer) -> TorchPair:
     return TorchPair(sizes, theirs, "none")
 
 
-@pytest.mark.slow_cases("pre_learned_odd")
+@pytest.mark.slow_cases("pre_one_head", "pre_learned_odd")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_pytorch(name):
     sizes = SHAPES[name]

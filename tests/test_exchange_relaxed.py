@@ -146,10 +146,8 @@ def narrow_bytes(r: int) -> int:
     return 4 * (layers * r * (qkv + out + up + down) + r * tables + vectors)
 
 
-@pytest.mark.slow_cases("power_sgd")
-@pytest.mark.parametrize(
-    "method", ["sign_sgd", "power_sgd", pytest.param("gossip", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow_cases("power_sgd", "gossip")
+@pytest.mark.parametrize("method", ["sign_sgd", "power_sgd", "gossip"])
 def test_what_moves_is_its_formula(method):
     """Signs: two bits an element each way. An exponential graph of four: two permutes of all."""
     sizes = {"data": 4, "fsdp": 2}

@@ -91,7 +91,7 @@ def kept_by_hand(weights: dict[str, np.ndarray], capacity: int) -> np.ndarray:
     return kept
 
 
-@pytest.mark.slow_cases("2.0", "0.4")
+@pytest.mark.slow_cases("None", "2.0", "0.4")
 @pytest.mark.parametrize("capacity_factor", [None, E / k, 1.0, 0.4])
 def test_outputs_and_gradients_equal_every_expert_on_every_token(capacity_factor):
     part, own = experts(capacity_factor)
@@ -141,6 +141,8 @@ def test_rows_split_over_context_equal_whole_rows(sequence_parallel):
     )
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("1.0")
 @pytest.mark.parametrize("capacity_factor", [None, 1.0])
 def test_an_expert_that_nobody_chooses_and_one_that_all_choose(capacity_factor):
     """All rows go to one rank: the buffers between ranks hold them."""

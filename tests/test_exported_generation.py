@@ -66,7 +66,7 @@ def test_every_byte_has_its_own_id():
     assert all(vocab[name] == byte for byte, name in bytes_to_unicode().items() if byte)
 
 
-@pytest.mark.slow_cases("<s> $A-False-None", "None-None-settings3")
+@pytest.mark.slow_cases("None-True-settings2", "<s> $A-False-None", "None-None-settings3")
 @pytest.mark.parametrize(
     ("post", "special_tokens", "settings"),
     [

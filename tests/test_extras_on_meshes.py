@@ -78,8 +78,6 @@ MESHES = {
     "auxiliary_classifiers": (("data", "fsdp", "tensor"),),
 }
 CASES = [(name, axes) for name, meshes in MESHES.items() for axes in meshes]
-# Of DeepSeek-V3, test_deepseek.py has a mesh in the fast part, and of shared experts with it.
-FAST = (("sinks", ("data", "context", "tensor")),)
 
 
 def program_of(name, layout, **changes):
@@ -106,16 +104,11 @@ def test_meshes_hold_every_pair_of_axes():
         assert held == set(itertools.combinations(AXES.get(name, MESH_AXES), 2)), name
 
 
+# Two steps are compiled for each; test_deepseek.py has a mesh with shared experts and modules that
+# predict further tokens in the fast part, test_attention.py the kernels with sinks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "axes"),
-    [
-        pytest.param(
-            *case,
-            marks=() if case in FAST else pytest.mark.slow,
-            id=f"{case[0]}-{'-'.join(case[1])}",
-        )
-        for case in CASES
-    ],
+    ("name", "axes"), [pytest.param(*case, id=f"{case[0]}-{'-'.join(case[1])}") for case in CASES]
 )
 def test_every_pair_of_axes_equals_one_device(name, axes):
     pipeline = Pipeline(microbatches=2) if "pipe" in axes else Pipeline()

@@ -74,7 +74,10 @@ def stands_in(message: str, sources: list[str]) -> bool:
         for last in range(len(pieces), first, -1):
             run = pieces[first:last]
             letters = sum(letter in string.ascii_letters for letter in "".join(run))
-            if letters >= FEWEST_LETTERS and any(re.search(pattern(run), s, re.S) for s in sources):
+            if letters >= FEWEST_LETTERS and any(
+                all(piece in source for piece in run) and re.search(pattern(run), source, re.S)
+                for source in sources
+            ):
                 return ends(last)
         return False
 

@@ -219,7 +219,7 @@ def test_every_allowed_pair_is_in_a_combination():
     assert found == allowed_pairs(), "run: python tests/feature_examples.py"
 
 
-@pytest.mark.slow_cases("('power_sgd', 'expert', 'mixtral_capacity')")
+@pytest.mark.slow  # as those below
 @pytest.mark.parametrize(
     "names",
     [

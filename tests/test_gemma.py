@@ -84,6 +84,8 @@ def pair_of(sizes: Any):
 
 
 @pytest.mark.slow_cases(
+    "gemma",
+    "gemma2",
     "gemma all heads",
     "gemma odd",
     "gemma2 all heads",

@@ -58,6 +58,9 @@ def drawn(case: str, dtype: str) -> tuple[jax.Array, ...]:
 
 
 @pytest.mark.slow_cases(
+    "some_left-float32-1e-05-tiles",
+    "whole_tiles-float32-1e-05-tiles",
+    "odd-bfloat16-0.01-tiles",
     "some_left-float32-1e-05-triton",
     "whole_tiles-float32-1e-05-triton",
     "odd-float32-1e-05-tiles",

@@ -85,7 +85,7 @@ def assert_same_but_for_the_step(found, expected):
     )
 
 
-@pytest.mark.slow_cases("pipe", "zero3_tensor")
+@pytest.mark.slow_cases("accumulation", "pipe", "zero3_tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_bad_step_changes_nothing_and_the_next_is_as_if_it_had_not_been(layout):
     bad_first, (metrics,) = run(layout, [BROKEN])

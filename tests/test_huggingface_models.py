@@ -233,6 +233,7 @@ def from_pretrained(folder: Path) -> torch.nn.Module:
 
 
 @pytest.mark.slow_cases(
+    "bert",
     "deepseek-v3",
     "gpt-oss",
     "llama",

@@ -71,6 +71,8 @@ def test_what_he_draws_keeps_the_variance_through_relus_and_lecun_does_not():
         np.testing.assert_allclose(np.square(y).mean(), factor**10, rtol=0.4)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("AlexNet", "VGG")
 @pytest.mark.parametrize(
     "model",
     [

@@ -202,7 +202,7 @@ def one_device() -> dict[str, Any]:
     return evaluate(make_step(SIZES, make_layout()), BATCH)
 
 
-@pytest.mark.slow_cases("zero0", "zero2_elementwise", "hsdp_dots", "zero3_unrolled")
+@pytest.mark.slow_cases("zero1_full", "zero0", "zero2_elementwise", "hsdp_dots", "zero3_unrolled")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_loss_and_gradients_equal_one_device(name, capfd) -> None:
     expected = one_device()

@@ -151,7 +151,8 @@ def one_device():
     return evaluate(program_on(make_layout()), TEXT)
 
 
-@pytest.mark.slow_cases("context", "pipe")
+# Compiles two steps; the same layers, not causal, are on a mesh in test_attention.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [

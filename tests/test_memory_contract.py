@@ -85,6 +85,7 @@ CASES = [
 
 
 @pytest.mark.slow_cases(
+    "llama-mixed-3-{'fsdp': 8}",
     "gpt-float32-0-{'fsdp': 8}",
     "gpt-float32-1-{'fsdp': 8}",
     "gpt-float32-2-{'fsdp': 8}",

@@ -135,7 +135,19 @@ def test_a_role_is_kept_in_a_stack_and_a_wrong_one_refused():
 
 
 # Each kind of attention and of state stays in the fast part.
-@pytest.mark.slow_cases("DeepSeek", "BERT", "Gemma", "Gemma2", "GPTOSS", "GRU", "RNN", "Mamba2")
+@pytest.mark.slow_cases(
+    "Llama",
+    "LSTM",
+    "Mixtral",
+    "DeepSeek",
+    "BERT",
+    "Gemma",
+    "Gemma2",
+    "GPTOSS",
+    "GRU",
+    "RNN",
+    "Mamba2",
+)
 @pytest.mark.parametrize("name", TEXT)
 def test_attention_looks_where_the_facts_say(name):
     """Which inputs a hidden state of a one-layer model depends on, by its gradient."""

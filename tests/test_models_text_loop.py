@@ -49,7 +49,14 @@ def loss_and_grads(name: str, execution: Execution) -> Any:
 
 
 @pytest.mark.slow_cases(
-    "gpt-none-2", "llama-elementwise-0", "llama-full-1", "llama-none-0", "llama-full-2"
+    "gpt-dots-1",
+    "gpt-full-0",
+    "llama-offload-1",
+    "gpt-none-2",
+    "llama-elementwise-0",
+    "llama-full-1",
+    "llama-none-0",
+    "llama-full-2",
 )
 @pytest.mark.parametrize(
     ("name", "remat", "layers_per_iteration"),
@@ -142,6 +149,8 @@ def test_a_norm_keeps_its_input_and_two_numbers_a_row(dtype: str) -> None:
         )  # fmt: skip
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("1", "0")
 @pytest.mark.parametrize("layers_per_iteration", [1, 2, 0])
 def test_the_program_shows_the_remat(layers_per_iteration: int) -> None:
     def text(remat: str) -> str:

@@ -90,6 +90,8 @@ def test_a_runs_scale_is_that_of_a_loop_over_its_batches(sizes):
     np.testing.assert_allclose(found, expected(), rtol=1e-3)
 
 
+# Compiles two steps with curvature; test_compose.py has the order of both transforms.
+@pytest.mark.slow
 def test_a_rule_that_is_given_the_curvature_is_given_it_here_too():
     rule = SophiaH(every=1)
     optimizer = make_optimizer(Optimizer(rule=rule), optax.constant_schedule(0.1))

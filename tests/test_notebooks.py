@@ -45,6 +45,16 @@ def sources(book: nbformat.NotebookNode, kind: str) -> list[str]:
     return [cell.source for cell in book.cells if cell.cell_type == kind]
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases(
+    "2_data_parallelism_and_zero",
+    "3_tensor_sequence_context",
+    "4_pipelines",
+    "5_memory_and_precision",
+    "6_planning",
+    "7_from_lenet_to_vit",
+    "8_from_rnn_to_mamba",
+)
 @each
 def test_nbconvert_makes_a_page_and_a_script_of_it(path):
     page, _ = nbconvert.HTMLExporter().from_filename(str(path))

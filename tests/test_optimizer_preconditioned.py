@@ -194,7 +194,9 @@ SPREAD = {
 }
 
 
-@pytest.mark.slow_cases("soap-{'fsdp': 8}", "shampoo-{'pipe': 2, 'fsdp': 2, 'tensor': 2}")
+@pytest.mark.slow_cases(
+    "shampoo-{'fsdp': 8}", "soap-{'fsdp': 8}", "shampoo-{'pipe': 2, 'fsdp': 2, 'tensor': 2}"
+)
 @pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"pipe": 2, "fsdp": 2, "tensor": 2}], ids=str)
 @pytest.mark.parametrize(
     "rule", [SOAP(every=1, largest=16), Shampoo(every=2, epsilon=0.1)], ids=lambda r: r.name

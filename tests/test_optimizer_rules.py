@@ -435,16 +435,16 @@ ON_MESHES = [
 
 
 @pytest.mark.slow_cases(
-    "adam8bit-{'fsdp': 8}",
-    "adamw-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
-    "lamb-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
+    "adagrad-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "adam-{'fsdp': 8}", "adan-{'fsdp': 8}",
+    "lion-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "nadamw-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
+    "radam-{'fsdp': 8}", "rmsprop-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "sgd-{'fsdp': 8}",
+    "sophia_g-{'fsdp': 8}", "rms-{'fsdp': 8}", "adam8bit-{'fsdp': 8}",
+    "adamw-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "lamb-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
     "muon-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
     "schedule_free-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
-    "sgd-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
-    "sophia_g-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
-    "lamb-{'pipe': 2, 'fsdp': 2, 'tensor': 2}",
-    "schedule_free-{'pipe': 2, 'fsdp': 2, 'tensor': 2}",
-)
+    "sgd-{'fsdp': 2, 'tensor': 2, 'expert': 2}", "sophia_g-{'fsdp': 2, 'tensor': 2, 'expert': 2}",
+    "lamb-{'pipe': 2, 'fsdp': 2, 'tensor': 2}", "schedule_free-{'pipe': 2, 'fsdp': 2, 'tensor': 2}",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "sizes"), ON_MESHES, ids=str)
 def test_updates_on_a_mesh_are_those_of_one_device(name, sizes):
     names = tuple(SPREAD)

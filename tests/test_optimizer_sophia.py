@@ -129,6 +129,8 @@ def test_gauss_newton_bartlett_is_n_squares_of_drawn_targets(one_device):
     )
 
 
+# Draws 2,000 steps' targets.
+@pytest.mark.slow
 def test_drawn_targets_are_as_likely_as_the_model_says(one_device):
     """2,000 steps' draws of 64 places against the softmax, within five standard deviations."""
     program, state, _ = one_device

@@ -44,7 +44,7 @@ def assert_same_bits(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-@pytest.mark.slow_cases("{'fsdp': 8}-whole", "{'tensor': 2}-chunked")
+@pytest.mark.slow_cases("{'tensor': 2}-whole", "{'fsdp': 8}-whole", "{'tensor': 2}-chunked")
 @pytest.mark.parametrize("chunk_size", [None, 4], ids=["whole", "chunked"])
 @pytest.mark.parametrize("layout", [{"fsdp": 8}, {"tensor": 2}], ids=str)
 def test_targets_that_do_not_count_may_be_anything(layout, chunk_size):

@@ -138,7 +138,8 @@ RINGS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("1f1b, fsdp", "interleaved")
+# Compiles two steps; the stages above and the rings of test_context_step.py are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RINGS)
 def test_a_ring_of_attention_inside_stages_equals_one_device(case):
     make, num_layers, sizes, pipeline = RINGS[case]

@@ -112,6 +112,8 @@ def test_the_second_half_multiplies_matrices_only_for_weights(arguments):
     assert first + 6 <= whole
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("keep_residuals", [False, True])
 def test_what_each_device_does_for_itself_is_cut_too(devices, keep_residuals):
     """A `shard_map`, which is one operation, with both gradients in it: the second half has the

@@ -101,6 +101,8 @@ def test_fractions_of_the_step_sum_to_one():
     assert sum(parts[name] for name in exposed) == pytest.approx(made.exposed / made.seconds)
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("5.0")
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monkeypatch):
     """With a bound above its time a layout could be skipped that is the best."""
@@ -127,7 +129,9 @@ def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monke
 
 def test_the_time_of_a_compiled_schedule_is_not_scaled():
     """What was compiled then says nothing of the time: the factor is that of closed forms."""
-    config, target = small("GPT.num_layers=1"), parse_target(TARGET)
+    few = ["GPT.num_layers=1", "GPT.embed_dim=256", "GPT.num_heads=2", "GPT.vocab_size=1024"]
+    few += ["GPT.context_length=256", "TextData.sequence_length=256"]
+    config, target = small(*few, "TextData.tokenizer='byte'"), parse_target(TARGET)
     known = by_measured(config, target, 2 * seconds(config, target))
     made = _plan(config, known, "quick", progress=silent)
     if made.compiled is None:

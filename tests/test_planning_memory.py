@@ -80,7 +80,9 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cases("zero 0", "zero 1", "zero 3, tensor", "zero 2, bfloat16, tensor")
+@pytest.mark.slow_cases(
+    "sharded masters", "zero 0", "zero 1", "zero 3, tensor", "zero 2, bfloat16, tensor"
+)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments_are_those_of_the_compiled_step_to_the_byte(name):
     config = ARGUMENTS[name]

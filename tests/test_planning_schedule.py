@@ -146,7 +146,7 @@ def test_cycles_of_a_tpu_bound_products_from_below_and_other_work_from_above():
     assert fast.rest == pytest.approx(1 / clock)
 
 
-@pytest.mark.slow_cases("gpt-2", "llama-1")
+@pytest.mark.slow_cases("gpt-1", "gpt-2", "llama-1")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     "sizes",

@@ -265,6 +265,15 @@ SIZES = {
 
 
 # Slots of experts are counted along whole rows: `context` goes with no capacity.
+@pytest.mark.slow_cases(
+    "None-tensor-none",
+    "None-expert-full",
+    "None-context-none",
+    "None-pipeline-none",
+    "1.25-tensor-full",
+    "1.25-expert-none",
+    "1.25-pipeline-full",
+)
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize(
     ("capacity", "kind"), [*((None, kind) for kind in SIZES),

@@ -116,14 +116,10 @@ def shortened(words: list[str]) -> list[str]:
     return [*words, *(word for binding in bindings for word in ("-b", binding))]
 
 
+# Each page trains several runs; test_cli.py runs the same commands in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[] if page.stem == "README" else pytest.mark.slow)
-        for page in PAGES
-        if command_lines(page)
-    ],
-    ids=lambda page: page.stem,
+    "page", [page for page in PAGES if command_lines(page)], ids=lambda page: page.stem
 )
 def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -131,6 +131,8 @@ def copied(sizes: ResNet, network):
     return graph, params, statistics
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("50-64", "18-64")
 @pytest.mark.parametrize(("depth", "size"), [(20, 28), (18, 64), (50, 64)])
 def test_logits_and_running_statistics_equal_torch(depth, size):
     torch = pytest.importorskip("torch")
@@ -209,7 +211,7 @@ def one_device():
     return step_on(make_layout())
 
 
-@pytest.mark.slow_cases("data_tensor", "fsdp8", "hsdp_zero2")
+@pytest.mark.slow_cases("data8", "data_tensor", "fsdp8", "hsdp_zero2")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -157,7 +157,7 @@ def run(tiny_config, tmp_path_factory):
     return get
 
 
-@pytest.mark.slow_cases("accumulated", "data", "tensor", "uneven", "zero1")
+@pytest.mark.slow_cases("zero3", "masters", "accumulated", "data", "tensor", "uneven", "zero1")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_alike(name, run):
     expected, found = run("one"), run(name)

@@ -158,6 +158,8 @@ CASES = {
 }  # fmt: skip
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("llama", "phi3")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_an_edited_file_are_those_of_transformers(case, tmp_path):
     kind, variant = CASES[case]

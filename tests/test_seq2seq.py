@@ -103,6 +103,8 @@ def torch_pair(sizes: Seq2Seq) -> TorchPair:
     return TorchPair(sizes, draw(Theirs(sizes), spread=0.4), "none")
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("last_state", "attends")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_pytorch(name):
     sizes = SHAPES[name]

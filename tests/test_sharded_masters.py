@@ -82,8 +82,8 @@ def test_masters_are_those_of_stage_1_and_of_stage_3_bit_for_bit(model, mesh):
     assert found[3] == three[3] != trained(model, mesh, "bfloat16", zero=1)[3]
 
 
-# A second model and mesh of the same claim.
-@pytest.mark.slow_cases("llama-data x fsdp x tensor, microbatches, remat")
+# The test above has the same bits as stage 3's local sums in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_gathering_each_layer_instead_gives_the_same_sums_in_another_order(model, mesh):
     found = trained(model, mesh, "float32", **SHARDED)

@@ -149,6 +149,7 @@ def dense(name: str, T: int, packed: bool, kv_heads: int = K) -> tuple[Any, ...]
 
 
 # Lengths that are no multiple of a block, and that are; rows of several documents, and of one.
+@pytest.mark.slow_cases("strided-37-True", "dilated-37-True")
 @pytest.mark.parametrize(
     ("T", "packed"), [(37, True), pytest.param(24, False, marks=pytest.mark.slow)]
 )
@@ -251,6 +252,8 @@ WITH_PATTERNS: dict[str, Any] = {
 }  # fmt: skip
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("fixed-gpt")
 @pytest.mark.parametrize(
     ("name", "model"),
     [

@@ -60,7 +60,7 @@ def batch_of(sizes: T5, rows: int = 4):
     return pairs(rows=rows, source=13, target=9, vocab_size=sizes.vocab_size)
 
 
-@pytest.mark.slow_cases("odd")
+@pytest.mark.slow_cases("one_head", "odd")
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_every_gradient_equal_transformers(name):
     sizes = SHAPES[name]

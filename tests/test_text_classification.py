@@ -88,6 +88,8 @@ def bert_pair(sizes: BERT):
     return OfSentences(sizes, made, "bert")
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("small", "two")
 @pytest.mark.parametrize("name", BERTS)
 def test_bert_tells_sentences_as_transformers_does(name):
     sizes = BERTS[name]
@@ -149,6 +151,8 @@ def torch_twin(torch, sizes):
     return (table, layers, head), paths
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("rnn", "lstm_one_way", "gru")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_nets_label_tokens_as_pytorch_does(name):
     """Of texts of all lengths, each alone through theirs; every token's label counts (tagging), so

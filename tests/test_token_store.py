@@ -403,6 +403,8 @@ def large(tmp_path_factory):
     return root / "store"
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("stream", "padded")
 @pytest.mark.parametrize("packing", ["stream", "best_fit", "padded"])
 def test_a_damaged_block_of_tokens_is_reported_where_it_is_read(large, tmp_path, packing):
     """In a block between the 64 samples that are read at the start."""

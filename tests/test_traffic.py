@@ -324,6 +324,7 @@ CASES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name fo
 # Each is compiled once for both tests. Left are weights gathered, gradients scattered and summed.
 DEAR = pytest.mark.slow_cases(
     "data", "data gpt", "data, 10 microbatches", "data, 2 microbatches", "hsdp", "masters",
+    "masters, 2 microbatches",  # tests/test_sharded_masters.py compiles it for TPUs
     "replicas, zero1, 2 microbatches", "sequence", "tensor", "zero0", "zero1, 2 microbatches",
     "zero2",
 )  # fmt: skip

@@ -161,6 +161,8 @@ def alone(request):
 
 
 @pytest.mark.slow_cases(
+    "mlp-{'data': 8}",
+    "autoencoder-{'fsdp': 4, 'tensor': 2, 'zero': 3}",
     "mlp-{'fsdp': 4, 'tensor': 2, 'zero': 3}",
     "mlp-{'fsdp': 2, 'tensor': 4, 'zero': 1}",
     "autoencoder-{'data': 8}",

@@ -108,6 +108,8 @@ SHAPES = {
 }  # fmt: skip
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("small", "one_patch")
 @pytest.mark.parametrize("name", SHAPES)
 def test_outputs_and_every_gradient_equal_transformers(name):
     torch = pytest.importorskip("torch")
@@ -158,7 +160,8 @@ def alone():
     return step_on(ON_MESH, images(ON_MESH))
 
 
-@pytest.mark.slow_cases("{'data': 2, 'fsdp': 2, 'tensor': 2, 'zero': 2}")
+# Compiles two steps; test_parity_matrix.py has a transformer's mesh in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{"fsdp": 4, "tensor": 2, "zero": 3}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}],

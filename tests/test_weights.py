@@ -149,7 +149,7 @@ def aligned(x: np.ndarray) -> np.ndarray:
     return copy
 
 
-@pytest.mark.slow_cases("pipeline", "diloco")
+@pytest.mark.slow_cases("one device", "pipeline", "diloco")
 def test_its_own_weights_change_nothing_but_averages(trainer):
     trainer.step(BATCH)
     before = jax.device_get(trainer.state)
