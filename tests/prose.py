@@ -47,6 +47,14 @@ RULES = {
     r"\bso many(th)?\b": "N",
     r"\brefus(e|es|ed|al|als|ing)\b": "reject, fail with an error, not supported",
     r"\bmistakes?\b": "error",
+    r"\bbeside\b": "next to, in addition to, with",
+    r"\bbut for\b": "except",
+    r"\banew\b": "again",
+    r"\bgo(es)? on\b": "continues, resumes",
+    r"\bmatrix products\b": "matmuls",
+    r"\b(bytes|flops|values|tokens) an? (token|layer|step|microbatch|device|parameter)\b"
+    r"(?! se[en])": "per",
+    r"(?<=[0-9]) %(?=[\s,.;:)]|$)": "no space before %",
     r"\bquantis|\bnormalis|\binitialis|\bminimis|\bmaximis|\bcolour": "American spelling",
 }
 _ALL = re.compile("|".join(f"(?:{rule})" for rule in RULES), re.IGNORECASE)

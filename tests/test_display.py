@@ -172,7 +172,7 @@ def test_a_notebook_shows_a_run_and_its_configuration(trained, config):
 def test_a_notebook_shows_a_plan_and_keeps_no_program(config):
     report = plan(config, "v5e:2x4", compile=False)
     assert text_of(report) == report.table()
-    assert shown(report)["text/plain"] == f"Plan(v5e:2x4, {report.total:,} bytes a device, fits)"
+    assert shown(report)["text/plain"] == f"Plan(v5e:2x4, {report.total:,} bytes per device, fits)"
 
 
 def test_what_a_run_prints_is_what_a_notebook_shows(trained):

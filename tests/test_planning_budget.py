@@ -59,8 +59,8 @@ def test_the_table_gives_three_rules_with_formulas_and_sources():
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
     by_rule = {row[0]: row[1:] for row in rows if row}
     # sqrt(1e21 / 120) = 2.887e9; 20 of it.
-    assert by_rule["20 tokens a parameter"][:3] == ["2.89 billion", "57.7 billion", "20.0"]
-    assert set(by_rule) == {"20 tokens a parameter", "approach 3", "replication"}
+    assert by_rule["20 tokens per parameter"][:3] == ["2.89 billion", "57.7 billion", "20.0"]
+    assert set(by_rule) == {"20 tokens per parameter", "approach 3", "replication"}
     for source in ("2001.08361", "2203.15556", "2404.10102", "C = 6 N D", "410.7 / D^0.28"):
         assert source in text
     assert "Extrapolated" not in text

@@ -119,7 +119,7 @@ def to_compute(params, dtype: str):  # noqa: ANN001, ANN201
     """Cast the parameters to the compute dtype, matrices only.
 
     Norm scales and biases are unchanged and are cast where they are used: bfloat16 has 8 bits of
-    precision, so a scale near 1 would lose every update below 0.4 %.
+    precision, so a scale near 1 would lose every update below 0.4%.
     """
 
     def one(variable):  # noqa: ANN001, ANN202

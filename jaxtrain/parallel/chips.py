@@ -70,11 +70,11 @@ class Chip:
       name: as in a target, "v5e", "h100".
       kind: which compiler and which network it has.
       device_kinds: values of `jax.Device.device_kind`; the first is used for plans.
-      bf16_flops: peak FLOP/s of dense bfloat16 matrix products.
-      float32_flops: peak FLOP/s of float32 matrix products as JAX does them by default: one pass of
+      bf16_flops: peak FLOP/s of dense bfloat16 matmuls.
+      float32_flops: peak FLOP/s of float32 matmuls as JAX does them by default: one pass of
         bfloat16 on TPUs, TF32 on GPUs.
-      float8_flops: peak FLOP/s of dense float8 matrix products; None without units for them.
-      int8_flops: peak operations/s of dense int8 matrix products; None where they are not known to
+      float8_flops: peak FLOP/s of dense float8 matmuls; None without units for them.
+      int8_flops: peak operations/s of dense int8 matmuls; None where they are not known to
         be faster than those of bfloat16.
       hbm_bytes: memory that the programs on one device may fill, in bytes.
       hbm_bandwidth: bytes/s between the device and its memory.
@@ -160,7 +160,7 @@ _GEFORCE_SHARED = 100 * 1024, 99 * 1024
 #   GB200 and GB300 gives its two GPUs 450 GB/s each way together (NVLink-C2C, the racks' sheets).
 # RTX 3090, 4090, 5090 and L4 have PCIe slots instead of an NVLink switch:
 # - bf16_flops, float32_flops: NVIDIA's white papers "Ampere GA102", "Ada" (with L4 in its version
-#   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's products do: half
+#   2) and "RTX Blackwell", the dense rates that accumulate in float32, as XLA's matmuls do: half
 #   of those that accumulate in float16 on GeForce. L4: its data sheet, "with sparsity" halved.
 # - float8_flops and int8_flops: L4's data sheet. None for GeForce, where Precision.matmul rejects
 #   them.

@@ -142,7 +142,7 @@ _OF_LONG_RUNS: dict[str, dict[str, str]] = {
     # of the time (see `allocation`), but 2 to 5 s of compilation per launch are not cached.
     "cpu": {"xla_multiheap_size_constraint_per_heap": str(BLOCK_BYTES)},
     # How much of the vector memory a matmul's tiles may fill: three quarters of v5p's and TPU7x's,
-    # where libtpu allows 16 or 32 MiB. By its own estimate a step takes 3 to 20 % fewer cycles;
+    # where libtpu allows 16 or 32 MiB. By its own estimate a step takes 3 to 20% fewer cycles;
     # compilation takes 2 to 5 times as long. Nothing changes on v4.
     "tpu": {"xla_tpu_scoped_vmem_limit_kib": str(48 * 1024)},
 }

@@ -121,7 +121,7 @@ def in_tiles(layout: Layout, shapes: nnx.State) -> Layout:
     A TPU lays arrays out in tiles of 128 columns, and of shards of one or less its compiler may sum
     the gradient whole and slice it: twice the traffic of a reduce-scatter (tests/test_tiles.py). So
     where a device has few columns of embed, fsdp splits a table's vocabulary, a matrix's mlp, or of
-    heads their head_dim, if that divides into whole tiles of rows but for 1/32, or for less than
+    heads their head_dim, if that divides into whole tiles of rows except for 1/32, or for less than
     embed would be padded. What has none of them is unchanged. Replicas along data sum the shards,
     whichever dimension they split.
 

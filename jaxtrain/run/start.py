@@ -101,7 +101,7 @@ def _is_published(folder: AnyPath) -> bool:
 def restore_parameters(
     checkpoints: Checkpoints, step: int, config: Config, setup: Setup
 ) -> nnx.State:
-    """Return the parameters of a checkpoint but for `Finetune.reinitialize`; UserError, with the
+    """Return the parameters of a checkpoint except `Finetune.reinitialize`; UserError, with the
     settings that differ, if of another model."""
     setup = _of_model(config, setup)
     try:

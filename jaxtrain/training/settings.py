@@ -361,7 +361,7 @@ class Train:
       eval_every: how often the held-out examples are evaluated; the end always is.
       eval_batches: held-out batches in one evaluation; None takes them all.
       save_every: how often a checkpoint is written; the end always is. 'auto' chooses the interval
-        from the measured cost of a save and `Checkpoint.mtbf`, anew at each save.
+        from the measured cost of a save and `Checkpoint.mtbf`, again at each save.
       bad_records: how many examples may be unreadable; each is replaced by a zero-weight row. 0
         stops at the first.
       noise_scale_every: how often the gradient noise scale (arXiv 1812.06162) is measured: roughly

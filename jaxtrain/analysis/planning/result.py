@@ -321,7 +321,7 @@ class Plan:
 
     def __repr__(self) -> str:
         # Without the fields: a notebook stores this text, and the compiled program has megabytes.
-        return f"Plan({self.target.name}, {self.total:,} bytes a device, {self.verdict})"
+        return f"Plan({self.target.name}, {self.total:,} bytes per device, {self.verdict})"
 
 
 def collectives_of(config: Config, layout: Layout, compiled: Compiled) -> list[Any]:

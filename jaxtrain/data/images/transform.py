@@ -79,7 +79,7 @@ def _filter(name: Filter) -> Image.Resampling:
 
 
 def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draw a box (left, top, right, bottom) of 8-100 % of the area and aspect ratio 3:4 to 4:3.
+    """Draw a box (left, top, right, bottom) of 8-100% of the area and aspect ratio 3:4 to 4:3.
 
     After ten that do not fit: the middle of the image, its aspect ratio clipped to that range.
     """

@@ -61,7 +61,7 @@ class TrainingRows:
         examples = self.examples
         if not (self.augment and isinstance(examples, MixedRows)):
             return self._rows_without_mixing(number, rows, bad)
-        # Rows are mixed in pairs of neighbors, which are on one machine but for odd shares: a
+        # Rows are mixed in pairs of neighbors, which are on one machine except for odd shares: a
         # row that is needed only for its neighbor is read and dropped.
         others = np.minimum(rows ^ 1, self.global_batch_size - 1)
         needed, inverse = np.unique(np.concatenate([rows, others]), return_inverse=True)

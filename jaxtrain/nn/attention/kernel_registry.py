@@ -275,7 +275,7 @@ _HIDDEN = jnp.finfo(jnp.float32).min
 
 def reference(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask: Mask) -> jax.Array:
     """Einsums in float32, whatever the arrays' dtype."""
-    # Upcast, not preferred_element_type: the CPU has no float16 products.
+    # Upcast, not preferred_element_type: the CPU has no float16 matmuls.
     q, k, v = (x.astype(jnp.float32) for x in (q_BTNH, k_BSKH, v_BSKH))
     return _by_einsums(q, k, v, mask).astype(q_BTNH.dtype)
 

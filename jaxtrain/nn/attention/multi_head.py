@@ -251,7 +251,7 @@ class CrossAttention(Projections):
           h_BTD: the queries' inputs, sharded like the stream.
           keys_and_values: the memory's.
           mask: which of them a query sees.
-          execution: the kernel, and the precision of the products.
+          execution: the kernel, and the precision of the matmuls.
           out: logical axes of the result.
         """
         (q_BTNH,), (keys, values) = self.of(("query",), own, h_BTD, execution), keys_and_values

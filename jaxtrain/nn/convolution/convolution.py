@@ -273,7 +273,7 @@ def _gather_gradients(
     """As `_scatter_gradients`: each pixel adds the gradients of the windows that have it.
 
     XLA for CPUs writes each padded array of `_scatter_gradients` to memory and computes the index
-    anew for each. Here pixels of the same row and column modulo the stride, which have the same
+    again for each. Here pixels of the same row and column modulo the stride, which have the same
     places in their windows, are one loop over gradients and index (benchmarks/history/cpu.md).
     """
     size, stride, rows, columns = window
@@ -284,7 +284,7 @@ def _gather_gradients(
     border = ((0, 0, 0), (reach - 1, H - P, 0), (reach - 1, W - Q, 0), (0, 0, 0))
     around = lax.pad(gradient.astype(jnp.float32), jnp.float32(0), border)
     index = lax.pad(index, jnp.uint8(0), border)
-    # Else XLA computes both anew for every pixel of a window.
+    # Else XLA computes both again for every pixel of a window.
     around, index = lax.optimization_barrier((around, index))
 
     def add(row: int, column: int) -> jax.Array:

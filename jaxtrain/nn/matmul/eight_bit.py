@@ -31,7 +31,7 @@ from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of,
 _OF_EXPERTS = ("compute", "float8")
 
 # Words in the `jax.Device.device_kind` of chips that multiply a format faster than bfloat16:
-# NVIDIA's data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, but for
+# NVIDIA's data sheets (float8 from compute capability 8.9 on; int8 from Ampere on, except
 # Blackwell Ultra, which has almost no int8); for TPUs the sources in `parallel.chips`.
 _FASTER = {
     "float8": {

@@ -76,7 +76,7 @@ class Attends(Protocol):
           h_BTD: the normalized stream, sharded like the stream: `Execution.project` gathers it.
           positions_BT: positions of the tokens in their documents.
           mask: which keys a query sees, the part's own window aside.
-          execution: the kernel, and the precision of the products.
+          execution: the kernel, and the precision of the matmuls.
           out: logical axes of the result.
           cache: the cached arrays, or None.
           start: the position in the cache where the new ones go.

@@ -75,7 +75,7 @@ FAILURE_RATES = (
     ),
     FailureRate(
         "Google TPU v4", "TPU v4", 0.0008 / 4 * 1000,
-        "0.08 % of the machines a day, 4 chips each; only hardware failures",
+        "0.08% of the machines a day, 4 chips each; only hardware failures",
         "Zu et al., NSDI 2024",
     ),
 )  # fmt: skip
@@ -217,7 +217,7 @@ class Costs:
 # Steps of an attempt before its first save, which measures what a save costs: caches are then warm.
 FIRST_STEPS = 20
 # A new interval within this part of the current one changes nothing: near the best interval the
-# time lost is flat (10 % off the optimum costs 0.5 % more), and a run should not report noise.
+# time lost is flat (10% off the optimum costs 0.5% more), and a run should not report noise.
 _CHANGE = 0.2
 _RECENT = 5  # number of recent saves that are measured
 

@@ -156,7 +156,7 @@ class Checkpoints:
             may_write=may_write,
             before_seal=before_seal,
         )
-        # Uncompressed: float32 parameters lose 8 % of their bytes to zstd, for most of the time.
+        # Uncompressed: float32 parameters lose 8% of their bytes to zstd, for most of the time.
         arrays = ocp.PyTreeCheckpointHandler(
             use_compression=False, type_handler_registry=handler_registry()
         )

@@ -29,7 +29,7 @@ from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.state import Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform
 
-BLOCK = 256  # entries that share a scale: 4 bytes on 256 make the messages 1.6 % longer
+BLOCK = 256  # entries that share a scale: 4 bytes on 256 make the messages 1.6% longer
 Arrays = list[jax.Array]
 # Two-bit codes: 0, 1 and -1, and one for NaN, so that a gradient which
 # overflowed is detected by the guard and by dynamic loss scaling.

@@ -60,7 +60,7 @@ def show(console: Console, budget: Budget) -> None:
     for column in ("rule", "parameters", "tokens", "tokens / parameter", "loss"):
         table.add_column(column, justify="left" if column == "rule" else "right")
     chosen = scaling.Optimum(budget.params, budget.tokens)
-    rows = [("20 tokens a parameter", chosen, scaling.CHINCHILLA)]
+    rows = [("20 tokens per parameter", chosen, scaling.CHINCHILLA)]
     for fit in (scaling.CHINCHILLA, scaling.REPLICATION):
         rows.append((fit.name, scaling.optimum_of_fit(budget.compute, fit), fit))
     for rule, best, fit in rows:
@@ -86,7 +86,7 @@ def _lines(budget: Budget) -> list[str]:
     return [
         *lines,
         "C = 6 N D: FLOPs of N parameters and D tokens (arXiv 2001.08361, section 2.1).",
-        "20 tokens a parameter: N = sqrt(C / 120), D = 20 N, as approaches 1 and 2 of arXiv "
+        "20 tokens per parameter: N = sqrt(C / 120), D = 20 N, as approaches 1 and 2 of arXiv "
         "2203.15556 find; its loss is approach 3's.",
         *(
             f"{fit.name}: {_formula(fit)} ({fit.source}), least where 6 N D = C."

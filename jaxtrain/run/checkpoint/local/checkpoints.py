@@ -4,7 +4,7 @@ Each process writes its own shards to `<local_directory>/<run>/<layout key>/<ste
 waiting for the others. Whether a step is whole is decided when a run resumes: all processes gather
 which folders they hold, and restore the newest step of which every process finds its shards, on its
 own disk or on a peer's. `<run>` comes from a random id in `checkpoints/local.json` of the run's
-folder. It is drawn anew whenever the run resumes from anything else, so that no abandoned state is
+folder. It is drawn again whenever the run resumes from anything else, so that no abandoned state is
 ever found.
 """
 

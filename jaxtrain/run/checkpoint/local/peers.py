@@ -129,7 +129,7 @@ class PeerCopies:
 
     def finish(self, step: int) -> None:
         """Answer clients that wait for a step, whose write is done or has failed; -1: all steps
-        will be written anew."""
+        will be written again."""
         with self._changed:
             self._written = step
             self._changed.notify_all()
