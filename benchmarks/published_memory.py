@@ -59,7 +59,8 @@ _SHARDED = "Sharding.masters = 'sharded'"
 _SHORT_SUMS = {"NeMo", "Megatron-Bridge"}
 GIB = 2**30
 # Stacks that add a microbatch's gradients to the sum where they are made: autograd's `.grad`, and
-# Megatron's main_grad (gradient_accumulation_fusion). Ours has them beside the sum.
+# Megatron's main_grad (gradient_accumulation_fusion). Our pipelines have those of a stage beside
+# the sum; without a pipeline the loop over layers adds them in place too.
 _ADD_IN_PLACE = {
     "Automodel", "KempnerForge", "Llama 3", "Megatron-Bridge", "Megatron-LM", "NeMo", "fms-fsdp",
     "lit-gpt", "llm-foundry", "llm.c", "nanoGPT", "torchtitan",
@@ -247,10 +248,8 @@ def allocate_as_stack(
         jax.numpy.dtype(name).itemsize
         for name in (config.precision.compute, config.precision.gradients, config.precision.params)
     )
-    passes = config.train.accumulation * (pipeline.microbatches if pipe > 1 else 1)
-    if stack in _ADD_IN_PLACE and passes > 1:
-        # In a pipeline those of one stage are beside the sum.
-        stages = pipeline.virtual_stages if pipe > 1 else 1
+    if stack in _ADD_IN_PLACE and pipe > 1:
+        stages = pipeline.virtual_stages
         parts["gradients"] = parts["gradients"] * summed * stages // (summed * stages + compute)
     if stack in _CAST_BY_LAYER and config.sharding.zero == 3:
         parts["parameters in the compute dtype"] = 0

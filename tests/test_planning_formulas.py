@@ -97,10 +97,11 @@ def test_a_plan_counts_a_pipelines_permutes_by_ticks_in_which_something_crosses(
 
 
 @pytest.mark.parametrize(
-    ("rows", "accumulation", "bytes_each"), [(1, 1, 2), (1, 2, 6), (4, 1, 0), (4, 2, 4)]
+    ("rows", "accumulation", "bytes_each"), [(1, 1, 2), (1, 2, 4), (4, 1, 0), (4, 2, 4)]
 )
 def test_a_plans_gradients_are_those_of_the_page(rows, accumulation, bytes_each):
-    """docs/formulas.md: at the end of a backward pass 2 P, beside a sum of 4 P; none at the head.
+    """docs/formulas.md: 2 P at the end of a backward pass, none at the head; or sums of 4 P, to
+    which each layer's are added.
 
     Args:
       rows: of a microbatch on a device: with one the gradients take more than the logits.

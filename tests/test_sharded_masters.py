@@ -151,8 +151,8 @@ def test_the_estimate_has_shards_of_masters_and_whole_weights():
     assert whole.arguments.params - one.arguments.params == 4 * N * (K - 1) // K
     name = "parameters in the compute dtype"
     assert one.parts[name] == whole.parts[name]
-    # Sums in float32, and a microbatch's gradients in the compute dtype, as of whole masters.
-    assert one.gradients == whole.gradients == pytest.approx((4 + 2) * N, rel=0.05)
+    # Sums in float32, and one of four layers' gradients in the compute dtype, as of whole masters.
+    assert one.gradients == whole.gradients == pytest.approx((4 + 2 / 4) * N, rel=0.05)
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])

@@ -13,6 +13,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
+from jaxtrain.nn.fused_accumulation import scan_layers
 from jaxtrain.nn.matmul.contract import StructuredWeight, contract, project
 from jaxtrain.nn.matmul.einsum import Einsum, einsum
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, name_activation, remat
@@ -181,10 +182,7 @@ class Execution:
                 x, out = run(layers, x, per_layer)
                 return x, jax.tree.map(lambda leaf: leaf[None], out)
             return run_block(x, (layers, per_layer))
-        xs = (layers, per_layer)
-        if block > 1:
-            xs = jax.tree.map(lambda a: a.reshape(count // block, block, *a.shape[1:]), xs)
-        x, outs = jax.lax.scan(run_block, x, xs)
+        x, outs = scan_layers(run_block, x, layers, per_layer, block)
         if block > 1:
             outs = jax.tree.map(lambda a: a.reshape(count, *a.shape[2:]), outs)
         return x, outs

@@ -20,6 +20,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
 from jaxtrain.nn.dropout import Draws
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.fused_accumulation import fuse_accumulation
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices
@@ -59,7 +60,7 @@ def split_microbatches(batch: Batch, count: int) -> Batch:
 
 def accumulate(
     of_one: Callable[..., tuple[nnx.State, Sums, nnx.State]],
-    added: Callable[[nnx.State, nnx.State], nnx.State],
+    add: Callable[..., tuple[nnx.State, Sums, nnx.State]],
     micros: Batch,
     statistics: nnx.State,
     *,
@@ -70,25 +71,24 @@ def accumulate(
 
     Args:
       of_one: (statistics, microbatch) -> gradients, sums and statistics.
-      added: the sum of gradients with one microbatch's more.
+      add: (sum, statistics, microbatch) -> the same, with the gradients added to the sum.
       micros: the microbatches, a leading dimension of them.
       statistics: the running statistics.
       like: a tree like the gradients, in whose memory their sums are.
       dtype: of these sums.
     """
 
-    def add(carry: Any, micro: Batch) -> tuple[Any, None]:
+    def run(carry: Any, micro: Batch) -> tuple[Any, None]:
         grads, sums, statistics = carry
-        more_grads, more_sums, statistics = of_one(statistics, micro)
-        sums = jax.tree.map(jnp.add, sums, more_sums)
-        return (added(grads, more_grads), sums, statistics), None
+        grads, more, statistics = add(grads, statistics, micro)
+        return (grads, jax.tree.map(jnp.add, sums, more), statistics), None
 
     first = jax.tree.map(lambda x: x[0], micros)
     grads, sums, _ = jax.eval_shape(of_one, statistics, first)
     grads = jax.tree.map(lambda g: g.update(dtype=jnp.dtype(dtype)), grads)
     none, no_sums = jax.tree.map(_zeros, (grads, sums))
     none = jax.tree.map(lambda x, to: jax.device_put(x, jax.typeof(to).memory_space), none, like)
-    (grads, sums, statistics), _ = jax.lax.scan(add, (none, no_sums, statistics), micros)
+    (grads, sums, statistics), _ = jax.lax.scan(run, (none, no_sums, statistics), micros)
     return grads, sums, statistics
 
 
@@ -137,6 +137,35 @@ def _bind(layout: Layout, trained: nnx.State, of: nnx.State) -> nnx.State:
 def add_gradients(total: nnx.State, grads: nnx.State) -> nnx.State:
     """Add a microbatch's gradients to the sum, in the dtype of the sum."""
     return jax.tree.map(lambda x, more: x + more.astype(x.dtype), total, grads)
+
+
+def add_gradient(
+    loss_fn: Callable[..., tuple[jax.Array, tuple[Sums, nnx.State]]],
+    total: nnx.State,
+    of: nnx.State,
+    *arguments: Any,
+) -> tuple[nnx.State, Sums, nnx.State]:
+    """Add the gradient of a loss to a sum; also return the loss's sums and statistics.
+
+    The gradients of layers that a loop runs are added layer by layer, in place.
+
+    Args:
+      loss_fn: (of, *arguments) -> loss, (sums, statistics).
+      total: the sum so far, a tree like `of`.
+      of: what the gradient is taken with respect to.
+      arguments: further ones.
+    """
+
+    def run(of: nnx.State, sums: list[jax.Array]) -> tuple[Any, Any]:
+        with fuse_accumulation(jax.tree.leaves(of), sums) as fused:
+            loss, more = loss_fn(of, *arguments)
+            return (loss, fused.sums), more
+
+    sums, structure = jax.tree.flatten(total)
+    (loss, _), transpose, more = jax.vjp(run, of, sums, has_aux=True)
+    # Zero for what the loops have added: XLA drops the addition.
+    others, sums = transpose((jnp.ones_like(loss), sums))
+    return add_gradients(jax.tree.unflatten(structure, sums), others), *more
 
 
 ON_DEVICES = Targets(_select, _bind, add_gradients, lambda grads: grads)
@@ -354,9 +383,17 @@ class Setup:
         if self.accumulation == 1:
             return one(statistics, batch)
 
+        def add_microbatch(
+            total: nnx.State, statistics: nnx.State, micro: Batch
+        ) -> tuple[nnx.State, Sums, nnx.State]:
+            if self.stages is not None or self.targets.add is not add_gradients:
+                grads, sums, statistics = one(statistics, micro)
+                return self.targets.add(total, grads), sums, statistics
+            return add_gradient(loss_fn, total, of, statistics, micro)
+
         micros = split_microbatches(batch, self.accumulation)
         dtype = self.precision.gradients
-        return accumulate(one, self.targets.add, micros, statistics, like=of, dtype=dtype)
+        return accumulate(one, add_microbatch, micros, statistics, like=of, dtype=dtype)
 
     def sums(
         self,

@@ -428,17 +428,27 @@ class _Step:
     @property
     def _gradients_of_layers(self) -> int:
         """Bytes of a microbatch's gradients of the layers at once: in a pipeline those of one of
-        a rank's stages, which a tick adds to the accumulators."""
+        a rank's stages, which a tick adds to the accumulators; of several microbatches those of one
+        iteration of the loop over layers (see `fused_accumulation`)."""
         whole = self._gradients(itemsize=self._compute, layers=True)
+        if self._fuses:
+            return whole * self.config.scan.layers_per_iteration // self._model.layers
         stages = self.config.pipeline.virtual_stages if self._ranks > 1 else 1
         return (whole - self._compute * self._numbers_on_host) // stages
 
     @property
+    def _fuses(self) -> bool:
+        """Whether the loop over layers adds a microbatch's gradients to the accumulators."""
+        in_loop = 0 < self.config.scan.layers_per_iteration < self._model.layers
+        on_device = self.config.offload.gradients == "none"
+        return in_loop and on_device and self._ranks == 1 and self._microbatches > 1
+
+    @property
     def _all_gradients(self) -> int:
-        """Bytes of a microbatch's gradients after its last layer; a pipeline has added those of
-        the layers already."""
+        """Bytes of a microbatch's gradients after its last layer; those of the layers may have
+        been added to the accumulators."""
         outer = self._gradients(itemsize=self._compute, layers=False)
-        if self._ranks > 1:
+        if self._ranks > 1 or self._fuses:
             return outer
         return outer + self._gradients_of_layers
 
@@ -514,8 +524,9 @@ class _Step:
     @property
     def _holds_both_sums(self) -> bool:
         """Whether the accumulators are live twice, before and after adding a microbatch's
-        gradients: on TPUs if the weights were gathered; GPUs accumulate in place."""
-        one_stage = self._ranks == 1 and self._accumulators
+        gradients: on TPUs if the weights were gathered and no loop over layers adds them. GPUs
+        accumulate in place."""
+        one_stage = self._ranks == 1 and self._accumulators and not self._fuses
         return bool(self.sums_locally and one_stage and self.platform != "gpu")
 
     def _summing(self) -> dict[str, int]:
