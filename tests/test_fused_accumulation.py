@@ -12,8 +12,7 @@ from test_reduction import MODEL
 from test_step import BATCH
 
 from jaxtrain.analysis.planning.textbook.memory import memory
-from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.fused_accumulation import fuse_accumulation
+from jaxtrain.nn.execution import Execution, fuse_accumulation
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.parallel.sharding import by_name

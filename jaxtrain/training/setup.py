@@ -19,8 +19,7 @@ from jaxtrain.config.errors import UserError, nearest_multiple
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Model
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.fused_accumulation import fuse_accumulation
+from jaxtrain.nn.execution import Execution, fuse_accumulation
 from jaxtrain.nn.precision import Precision, to_compute
 from jaxtrain.nn.transformer.language_model import EXPERT_LOAD
 from jaxtrain.parallel.gathering import with_slices

@@ -429,7 +429,7 @@ class _Step:
     def _gradients_of_layers(self) -> int:
         """Bytes of a microbatch's gradients of the layers at once: in a pipeline those of one of
         a rank's stages, which a tick adds to the accumulators; of several microbatches those of one
-        iteration of the loop over layers (see `fused_accumulation`)."""
+        iteration of the loop over layers (see `execution.Fused`)."""
         whole = self._gradients(itemsize=self._compute, layers=True)
         if self._fuses:
             return whole * self.config.scan.layers_per_iteration // self._model.layers
