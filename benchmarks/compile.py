@@ -40,7 +40,7 @@ def measure(layers: int, block: int, started: float) -> dict[str, Any]:
     """
     import jax  # noqa: PLC0415 - loading it is a part of what is measured
 
-    from jaxtrain.data.pipeline import batches  # noqa: PLC0415
+    from jaxtrain.data.loader import batches  # noqa: PLC0415
     from jaxtrain.parallel.compilation import keep_compiled_programs  # noqa: PLC0415
     from jaxtrain.run.trainer import Trainer  # noqa: PLC0415
     from jaxtrain.training.settings import load_config  # noqa: PLC0415

@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks import side_by_side
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 
 FILES, ROWS, SIZE = 256, 64, 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

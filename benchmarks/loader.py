@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import side_by_side
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.text.packing import PackedText
 
 ROWS, LENGTH, TOKENS = 64, 1024, 40_000_000

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks import side_by_side
 from benchmarks.cpu_rows import COMMON, DECODER
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.nn.attention.blocked import blocked_attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.run.trainer import Trainer

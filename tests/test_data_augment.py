@@ -18,7 +18,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.images import augment
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches, heldout_batches
+from jaxtrain.data.loader import batches, heldout_batches
 from jaxtrain.run.show.examples import data_picture, show_examples
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.objectives.classification import Classification

@@ -13,7 +13,7 @@ from conftest import make_layout, make_step
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import UNREADABLE, BadRecordError, BadRecords, weightless
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches
+from jaxtrain.data.loader import Prefetcher, batches, heldout_batches
 from jaxtrain.models.convolutional.resnet import ResNet
 
 

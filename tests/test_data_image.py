@@ -10,7 +10,7 @@ from PIL import Image
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.images import transform as transform
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 
 PLAIN = {"mean": (0.0,), "std": (1.0,)}
 

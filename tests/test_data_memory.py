@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.text.packing import PackedText
 
 BATCHES, FIRST = 1_000_000, 50_000

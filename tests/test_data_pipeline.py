@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import (
+from jaxtrain.data.loader import (
     Prefetcher,
     batches,
     heldout_batches,
@@ -231,7 +231,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtrain.data.pipeline import batches, process_rows, to_device
+from jaxtrain.data.loader import batches, process_rows, to_device
 from jaxtrain.data.text.source import TextData
 
 port, process, spec = sys.argv[1], int(sys.argv[2]), eval(sys.argv[3])

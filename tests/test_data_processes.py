@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.loader import batches, process_rows
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.pipeline import batches, process_rows
 from jaxtrain.data.text.fill_in_middle import FillInMiddle
 from jaxtrain.data.text.source import TextData
 

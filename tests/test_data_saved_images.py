@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder
 from jaxtrain.data.images import saved
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 
 NAMES = ["owl", "gull", "wren"]
 

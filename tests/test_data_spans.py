@@ -11,8 +11,8 @@ import tokenizers
 from jaxtrain import load_config
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.loader import batches
 from jaxtrain.data.pairs.spans import Corruption, SpanData, WithSentinels, span_mask
-from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
 from jaxtrain.training.preflight.preflight import check

@@ -15,7 +15,7 @@ from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.metrics.files import lines_of
 

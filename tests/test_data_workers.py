@@ -17,7 +17,7 @@ from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
-from jaxtrain.data.pipeline import batches, heldout_batches
+from jaxtrain.data.loader import batches, heldout_batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def test_what_asks_a_run_to_stop_leaves_workers_and_a_killed_one_is_told_of():
 
 ORPHANS = """
 from jaxtrain.data.bad_records import BadRecords
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from test_data_workers import Made
 import os, signal
 if __name__ == "__main__":

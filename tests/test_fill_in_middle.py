@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.data.loader import batches
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.pipeline import batches
 from jaxtrain.data.text.fill_in_middle import FillInMiddle
 from jaxtrain.data.text.source import TextData
 from jaxtrain.training.preflight import preflight

@@ -14,7 +14,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.text.packing import pack
 from jaxtrain.models.convolutional.resnet import ResNet
 from jaxtrain.models.transformers.gpt import GPT

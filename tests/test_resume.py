@@ -17,7 +17,7 @@ import pytest
 from conftest import make_layout
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain import Trainer, load_config
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.training.compiled_step import RUN_AHEAD_PROGRAMS, RunAhead
 
 # Of a device that XLA's CPU client lets be unfinished before it waits, holding a thread.
@@ -103,7 +103,7 @@ for size in sizes.values():
     count *= size
 simulate_devices(count)
 from jaxtrain import Trainer, load_config
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 axes = {axis: 1 for axis in ("data", "fsdp", "tensor")} | sizes
 bindings = [f"Mesh.{axis} = {size}" for axis, size in axes.items()]
 trainer = Trainer(load_config(file, bindings))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxtrain.cli import main
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.source import Dataset
 from jaxtrain.run.show.examples import data_picture, draw_row, show_examples, show_tokens
 from jaxtrain.run.show.report import show_facts

@@ -13,7 +13,7 @@ from PIL import Image
 
 from jaxtrain import Trainer, load_config
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.run.attempts.attempt import Preempted
 from jaxtrain.run.checkpoint import manifest, sealing
 from jaxtrain.training.guard import BadStepError

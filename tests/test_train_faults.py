@@ -19,7 +19,7 @@ from jaxtrain import Trainer, load_config
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.run.attempts.lock import RunLock
 from jaxtrain.training.corruption import CorruptionError
 from jaxtrain.training.guard import BadStepError

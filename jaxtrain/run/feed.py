@@ -18,7 +18,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import cache_folder
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch, on_host
-from jaxtrain.data.pipeline import Prefetcher, batches, heldout_batches, process_rows, to_device
+from jaxtrain.data.loader import Prefetcher, batches, heldout_batches, process_rows, to_device
 from jaxtrain.data.source import Dataset, Part, is_store, part_digest
 from jaxtrain.data.text.source import TextData
 from jaxtrain.parallel.sharding import Layout

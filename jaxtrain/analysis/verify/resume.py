@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.analysis.verify.measures import EQUAL, Finding, bits, relative, same_bits
 from jaxtrain.analysis.verify.runs import Bench, MeshRun
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.store import Checkpoints
 from jaxtrain.training.state import TrainState

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.pipeline import batches
+from jaxtrain.data.loader import batches
 from jaxtrain.data.source import Dataset, HasDocuments
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.training.settings import Train
