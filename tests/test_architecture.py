@@ -187,7 +187,7 @@ SHORT_FILES = {
         "nn.matmul.grouped_tiles", "nn.moe.shared_experts",
     },
     "a type that many modules share, below all of them": {
-        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.cache",
+        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.kv_cache",
         "nn.facts", "nn.predictor", "training.finetune.tuning",
         "training.state",
     },

@@ -19,8 +19,8 @@ from jaxtrain.models.model import bias_speed_of
 from jaxtrain.models.transformers.deepseek import DeepSeek
 from jaxtrain.models.weights.family import model_of
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.training.finetune.finetune import Finetune, router_biases, tuning_of
 from jaxtrain.training.pipeline.schedules import Pipeline

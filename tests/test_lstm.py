@@ -25,8 +25,8 @@ from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.recurrent.rnn import LSTM
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import Sampling, next_logits

@@ -24,8 +24,8 @@ from jaxtrain.models.model import (
     reads_tokens,
 )
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.nn.parameters import normal, param, role_of, stack
 from jaxtrain.nn.transformer.language_model import Transformer, hidden_states
 from jaxtrain.parallel.sharding import is_variable, logical_axes

@@ -13,8 +13,8 @@ from test_sparse_attention import PATTERNS, keys_of
 from tiny_models import MODELS, C, D, F, K, N, V, name_of, parameters, places, some_tokens, split
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.nn.precision import to_compute
 from jaxtrain.nn.transformer import language_model, mlp
 from jaxtrain.parallel.sharding import is_variable

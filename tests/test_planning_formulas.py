@@ -13,7 +13,7 @@ from jaxtrain.analysis.planning.textbook.sizes import gpt_parameters
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.models.transformers.mixtral import Mixtral
-from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.training.settings import load_config
 
 

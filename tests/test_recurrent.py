@@ -10,8 +10,8 @@ from flax import nnx
 
 from jaxtrain.models.recurrent.rnn import GRU, RNN
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.training.state import TrainState
 

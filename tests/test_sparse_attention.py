@@ -32,8 +32,8 @@ from jaxtrain.nn.attention.patterns import (
     StridedPattern,
 )
 from jaxtrain.nn.attention.sparse import products
-from jaxtrain.nn.cache import empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.nn.transformer import language_model
 from jaxtrain.training.layouts import resolve_config, resolve_kernel
 from jaxtrain.training.preflight import preflight

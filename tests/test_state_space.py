@@ -12,7 +12,7 @@ from tiny_models import count_parameters
 
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.models.state_space.mamba2 import Mamba2
-from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.run.generation.decoding import next_logits
 from jaxtrain.training.pipeline.schedules import Pipeline
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxtrain.models.model import Inputs, classifies, features_of, token_classes_of
-from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts, LayerFacts
+from jaxtrain.nn.kv_cache import Cached
 
 if TYPE_CHECKING:
     from jaxtrain.nn.transformer.block import Block

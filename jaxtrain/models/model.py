@@ -8,8 +8,8 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.values import lacks
-from jaxtrain.nn.cache import Cached
 from jaxtrain.nn.facts import AttentionFacts, ExpertsFacts
+from jaxtrain.nn.kv_cache import Cached
 
 if TYPE_CHECKING:
     from jaxtrain.nn.layers import Pooling

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.kv_cache import Cached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs
-from jaxtrain.nn.cache import Cached
+from jaxtrain.nn.kv_cache import Cached
 from jaxtrain.nn.recurrent.bidirectional import RecurrentLayer, in_directions, validate_directions
 from jaxtrain.nn.recurrent.recurrent import Recurrent, gru_layer
 from jaxtrain.nn.recurrent.seq2seq import GlobalAttention, RecurrentPair

@@ -16,8 +16,8 @@ from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import RMSNorm, add_bias
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
 from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, selective_scan, steps

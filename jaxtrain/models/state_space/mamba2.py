@@ -20,8 +20,8 @@ from jaxtrain.config.errors import (
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import RMSNorm, add_bias, rms_norm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
 from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, steps

@@ -22,9 +22,9 @@ from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
 from jaxtrain.nn.attention.rotary import Rotations
-from jaxtrain.nn.cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.facts import AttentionFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.layers import Norm, RMSNorm, add_bias, rotate
 from jaxtrain.nn.parameters import (
     Weights,

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jaxtrain.nn.attention.context import QUERIES
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.rotary import Rotations
-from jaxtrain.nn.cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import AttentionFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.layers import RMSNorm, rotate
 from jaxtrain.nn.matmul.contract import copies_of_kv_heads
 from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache, extend_cache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.remat import name_activation

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import LayerCache
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import LayerFacts
+from jaxtrain.nn.kv_cache import LayerCache
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.transformer.decoder import Layer
 from jaxtrain.nn.transformer.language_model import Auxiliary

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
+from jaxtrain.nn.kv_cache import LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
 from jaxtrain.nn.recurrent.recurrence import goes_on

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, constant, normal, param
 from jaxtrain.nn.recurrent.recurrence import Cell, goes_on, recurrence

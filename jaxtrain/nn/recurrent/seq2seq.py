@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.nn.layers import embed
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.recurrent.bidirectional import BothWays

@@ -11,9 +11,9 @@ import jax
 
 from jaxtrain.config.errors import require_at_least, require_positive
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, under
 from jaxtrain.nn.transformer.block import pre_norm

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cached, LayerCache
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN as HIDDEN  # in addition to RESIDUAL, for models
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts, LayerFacts
+from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation

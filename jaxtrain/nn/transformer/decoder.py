@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import LayerCache
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.kv_cache import LayerCache
 from jaxtrain.nn.layers import Norm, RMSNorm, embed
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache, LayerCache
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN, Execution
+from jaxtrain.nn.kv_cache import Cache, LayerCache
 from jaxtrain.nn.layers import Norm, embed
 from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block

@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.mask import Mask, apply_softcap
-from jaxtrain.nn.cache import Cache, LayerCache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cache, LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.parallel.gathering import GradientSlice

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import TokenModel
-from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model, TokenModel, reads_tokens
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cache, empty_cache
 from jaxtrain.nn.parameters import unstack
 from jaxtrain.nn.remat import POLICIES
 from jaxtrain.nn.transformer.decoder import Decoder

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.models.model import TokenModel
-from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,
     Prefix,

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model, TokenModel
-from jaxtrain.nn.cache import Cache
+from jaxtrain.nn.kv_cache import Cache
 from jaxtrain.run.generation.answer import Answer, length_before_end
 from jaxtrain.run.generation.decoding import (
     LEAST_LENGTH,

@@ -18,8 +18,8 @@ from jaxtrain.data.pairs.source import PairData
 from jaxtrain.data.pairs.spans import SpanData
 from jaxtrain.models.model import TokenModel, pair_model
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.cache import Cache, empty_cache
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.kv_cache import Cache, empty_cache
 from jaxtrain.nn.transformer.language_model import PairModule, logits
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.run.generation import beams

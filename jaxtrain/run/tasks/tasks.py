@@ -19,7 +19,7 @@ from jaxtrain.config.buckets import to_path
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 from jaxtrain.models.model import Model, TokenModel
-from jaxtrain.nn.cache import empty_cache
+from jaxtrain.nn.kv_cache import empty_cache
 from jaxtrain.run.generation.decoding import (
     batches,
     for_texts,
