@@ -361,7 +361,7 @@ COVERED = {
     "data/vectors/npz.py": "vectors.npz",
     "data/pairs/files.py": "pairs.tsv",
     "data/text/formats/csv_lines.py": "text.csv",
-    "data/text/pieces.py": "text.jsonl.gz",
+    "data/text/documents.py": "text.jsonl.gz",
     "data/text/stores/store.py": "token store",
     "data/text/formats/token_files.py": "megatron tokens",
     "data/vectors/source.py": "vectors.csv",

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from jaxtrain.__main__ import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.source import STORE_FILE, is_held_out, is_heldout
-from jaxtrain.data.text import pieces
+from jaxtrain.data.text import documents
 from jaxtrain.data.text.packing import PackedText
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores import tokenizing
@@ -316,12 +316,12 @@ def test_a_file_read_in_parts_has_the_characters_of_the_whole_text(
     file = tmp_path_factory.getbasetemp() / "pieces.txt"
     file.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "READ_BYTES", 7)
-        document = pieces.TextFile(file)
+        patched.setattr(documents, "READ_BYTES", 7)
+        document = documents.TextFile(file)
         assert "".join(document.parts(begin, end)) == text[begin:end]
         assert "".join(document.parts()) == text
         assert document.is_blank() == (not text.strip())
-        assert document.cut_at_line(fraction) == pieces.cut_at_line(text, fraction)
+        assert document.cut_at_line(fraction) == documents.cut_at_line(text, fraction)
 
 
 @given(st.integers(0, 10**7), st.floats(1e-4, 0.9999))
@@ -331,7 +331,7 @@ def test_who_is_held_out_does_not_depend_on_who_follows(place, fraction):
 
 
 def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "READ_BYTES", 5)
+    monkeypatch.setattr(documents, "READ_BYTES", 5)
     for number, (content, byte) in enumerate(
         [(b"twelve bytes\xff and more", 12), ("four你".encode()[:-1], 4), (b"\xff", 0)]
     ):

@@ -17,8 +17,8 @@ from jaxtrain.config.files import alone, cache_folder, make_once, writing
 from jaxtrain.config.untrusted import MalformedError, parse_json
 from jaxtrain.data.images.stores import decode
 from jaxtrain.data.source import part_digest
+from jaxtrain.data.text.documents import arrow
 from jaxtrain.data.text.formats.saved_datasets import arrow_files, column_feature
-from jaxtrain.data.text.pieces import arrow
 
 _SETTING = "ImageData.source"
 

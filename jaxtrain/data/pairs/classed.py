@@ -21,7 +21,7 @@ from jaxtrain.data.classed_rows import ClassedRows, Labelled, Labels, Rows
 from jaxtrain.data.pairs import files
 from jaxtrain.data.pairs.files import field, records, text_of
 from jaxtrain.data.source import Dataset, digest, existing_path, is_heldout
-from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
+from jaxtrain.data.text.documents import BYTE_ORDER_MARK, plain_name, reading
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, open_tokenizer
 
 COLUMNS = (".conll", ".iob", ".bio", ".txt")

@@ -8,10 +8,9 @@ from typing import Any
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.text.documents import BadRecord
+from jaxtrain.data.text.documents import BYTE_ORDER_MARK, BadRecord, plain_name, reading
 from jaxtrain.data.text.formats import columnar
 from jaxtrain.data.text.formats.json_lines import BadLineError, string
-from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
 
 ENDINGS = (".jsonl", ".json", ".tsv", ".csv", ".parquet", ".arrow")
 Texts = tuple[str, str]

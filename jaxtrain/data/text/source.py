@@ -33,10 +33,9 @@ from jaxtrain.data.source import (
     tfds_name,
 )
 from jaxtrain.data.text import documents
-from jaxtrain.data.text.documents import Records
+from jaxtrain.data.text.documents import Records, cut_at_line
 from jaxtrain.data.text.fill_in_middle import FillInMiddle, fill_in_middle
 from jaxtrain.data.text.packing import PackedText, pack, unigram_entropy
-from jaxtrain.data.text.pieces import cut_at_line
 from jaxtrain.data.tokenization.tokenizer import (
     Tokenizer,
     closing,

@@ -32,10 +32,9 @@ from jaxtrain.data.text.chat.chat_template import (
     TemplateError,
     open_template,
 )
-from jaxtrain.data.text.documents import Records
+from jaxtrain.data.text.documents import Records, plain_name
 from jaxtrain.data.text.formats import columnar, json_lines
 from jaxtrain.data.text.formats.json_lines import BadLineError, kind, string
-from jaxtrain.data.text.pieces import plain_name
 from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing, open_tokenizer
 
 ANSWERS = "assistant"  # the role of the model

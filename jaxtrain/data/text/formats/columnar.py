@@ -11,9 +11,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.documents import BadRecord, check_field
+from jaxtrain.data.text.documents import BadRecord, arrow, check_field, open_stored
 from jaxtrain.data.text.formats.json_lines import BadLineError
-from jaxtrain.data.text.pieces import arrow, open_stored
 
 T = TypeVar("T")
 

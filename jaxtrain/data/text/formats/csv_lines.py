@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.text.documents import BadRecord, check_field, reject_empty
-from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, plain_name, reading
+from jaxtrain.data.text.documents import (
+    BYTE_ORDER_MARK,
+    BadRecord,
+    check_field,
+    plain_name,
+    reading,
+    reject_empty,
+)
 
 
 def read(path: AnyPath, text_field: str) -> Iterator[str | BadRecord]:

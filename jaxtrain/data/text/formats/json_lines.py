@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import did_you_mean
 from jaxtrain.config.untrusted import MalformedError, parse_json
-from jaxtrain.data.text.documents import BadRecord, reject_empty
-from jaxtrain.data.text.pieces import BYTE_ORDER_MARK, reading
+from jaxtrain.data.text.documents import BYTE_ORDER_MARK, BadRecord, reading, reject_empty
 
 T = TypeVar("T")
 

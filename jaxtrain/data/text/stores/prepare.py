@@ -8,8 +8,7 @@ from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import write_atomically
 from jaxtrain.data.source import Split, existing_path, is_store, part_digest
-from jaxtrain.data.text.documents import Files, Records, is_packed
-from jaxtrain.data.text.pieces import Document, Text
+from jaxtrain.data.text.documents import Document, Files, Records, Text, is_packed
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.store import TOKENIZER_FILE, TOKENIZER_FILES, Store
 from jaxtrain.data.text.stores.tokenizing import Texts, split_documents, tokenize
