@@ -73,8 +73,14 @@ def test_a_block_of_the_page_runs(block, tmp_path):
             given = [word for word in words[:place] if word.startswith("--")]
             assert all(f"#SBATCH {option}=" in known for option in given)
             check_train(words[place + 1 :])
+        elif words[0] == "plan":
+            asked = parser().parse_args(words)
+            load_config(asked.config, bindings=asked.gin_bindings)
         else:
-            check_train(words[2:] if words[0] == "supervise" else words)
+            supervised = words[0] == "supervise"
+            if supervised:
+                supervise.parse(words[1:])
+            check_train(words[words.index("--") + 1 :] if supervised else words)
         checked += 1
     for line in printed.splitlines():
         command = shlex.split(line)[-1]

@@ -18,7 +18,11 @@ from jaxtrain.run.attempts.attempt import Attempt, Preempted
 from jaxtrain.run.attempts.folder import RunFolder
 from jaxtrain.run.attempts.goodput import Goodput, read_account
 from jaxtrain.run.attempts.lock import RunLock, Superseded
-from jaxtrain.run.attempts.signals import SUPERVISOR_VARIABLE, maintenance_notices
+from jaxtrain.run.attempts.signals import (
+    SUPERVISOR_VARIABLE,
+    attempt_to_supersede,
+    maintenance_notices,
+)
 from jaxtrain.run.attempts.watchdog import Watchdog, dump_stacks, write_reason
 from jaxtrain.run.checkpoint import sealing
 from jaxtrain.run.cluster import detection
@@ -73,7 +77,12 @@ def begin(config: Config, workdir: AnyPath, flags: Flags, *, report: Reporter) -
             if cluster.process_id == 0:
                 with _usable(workdir):
                     sealing.reject_others(workdir)
-                    lock = RunLock.acquire(workdir, report=report, on_superseded=_leave_superseded)
+                    lock = RunLock.acquire(
+                        workdir,
+                        report=report,
+                        on_superseded=_leave_superseded,
+                        supersedes=attempt_to_supersede(),
+                    )
                 stack.callback(_give_back, lock, is_new)
             token = None
             if cluster.num_processes > 1:

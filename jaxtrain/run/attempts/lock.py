@@ -67,6 +67,7 @@ class RunLock:
         beat_seconds: float = BEAT_SECONDS,
         report: Callable[[str], None] | None = None,
         on_superseded: Callable[[Superseded], None] | None = None,
+        supersedes: int = 0,
     ) -> Self:
         """Take the folder for the next attempt and beat until `release`; called by process 0 alone.
 
@@ -80,6 +81,8 @@ class RunLock:
           report: called with a line if the folder was taken over from another machine; None:
             stderr.
           on_superseded: called once, by the beating thread, when a newer attempt has the folder.
+          supersedes: an attempt whose holder is replaced at once, because the hosts of an elastic
+            run have replaced its generation; 0: none.
 
         Raises:
           UserError: another attempt is alive.
@@ -91,7 +94,8 @@ class RunLock:
             holder = find_unended(workdir, newest)
             if holder is not None and holder.token == claim.token:
                 break  # storage that was slow to show our claim
-            _wait_until_stale(workdir, newest, holder, claim, report or _to_stderr)
+            if newest > supersedes:
+                _wait_until_stale(workdir, newest, holder, claim, report or _to_stderr)
             # Exactly the number after the one that was checked: with an older one, the claim fails.
             if take(workdir, newest + 1, claim):
                 newest += 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,11 @@ from typing import Any
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # Set by a supervisor, whose end is a request to stop too.
 SUPERVISOR_VARIABLE = "JAXTRAIN_SUPERVISOR"
+
+
+def attempt_to_supersede() -> int:
+    """Return the attempt that the supervisor's command supersedes; 0 if none."""
+    return int(os.environ.get(SUPERVISOR_VARIABLE, "0").split()[-1])
 
 
 def handled_signals() -> list[signal.Signals]:

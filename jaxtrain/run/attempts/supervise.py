@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Literal
 
 from jaxtrain.config.buckets import AnyPath, BucketError, BucketPath, require, to_path
 from jaxtrain.config.errors import UserError
@@ -46,6 +46,7 @@ class Child:
         grace_seconds: float,
         output: IO[bytes] | None = None,
         standby: Standby | None = None,
+        supersedes: int = 0,
     ) -> None:
         """Start the command; its standard error goes where this process's does.
 
@@ -55,10 +56,11 @@ class Child:
           grace_seconds: time to exit when this process is gone.
           output: receives its standard output; None: this process's.
           standby: runs the command, with this process's standard output; None: a fresh process.
+          supersedes: the attempt that it replaces; see `RunLock.acquire`.
         """
         self._line_open, self.has_stepped = True, False
         if standby is not None:
-            facts = f"{standby.descriptor} {beat_seconds} {grace_seconds}"
+            facts = f"{standby.descriptor} {beat_seconds} {grace_seconds} {supersedes}"
             if standby.run(command, {SUPERVISOR_VARIABLE: facts}):
                 self._line, self._process = standby.line, standby.process
                 self.pid = self._process.pid
@@ -66,7 +68,7 @@ class Child:
             standby.close()
         self._line, theirs = socket.socketpair()
         with theirs:
-            facts = f"{theirs.fileno()} {beat_seconds} {grace_seconds}"
+            facts = f"{theirs.fileno()} {beat_seconds} {grace_seconds} {supersedes}"
             self._process = subprocess.Popen(
                 command,
                 stdout=output,
@@ -127,7 +129,7 @@ def report_to_supervisor(
     facts = os.environ.pop(SUPERVISOR_VARIABLE, None)
     if facts is None:
         return False
-    descriptor, beat_seconds, grace_seconds = facts.split()
+    descriptor, beat_seconds, grace_seconds, _ = facts.split()
     line = socket.socket(fileno=int(descriptor))
     line.set_inheritable(False)
     line.setblocking(False)
@@ -226,14 +228,14 @@ def supervise(
       settings: restart policy and timeouts; None: the defaults.
       report: called with each line to print; None: stderr.
     """
-    workdir, settings, report = to_path(workdir), settings or Supervision(), report or _to_stderr
+    workdir, settings, report = to_path(workdir), settings or Supervision(), report or to_stderr
     if isinstance(workdir, BucketPath):
         require("--workdir", workdir)
     with path_errors(f"--workdir {workdir}", needs="use a folder that can be made and written"):
         best, restarts = records.newest_step(workdir), 0
     with contextlib.closing(Reserve(command)) as reserve, record_signals() as stop:
         while True:
-            ending = _run(command, workdir, settings, stop, reserve, report)
+            ending = run_child(command, workdir, settings, stop, reserve, report)
             with contextlib.suppress(BucketError):
                 ending.write(workdir)
             is_unstarted = bool(stop) and ending.attempt is None and ending.status == -stop[0]
@@ -275,8 +277,16 @@ def supervise(
                 return PREEMPTED
 
 
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """An order to end the command: `save` first, with SIGTERM, or `kill`; and why."""
+
+    kind: Literal["save", "kill"]
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Ending:
+class Ending:
     """How one launch of the command ended.
 
     Attributes:
@@ -339,14 +349,17 @@ class _Ending:
         records.write_exit(workdir, status=status, reason=reason, step=step, attempt=attempt)
 
 
-def _run(
+def run_child(
     command: Sequence[str],
     workdir: AnyPath,
     settings: Supervision,
     stop: list[int],
     reserve: Reserve,
     report: Callable[[str], None],
-) -> _Ending:
+    *,
+    watch: Callable[[], Order | None] = lambda: None,
+    supersedes: int = 0,
+) -> Ending:
     """Run the command once; kill it if it stalls or does not stop in time.
 
     Args:
@@ -356,6 +369,8 @@ def _run(
       stop: signals received by this process; others are added meanwhile.
       reserve: has the standby interpreter that runs it, and gets the next one.
       report: called with each line to print.
+      watch: called at each check; returns an order to end the command, or None.
+      supersedes: the attempt that it replaces; see `RunLock.acquire`.
     """
     attempt_before, step_before = _read_progress(workdir)
     child = Child(
@@ -363,10 +378,11 @@ def _run(
         beat_seconds=min(settings.stall_seconds / 10, 5.0),
         grace_seconds=settings.grace_seconds,
         standby=reserve.take(),
+        supersedes=supersedes,
     )
     started = now = time.monotonic()
     silent, heard, deadline, stopped_at, cause = 0.0, False, None, None, ""
-    is_prepared = False
+    is_prepared, ordered = False, ""
     while (status := child.status()) is None:
         beat = child.listen(settings.poll_seconds)
         before, now = now, time.monotonic()
@@ -378,13 +394,21 @@ def _run(
         silent = 0.0 if beat else silent + min(now - before, 5 * settings.poll_seconds)
         if cause:
             continue
+        if (order := watch()) is not None and order.kind == "kill":
+            cause = f"killed: {order.reason}"
+            child.kill()
+            continue
+        if order is not None and deadline is None:
+            deadline, ordered = now + settings.grace_seconds, order.reason
+            report(order.reason)
+            child.send_signal(signal.SIGTERM)
         if stop and deadline is None:
             deadline, stopped_at = now + settings.grace_seconds, now
             report(f"{_name(stop[0])}: waiting {settings.grace_seconds:g} s for it to save")
             child.send_signal(stop[0])
         if deadline is not None and (len(stop) > 1 or now >= deadline):
             came = f"a second signal, {_name(stop[1])}" if len(stop) > 1 else "no end"
-            cause = f"killed after {_name(stop[0])} and {came}"
+            cause = f"killed after {_name(stop[0]) if stop else ordered} and {came}"
             child.kill()
         elif heard and silent > settings.stall_seconds:
             cause = f"stalled, killed: no progress for {settings.stall_seconds:g} s"
@@ -396,7 +420,7 @@ def _run(
         if attempt_before is not None:
             attempt = records.attempt_of(workdir, child.pid, after=attempt_before)
         outcome = _cause(workdir, status, attempt)
-    return _Ending(
+    return Ending(
         cause=cause or outcome,
         status=status,
         attempt=attempt,
@@ -419,7 +443,7 @@ def _read_progress(workdir: AnyPath) -> tuple[int | None, int | None]:
 
 
 def _idle(
-    workdir: AnyPath, ending: _Ending, settings: Supervision, job: SlurmJob | None
+    workdir: AnyPath, ending: Ending, settings: Supervision, job: SlurmJob | None
 ) -> str | None:
     """Return why a stopped run should not be queued again; None if it makes progress in between."""
     limit = None
@@ -466,7 +490,7 @@ def _name(number: int) -> str:
         return f"signal {number}"  # one of the real-time signals
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
     try:
         sys.stderr.write(f"jaxtrain supervise: {line}\n")
         sys.stderr.flush()

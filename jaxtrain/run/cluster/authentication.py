@@ -97,6 +97,22 @@ class RunToken:
         """
         return self._given or self._read_private(private=False)
 
+    def share(self) -> bytes:
+        """Return the token of hosts that start concurrently: the first creates the file.
+
+        Raises:
+          OSError: the file cannot be written.
+          UserError: the file belongs to another user.
+        """
+        found = self.find()
+        if found is None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            _store(self._file, secrets.token_hex(32).encode() + b"\n", is_first=True)
+            found = self.find()
+        if found is None:
+            raise UserError(f"{self._file} is not a token; remove it")
+        return found
+
     def absent(self, coordinator: str, process: int) -> UserError:
         """Return the error for a process that reaches process 0 but has no token."""
         return UserError(
@@ -144,9 +160,11 @@ def _read(text: bytes) -> bytes | None:
     return token if _GRAMMAR.fullmatch(token) else None
 
 
-def _store(file: AnyPath, content: bytes) -> None:
+def _store(file: AnyPath, content: bytes, *, is_first: bool = False) -> None:
+    """Write a token file; with `is_first`, unless there is one."""
     if isinstance(file, BucketPath):
-        file.write_bytes(content)
+        with contextlib.suppress(FileExistsError):
+            file.create(content) if is_first else file.write_bytes(content)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     # Created with mode 0600, and renamed after it is complete.
@@ -156,7 +174,11 @@ def _store(file: AnyPath, content: bytes) -> None:
             stream.write(content)
             stream.flush()
             os.fsync(handle)
-        Path(temporary).replace(file)
+        if is_first:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, file)
+        else:
+            Path(temporary).replace(file)
     finally:
         Path(temporary).unlink(missing_ok=True)
 

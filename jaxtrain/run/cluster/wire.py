@@ -285,6 +285,7 @@ class Listener:
         the reason for the rejection.
       waiting: connections that are not admitted yet, or are rejected and still reading the reason.
       rejected: the counter of unauthenticated clients.
+      port: the bound port.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ class Listener:
 
         Args:
           host: the host of the coordinator.
-          port: the port of the coordinator.
+          port: the port of the coordinator; 0 takes a free one.
           token: the run's token.
           room: the maximum number of pending connections, in addition to some for unauthenticated
             clients.
@@ -307,6 +308,7 @@ class Listener:
         self.waiting: dict[Link, asyncio.Task[None]] = {}
         self.rejected = RejectedClients(report)
         self._socket = listen(host, port)
+        self.port = self._socket.getsockname()[1]
         self._socket.setblocking(False)
         self._token, self._room = token, room + _ROOM_FOR_STRANGERS
         self._accepting: asyncio.Task[None] | None = None
