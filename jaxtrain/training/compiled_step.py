@@ -1,4 +1,4 @@
-"""The one jitted, state-donating train step of a run, and the flat state that it steps on."""
+"""The jitted, state-donating train step of a run, and the flat state that it steps on."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ class CompiledStep:
     """A `Step` for `jax.jit`: compiled when it is first called, or `lower`ed.
 
     A run calls it, a plan compiles it for absent devices, a profile names its
-    operations, and `verify` proves it. The parameters and moments of a TrainState are objects,
+    operations, and `verify` checks it. The parameters and moments of a TrainState are objects,
     which Python flattens before a step and rebuilds after it, and whose metadata it compares:
     longer than the rest of dispatching a step (benchmarks/overhead.py). So the compiled
     function takes the arrays alone.
@@ -133,8 +133,8 @@ class RunAhead:
 
     XLA's CPU client starts and runs programs on one thread pool of as many threads as devices.
     While 32 programs of a device are unfinished, the thread that starts the next one blocks: on
-      simulated devices the others then wait in collectives for a device whose program has
-      no thread, and the step deadlocks. A few programs keep any device busy.
+    simulated devices the others then wait in collectives for a device whose program has no thread,
+    and the step deadlocks. A few programs keep any device busy.
     """
 
     def __init__(self) -> None:

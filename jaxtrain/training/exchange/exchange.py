@@ -157,7 +157,7 @@ def neighbours(graph: Graph, replicas: int) -> list[list[int]]:
 
     Args:
       graph: 'ring': both next ones; 'torus': the next ones along both sides of a grid, row by row;
-        'exponential': those 1, 2, 4, ... ranks on, below their number.
+        'exponential': the distances 1, 2, 4, ... below the number of ranks.
       replicas: their number.
     """
     everyone = range(replicas)
