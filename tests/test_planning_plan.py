@@ -422,7 +422,7 @@ def test_running_out_of_memory_is_explained():
         jax.numpy.zeros((2**46,)).block_until_ready()
     assert is_out_of_memory(error.value)
     changes = ["Mesh.data = 8", "Attention.kernel = 'xla'", "Remat.policy = 'dots'"]
-    config = load_config("gpt2_124m", changes)
+    config = load_config("gpt2_124m", [*changes, "Train.accumulation = 5"])
     said = explain(config, str(error.value))
     assert said.startswith("out of memory: RESOURCE_EXHAUSTED")
     assert "By closed forms a device needs" in said
