@@ -132,7 +132,7 @@ def test_the_first_bad_example_stops_a_run_that_allows_none():
         next(ahead)
     for thread in threading.enumerate():
         if thread.name.startswith(("prefetch", "grain")):
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             assert not thread.is_alive()
 
 

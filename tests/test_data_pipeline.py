@@ -308,7 +308,7 @@ def test_prefetching_is_bounded_and_on_another_thread():
 
     with Prefetcher(source(), lambda n: n, depth=3) as ahead:
         assert next(ahead) == 0
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(made) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.05)  # time in which an unbounded worker would run on
@@ -365,7 +365,7 @@ def test_a_training_stream_closes_with_its_threads():
     stream = batches(Numbered(10), global_batch_size=4, seed=0, threads=3, prefetch=3)
     with Prefetcher(stream, lambda batch: batch, depth=2) as ahead:
         next(ahead)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before

@@ -148,7 +148,7 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=120,
             start_new_session=True,
             check=False,
         )
@@ -159,7 +159,7 @@ def test_a_worker_starts_one_supervisor_that_outlives_the_connection(tmp_path):
     assert ssh(look) == "stopped\n"
     assert ssh(start) == ""
     log = home / "jaxtrain.log"
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while "supervise" not in log.read_text() and time.monotonic() < until:
         time.sleep(0.01)
     pid, _, words = log.read_text().strip().partition(" ")

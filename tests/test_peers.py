@@ -297,7 +297,7 @@ def test_loops_of_different_speeds_stop_at_the_same_tick(delays, asker, at, agai
                 # As on devices: a tick takes all processes, two may be queued.
                 done[process] = number
                 moved.notify_all()
-                assert moved.wait_for(functools.partial(near, number), timeout=20)
+                assert moved.wait_for(functools.partial(near, number), timeout=120)
             threading.Event().wait(0.001 * delays[process])
 
     threads = [threading.Thread(target=loop, args=[process]) for process in range(len(delays))]

@@ -465,7 +465,7 @@ def test_another_program_at_the_port_is_named_in_time(pair, answer, why, monkeyp
         pytest.raises(ClusterError, match=f"cannot be reached .* within 1 s: .*{why}"),
     ):
         pair.member(1, port=port, seconds=1)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # of 1, on a busy machine
     assert all(len(part) == 48 for part in heard)
 
 
