@@ -99,6 +99,8 @@ def test_in_a_second_start_and_a_resume_of_two_processes_the_first_compiles_noth
         assert "cache_misses" not in counted, name
 
 
+# Starts two processes, as the two tests above.
+@pytest.mark.slow
 def test_eval_loads_what_training_compiled(first):
     folder, _ = first
     found = run(["eval", "--workdir", folder / "run"], JAXTRAIN_CACHE=str(folder / "cache"))

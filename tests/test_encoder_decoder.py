@@ -296,7 +296,8 @@ def test_exact_matches_are_the_rows_all_of_whose_targets_are_told():
     assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
 
 
-@pytest.mark.slow_cases("transformer")
+# Generates with two models; exact matches of one answer are in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["transformer", "seq2seq"])
 def test_of_several_answers_the_one_that_greedy_decoding_tells_is_a_match(name):
     """Token for token: each row's answers are compared with what the model writes by itself. A row

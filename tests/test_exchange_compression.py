@@ -161,7 +161,8 @@ def test_small_numbers_beside_large_ones_only_arrive_with_error_feedback():
 LAYOUTS = [{"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}]
 
 
-@pytest.mark.slow_cases("{'data': 4, 'fsdp': 2}")
+# Compiles two steps; int8 against the synchronous step is in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_sending_every_entry_is_the_synchronous_step(sizes):
     params, metrics = synchronous()

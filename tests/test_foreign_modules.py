@@ -111,6 +111,8 @@ def test_a_downloaded_run_takes_no_library_from_its_folder(hostile, call, tmp_pa
     assert done.returncode == 0, done.stderr
 
 
+# Starts a training; what an import of jaxtrain's takes is in the fast part.
+@pytest.mark.slow
 def test_python_m_takes_no_library_from_the_current_folder(hostile, call, tmp_path):
     folder = hostile(tmp_path / "here", INSTALLED)
     done = call(folder, "data", "mlp_digits", start=("-m", "jaxtrain"))

@@ -67,8 +67,8 @@ def test_each_addition_is_rounded():
     assert norm({name: found[name] - exact[name] for name in exact}) > 0.3 * HALF * norm(exact)
 
 
-# Two more compiled steps; tests/test_reduction.py has a pipeline with sharded masters.
-@pytest.mark.slow_cases("pipe")
+# Compiles three steps; tests/test_reduction.py has sharded masters in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [

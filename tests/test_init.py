@@ -17,6 +17,8 @@ from jaxtrain.run.commands.init import FILES
 ROOT = Path(__file__).parent.parent
 
 
+# Trains; that nothing is overwritten and what the wheel holds is in the fast part.
+@pytest.mark.slow
 def test_the_starter_is_written_and_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "new/project"]) == 0

@@ -92,6 +92,8 @@ def test_hidden_states_that_do_not_count_may_be_no_numbers(chunk_size):
     assert_same_bits(found(spoiled), found(h))
 
 
+# Compiles a ResNet on eight devices; targets of texts are in the fast part.
+@pytest.mark.slow
 def test_labels_and_pixels_that_do_not_count_may_be_anything():
     sizes = ResNet(depth=20, num_classes=10, channels=1, width=8)
     program = make_step(sizes, make_layout(fsdp=8), loss=Loss(label_smoothing=0.1))

@@ -333,6 +333,8 @@ AGAIN = """ENTRY main {
 }"""
 
 
+# Plans a whole search; test_planning_search.py has searches in the fast part.
+@pytest.mark.slow
 def test_a_search_goes_on_where_a_compiler_does_work_again(llama_file, monkeypatch):
     """Of made results: in the first four programs two operations are there twice."""
     tried, real = [], plans._plan

@@ -306,6 +306,8 @@ def test_what_products_of_unlike_layers_read_and_write():
     assert activation_bytes(mlp, pipelined=False, devices=1) == 2 * rows * numbers
 
 
+# The cases that are left run the same code.
+@pytest.mark.slow_cases("DeepLearningExamples, MXNet on NGC")
 @pytest.mark.parametrize(
     ("target", "published"),
     [("a100:1x1", (2470, 3660)), ("h100:1x1", (7000, 7000))],

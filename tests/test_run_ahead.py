@@ -77,7 +77,8 @@ def test_evaluations_and_steps_in_a_row_do_not_run_away_from_the_devices(tiny_co
     assert 2 < max(program.counts) <= RUN_AHEAD_PROGRAMS + 1
 
 
-@pytest.mark.slow_cases("1")
+# Trains; test_optimizer.py has the average on eight devices in the fast part.
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_averaged_parameters_lie_as_the_parameters_do(tiny_config, zero):
     bindings = ["Optimizer.average_decay = 0.9", f"Sharding.zero = {zero}", "Train.eval_batches=1"]

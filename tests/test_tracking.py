@@ -323,6 +323,8 @@ def test_mlflow_has_the_numbers_of_both_starts(tmp_path, monkeypatch):
     assert run.data.tags["config.gin"] == "A.b = 1\n"
 
 
+# Starts wandb's service; MLflow's client is in the fast part.
+@pytest.mark.slow
 def test_wandb_has_the_numbers(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     service = open_service(run="gull2345", folder=tmp_path, **settings("wandb"))

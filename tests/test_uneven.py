@@ -207,6 +207,8 @@ def test_what_is_compiled_has_all_rows(tiny_config):
     assert made.compiled.argument_bytes == made.estimate.arguments.total
 
 
+# Prices a whole search; filled batches are in the fast part above.
+@pytest.mark.slow
 def test_a_search_fills_batches_that_do_not_divide(tiny_config):
     """4 heads, 2 layers and 8 rows: nothing divides by 5."""
     found = search(load_config(tiny_config, on({"data": 5})), parse_target("h100:1x5"))
