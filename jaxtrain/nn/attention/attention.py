@@ -61,7 +61,7 @@ def attention(
 
     Where the layout splits sequences, `context_parallel` selects the method, and the
     tokens must be ordered as `jaxtrain.nn.attention.context.along_context` orders them for it. The
-    kernel is a concrete one: `training.program.resolve_kernel` resolves 'auto'.
+    kernel is a concrete one: `training.layouts.resolve_kernel` resolves 'auto'.
 
     Raises:
       UserError: while tracing, if the kernel does not support this; all reasons in one message.
