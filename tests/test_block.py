@@ -13,7 +13,7 @@ from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import LayerNorm, RMSNorm
+from jaxtrain.nn.normalization import LayerNorm, RMSNorm
 from jaxtrain.nn.parameters import merge_weights, normal, param, residual_stddev
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder

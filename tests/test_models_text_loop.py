@@ -15,7 +15,7 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import LayerNorm, RMSNorm
+from jaxtrain.nn.normalization import LayerNorm, RMSNorm
 from jaxtrain.nn.remat import POLICIES, Remat
 from jaxtrain.parallel.axis_rules import RULES
 from jaxtrain.parallel.sharding import logical_axes

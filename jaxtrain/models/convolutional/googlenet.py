@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
+from jaxtrain.nn.batch_norm import Running
 from jaxtrain.nn.convolution.convnet import (
     IMAGES,
     Convolution,
@@ -31,7 +32,6 @@ from jaxtrain.nn.convolution.convolution import pool_to
 from jaxtrain.nn.dense import Dense, multiply_adds
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.normalization import Running
 from jaxtrain.nn.parameters import InitializerName, initializer_of, normal
 from jaxtrain.parallel.sharding import shard
 

@@ -18,7 +18,8 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.kv_cache import Cached, LayerCache
-from jaxtrain.nn.layers import RMSNorm, add_bias
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
 from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, selective_scan, steps
 from jaxtrain.nn.recurrent.state_space import (

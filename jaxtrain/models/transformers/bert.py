@@ -20,8 +20,14 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.models.model import validate_features
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.execution import HIDDEN
-from jaxtrain.nn.layers import LayerNorm, Pooling, add_bias, embed, map_of_vectors
+from jaxtrain.nn.layers import (
+    Pooling,
+    add_bias,
+    embed,
+    map_of_vectors,
+)
 from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block, post_norm
 from jaxtrain.nn.transformer.mlp import TwoLayers, exact_gelu

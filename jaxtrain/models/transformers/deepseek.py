@@ -23,10 +23,10 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.nn.attention.latent import Latent
 from jaxtrain.nn.attention.rotary import Linear, Rotations, Yarn
-from jaxtrain.nn.layers import RMSNorm
 from jaxtrain.nn.moe.experts import Experts, validate_settings
 from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
 from jaxtrain.nn.moe.shared_experts import SharedExperts
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import residual_stddev
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder, PredictionModule, decoder

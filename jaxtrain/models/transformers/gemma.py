@@ -20,7 +20,7 @@ from jaxtrain.nn.attention.grouped_query import (
     validate_grouped_query,
 )
 from jaxtrain.nn.attention.rotary import Linear, RopeType, Rotations, rope
-from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder, decoder
 from jaxtrain.nn.transformer.mlp import gated_mlp, gelu

@@ -15,7 +15,7 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention import patterns
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.attention.patterns import Pattern
-from jaxtrain.nn.layers import LayerNorm
+from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import normal, param, residual_stddev
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import Decoder

@@ -17,7 +17,7 @@ from jaxtrain.models.language_model import EncoderDecoderModel
 from jaxtrain.models.model import AttentionFacts
 from jaxtrain.nn.attention.multi_head import CrossAttention, SelfAttention
 from jaxtrain.nn.dropout import Dropout, validate_rate
-from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.transformer.block import Block, Feeds
 from jaxtrain.nn.transformer.cross_block import CrossBlock

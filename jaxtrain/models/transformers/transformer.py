@@ -15,7 +15,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import EncoderDecoderModel
 from jaxtrain.nn.attention.multi_head import CrossAttention, SelfAttention
 from jaxtrain.nn.dropout import Dropout, validate_rate
-from jaxtrain.nn.layers import LayerNorm
+from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.transformer.block import Block, post_norm, pre_norm
 from jaxtrain.nn.transformer.cross_block import CrossBlock

@@ -21,7 +21,8 @@ from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.convolution.convnet import IMAGES
 from jaxtrain.nn.dense import Dense
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import LayerNorm, add_bias
+from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import (
     add_prefix,
     constant,

@@ -25,7 +25,8 @@ from jaxtrain.nn.attention.rotary import Rotations
 from jaxtrain.nn.execution import Execution, branch_scope
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.kv_cache import Cached, LayerCache, extend_cache
-from jaxtrain.nn.layers import Norm, RMSNorm, add_bias, rotate
+from jaxtrain.nn.layers import add_bias, rotate
+from jaxtrain.nn.normalization import Norm, RMSNorm
 from jaxtrain.nn.parameters import (
     Weights,
     add_prefix,

@@ -20,8 +20,9 @@ from jaxtrain.nn.attention.rotary import Rotations
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import AttentionFacts
 from jaxtrain.nn.kv_cache import Cached, LayerCache, extend_cache
-from jaxtrain.nn.layers import RMSNorm, rotate
+from jaxtrain.nn.layers import rotate
 from jaxtrain.nn.matmul.contract import copies_of_kv_heads
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import Weights, add_prefix, normal, param, under
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.parallel.gathering import gather

@@ -13,6 +13,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.nn.batch_norm import BatchNorm, GroupNorm, Running
 from jaxtrain.nn.convolution.convolution import (
     average_pool,
     convolution,
@@ -24,7 +25,6 @@ from jaxtrain.nn.dense import Dense, fan_in, fan_out, multiply_adds
 from jaxtrain.nn.dropout import dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
-from jaxtrain.nn.normalization import BatchNorm, GroupNorm, Running
 from jaxtrain.nn.parameters import HE, Initializer, constant, normal, param
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard

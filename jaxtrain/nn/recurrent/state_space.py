@@ -14,7 +14,7 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.kv_cache import Cached, LayerCache
-from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import Weights, normal, param, under
 from jaxtrain.nn.transformer.block import pre_norm
 from jaxtrain.nn.transformer.decoder import Decoder

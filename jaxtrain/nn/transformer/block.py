@@ -18,7 +18,7 @@ from jaxtrain.nn.execution import HIDDEN as HIDDEN  # in addition to RESIDUAL, f
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.facts import AttentionFacts, LayerFacts
 from jaxtrain.nn.kv_cache import Cached, LayerCache
-from jaxtrain.nn.layers import Norm
+from jaxtrain.nn.normalization import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.language_model import Auxiliary

@@ -14,7 +14,7 @@ from jaxtrain.nn.attention.multi_head import CrossAttention
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.kv_cache import LayerCache
-from jaxtrain.nn.layers import Norm
+from jaxtrain.nn.normalization import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, under
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.block import RESIDUAL, Attends, Feeds, Placement, pre_norm

@@ -15,7 +15,8 @@ from flax import nnx
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.kv_cache import LayerCache
-from jaxtrain.nn.layers import Norm, RMSNorm, embed
+from jaxtrain.nn.layers import embed
+from jaxtrain.nn.normalization import Norm, RMSNorm
 from jaxtrain.nn.parameters import Weights, add_prefix, merge_weights, normal, param, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.language_model import Auxiliary

@@ -15,7 +15,8 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Dropout
 from jaxtrain.nn.execution import HIDDEN, Execution
 from jaxtrain.nn.kv_cache import Cache, LayerCache
-from jaxtrain.nn.layers import Norm, embed
+from jaxtrain.nn.layers import embed
+from jaxtrain.nn.normalization import Norm
 from jaxtrain.nn.parameters import Weights, add_prefix, stack, under
 from jaxtrain.nn.transformer.block import RESIDUAL, Block
 from jaxtrain.nn.transformer.cross_block import CrossBlock

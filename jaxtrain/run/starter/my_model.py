@@ -13,7 +13,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
 from jaxtrain.nn.attention.rotary import Rotary
-from jaxtrain.nn.layers import RMSNorm
+from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import residual_stddev
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import decoder

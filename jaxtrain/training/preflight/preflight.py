@@ -1,4 +1,4 @@
-"""Preflight: validate a configuration before a run, and report every violation in one message.
+"""Preflight: validation of a configuration before a run; one message has every violation.
 
 The table in `compatibility.py` lists conflicting features. A single feature's values
 and the sizes that it divides are checked by a `validate` function next to it, which yields an error
