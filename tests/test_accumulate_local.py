@@ -77,9 +77,9 @@ def test_the_estimate_has_whole_gradients_and_weights():
         for config in (configured(name, accumulation=2) for name in ("local", "shard"))
     )
     assert local.arguments == shard.arguments
-    # Sums in float32, whole or sharded, and one of four layers' gradients in the compute dtype.
-    # Norms are whole in any case.
-    assert local.gradients == pytest.approx((4 + 2 / 4) * N, rel=0.05)
+    # Whole sums in float32, twice; sharded ones and one of four layers' gradients in the compute
+    # dtype. Norms are whole in any case.
+    assert local.gradients == pytest.approx(8 * N, rel=0.05)
     assert shard.gradients == pytest.approx((4 + 2 / 4) * N / K, rel=0.05)
     name = "parameters in the compute dtype"
     assert local.parts[name] - shard.parts[name] == 2 * N * (K - 1) // K

@@ -524,9 +524,13 @@ class _Step:
     @property
     def _holds_both_sums(self) -> bool:
         """Whether the accumulators are live twice, before and after adding a microbatch's
-        gradients: on TPUs if the weights were gathered and no loop over layers adds them. GPUs
-        accumulate in place."""
-        one_stage = self._ranks == 1 and self._accumulators and not self._fuses
+        gradients: on TPUs if the weights were gathered; GPUs accumulate in place.
+
+        With sharded masters the loop over layers adds in place there too. With 'local' sums libtpu
+        0.0.42 still reserves as much, for copies in the layout of the reduce-scatter.
+        """
+        in_place = self._fuses and self.config.sharding.accumulate == "shard"
+        one_stage = self._ranks == 1 and self._accumulators and not in_place
         return bool(self.sums_locally and one_stage and self.platform != "gpu")
 
     def _summing(self) -> dict[str, int]:
