@@ -284,6 +284,7 @@ def _cannot_be_filled(settings: Train, exchange: str) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=16)  # a search calls it for thousands of layouts of one model
 def has_statistics(model: Model) -> bool:
+    """Return whether a model has running statistics, such as those of batch norm."""
     module = nnx.eval_shape(lambda: model.build(jax.random.key(0)))
     return bool(jax.tree.leaves(nnx.state(module, Statistic)))
 
