@@ -85,7 +85,7 @@ def test_what_the_prediction_cannot_tell_apart_shares_a_rank_the_smallest_first(
 @pytest.mark.slow
 def test_where_nothing_fits_the_ways_out_are_true():
     """The settings that it names make the layout fit, and as many devices as it says do."""
-    config = load_config("llama_1b", ["Train.global_batch_size=8", "Llama.num_layers=12"])
+    config = load_config("llama_1b", ["Train.global_batch_size=8", "Llama.num_layers=15"])
     with pytest.raises(UserError) as error:
         search(config, parse_target("l4:1x1"))
     said = re.search(
@@ -94,9 +94,9 @@ def test_where_nothing_fits_the_ways_out_are_true():
         str(error.value),
     )
     assert said, str(error.value)
-    smallest = re.findall(r"([A-Z]\w+\.\w+=(?:'\w+'|\w+))", said[1])
+    smallest = re.findall(r"([A-Z]\w+\.\w+=(?:'\w+'|\w+|\([^)]*\)))", said[1])
     settings = said[2].split(" and ")
-    base = ["Train.global_batch_size=8", "Llama.num_layers=12"]
+    base = ["Train.global_batch_size=8", "Llama.num_layers=15"]
 
     def fits(*bindings):
         config = load_config("llama_1b", [*base, *smallest, *bindings])
