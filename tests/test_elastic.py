@@ -148,11 +148,13 @@ def test_a_host_that_comes_back_is_taken_in_at_the_next_save(three):
     three.lose("b")
     three.wait_for("a", "process 0 of 2")
     three.save(10)
+    time.sleep(2.5)  # the leader reads the folder once a second
     three.start("b")
     three.wait_for("b", "a, c train; this host is taken in at the next save")
-    # At that of step 10 if the leader has not read it yet: it reads the folder once a second.
+    time.sleep(2.5)
+    assert "taking in" not in three.read("a")
     three.save(20)
-    three.wait_for("a", "taking in b after the save of step ")
+    three.wait_for("a", "taking in b after the save of step 20")
     for name in "abc":
         three.wait_for(name, "generation 3: a, b, c")
     three.finish()

@@ -491,6 +491,7 @@ def _name(number: int) -> str:
 
 
 def to_stderr(line: str) -> None:
+    """Print a supervisor's line to stderr; a closed terminal is not an error."""
     try:
         sys.stderr.write(f"jaxtrain supervise: {line}\n")
         sys.stderr.flush()
