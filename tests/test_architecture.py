@@ -172,8 +172,9 @@ LEAST_LINES = 60  # of code
 # Shorter files, and why each is a file of its own. The list can only shrink.
 SHORT_FILES = {
     "one architecture a file": {
-        "models.convolutional.alexnet", "models.convolutional.lenet", "models.transformers.gpt_oss",
-        "models.transformers.llama", "models.transformers.mixtral", "models.weights.families.gpt2",
+        "models.convolutional.alexnet", "models.convolutional.lenet",
+        "models.transformers.gpt_oss", "models.transformers.llama", "models.transformers.mixtral",
+        "models.weights.families.gpt2",
     },
     "a file format, imported with the first file of it": {
         "data.text.formats.array_records", "data.text.formats.csv_lines", "data.vectors.npz",
@@ -187,15 +188,13 @@ SHORT_FILES = {
         "nn.matmul.grouped_tiles", "nn.moe.shared_experts",
     },
     "a type that many modules share, below all of them": {
-        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.kv_cache",
-        "nn.facts", "nn.predictor", "training.finetune.tuning",
-        "training.state",
+        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.facts",
+        "nn.kv_cache", "nn.predictor", "training.finetune.tuning", "training.state",
     },
     "one function that modules of several rooms call": {
         "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
         "analysis.verify.meshes", "config.shipped", "config.swept", "models.weights.published",
-        "nn.dense", "nn.dropout", "training.flops",
-        "training.objectives.own_batch",
+        "nn.dense", "nn.dropout", "training.flops", "training.objectives.own_batch",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.accumulation", "analysis.planning.goodput.simulation",
@@ -203,16 +202,24 @@ SHORT_FILES = {
         "analysis.planning.textbook.sizes", "analysis.planning.timing.schedule_time",
         "analysis.planning.timing.unstacked", "analysis.planning.timing.wave_quantization",
         "analysis.profiling.scopes", "analysis.verify.islands", "analysis.verify.resume",
-        "data.ordering.shuffle", "nn.matmul.input_capture", "nn.recurrent.state_space_dual",
+        "nn.matmul.input_capture", "nn.recurrent.state_space_dual",
     },
     "a command, or a page of one": {
         "__main__", "analysis.doctor", "analysis.feature_matrix",
         "analysis.planning.search.plan_on_target", "analysis.reports.verify", "run.commands.init",
     },
-    "a scheduler, which no other file is about": {"run.attempts.slurm"},
-    "a template that `jaxtrain init` copies": {"run.starter.my_model"},
-    "the process's memory, which no other file is about": {"run.garbage"},
-    "made without Orbax, which run.start imports": {"run.initial_state"},
+    "a scheduler, which no other file is about": {
+        "run.attempts.slurm",
+    },
+    "a template that `jaxtrain init` copies": {
+        "run.starter.my_model",
+    },
+    "the process's memory, which no other file is about": {
+        "run.garbage",
+    },
+    "made without Orbax, which run.start imports": {
+        "run.initial_state",
+    },
 }  # fmt: skip
 
 

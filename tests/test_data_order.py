@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jaxtrain.data.loader import batches
-from jaxtrain.data.ordering.rows import SHUFFLE_STREAM
-from jaxtrain.data.ordering.shuffle import _mix, shuffle, shuffle_nearby
+from jaxtrain.data.loader import SHUFFLE_STREAM, _mix, batches, shuffle, shuffle_nearby
 from jaxtrain.data.text.packing import pack
 from jaxtrain.data.text.source import TextData
 

@@ -16,13 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.bad_records import BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.loader import (
-    Prefetcher,
-    batches,
-    heldout_batches,
-    process_rows,
-    to_device,
-)
+from jaxtrain.data.loader import Prefetcher, batches, heldout_batches, process_rows, to_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from jaxtrain import Trainer, load_config
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
+from jaxtrain.data import mixture_sampler as mixing_of_data
 from jaxtrain.data.loader import batches
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.ordering import mixture_sampler as mixing_of_data
-from jaxtrain.data.ordering.mixture_sampler import Mixing, Source, floor_sum
+from jaxtrain.data.mixture_sampler import Mixing, Source, floor_sum
 from jaxtrain.data.text.source import TextData
 
 ROWS = 200, 1000, 150

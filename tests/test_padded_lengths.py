@@ -9,7 +9,7 @@ import pytest
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.loader import batches
 from jaxtrain.data.mixture import Mixture
-from jaxtrain.data.ordering.mixture_sampler import ByLength
+from jaxtrain.data.mixture_sampler import ByLength
 from jaxtrain.data.text.packing import PaddedText
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.trainer import Trainer

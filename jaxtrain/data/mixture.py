@@ -12,7 +12,7 @@ from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
 from jaxtrain.data.bad_records import merge
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.ordering.mixture_sampler import Mixing, Source, shares_by_size
+from jaxtrain.data.mixture_sampler import Mixing, Source, shares_by_size
 from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
 from jaxtrain.data.text.fill_in_middle import fill_in_middle
 from jaxtrain.data.text.source import SOURCE, TextData

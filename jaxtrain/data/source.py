@@ -20,7 +20,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxtrain.data.ordering.mixture_sampler import ByLength, Mixing
+    from jaxtrain.data.mixture_sampler import ByLength, Mixing
     from jaxtrain.data.token_arrays import Tokens
 
 

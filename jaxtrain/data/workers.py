@@ -24,7 +24,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecord, BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.ordering.rows import HeldoutRows, TrainingRows
+from jaxtrain.data.loader import HeldoutRows, TrainingRows
 
 _ROWS = 16  # of a job; even, so that rows that are mixed in pairs are made together
 _ALIGNED = 64  # bytes

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxtrain.config.errors import UserError, nearest_divisor, nearest_multiple
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.ordering.rows import without_weight
+from jaxtrain.data.loader import without_weight
 from jaxtrain.models.model import Model, reads_pairs, reads_tokens
 from jaxtrain.nn.attention.kernel_registry import Choice, Request, choose
 from jaxtrain.nn.parameters import Statistic

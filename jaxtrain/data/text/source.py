@@ -329,7 +329,7 @@ class TextData:
         if self.packing == "stream":
             return Dataset(train, heldout, made, facts, tokenizer, "tokens")
         if self.packing == "padded":
-            from jaxtrain.data.ordering.mixture_sampler import ByLength
+            from jaxtrain.data.mixture_sampler import ByLength
             from jaxtrain.data.text.packing import PaddedText
 
             rows = PaddedText(train.tokens, train.offsets, self.row_lengths)

@@ -24,7 +24,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import load
 from jaxtrain.config.registry import with_present_names
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.ordering.shuffle import VERSION
+from jaxtrain.data.loader import VERSION
 from jaxtrain.data.source import Dataset
 from jaxtrain.data.text.source import TextData
 from jaxtrain.run.checkpoint import manifest

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxtrain.data.ordering.shuffle import shuffle_nearby
+from jaxtrain.data.loader import shuffle_nearby
 
 STREAM = 2  # among the seeds of `pipeline`: 0 shuffles, 1 augments
 _WHOLE = 1 << 32  # a share is a number of these parts

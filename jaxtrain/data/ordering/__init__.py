@@ -1,1 +1,0 @@
-"""Order of the examples: shuffle, mixtures, length buckets, rows of a batch."""
