@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import side_by_side
-from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.images.transform import Augment
 from jaxtrain.data.loader import batches
 
 FILES, ROWS, SIZE = 256, 64, 224

@@ -177,7 +177,7 @@ SHORT_FILES = {
         "models.weights.families.gpt2",
     },
     "a file format, imported with the first file of it": {
-        "data.text.formats.array_records", "data.text.formats.csv_lines", "data.vectors.npz",
+        "data.text.formats.array_records", "data.text.formats.csv_lines",
         "models.weights.formats.float8", "models.weights.formats.mxfp4",
     },
     "a rule or an objective, imported by its name": {

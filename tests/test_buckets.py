@@ -25,7 +25,7 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.data.images.source import ImageData
 from jaxtrain.data.source import existing_path
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.stores import transfer
+from jaxtrain.data.text.stores import prepare as transfer
 from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.run.attempts import lock, records
 from jaxtrain.run.attempts.folder import RunFolder

@@ -15,9 +15,9 @@ from PIL import Image
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.images import augment
-from jaxtrain.data.images.augment import Augment
+from jaxtrain.data.images import transform
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.images.transform import Augment
 from jaxtrain.data.loader import batches, heldout_batches
 from jaxtrain.run.show.examples import data_picture, show_examples
 from jaxtrain.run.trainer import Trainer
@@ -65,16 +65,16 @@ def torchvision():
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("name", augment.RAND_AUGMENT)
+@pytest.mark.parametrize("name", transform.RAND_AUGMENT)
 def test_rand_augment_has_torchvisions_operations_and_strengths(torchvision, name):
     auto = torchvision.transforms.autoaugment
     peer = "".join(part.capitalize() for part in name.split("_"))
     image = Image.fromarray(picture())
     magnitudes, signed = auto.RandAugment()._augmentation_space(31, (23, 31))[peer]
-    row = augment.RAND_AUGMENT[name]
+    row = transform.RAND_AUGMENT[name]
     assert row.signed == signed
     scale = {"translate_x": 31, "translate_y": 23}.get(name, 1)  # ours are shares of the image
-    for magnitude in range(augment.BINS):
+    for magnitude in range(transform.BINS):
         theirs = float(magnitudes[magnitude]) if magnitudes.ndim else 0.0
         least, most = row.strengths
         ours = (least + (most - least) * magnitude / 30) * scale
@@ -91,14 +91,14 @@ def test_colors_are_torchvisions(torchvision):
     image = Image.fromarray(picture())
     for strength in (0.0, 0.35, 1.0, 1.8):
         for ours, theirs in (
-            (augment.brightness, functional.adjust_brightness),
-            (augment.contrast, functional.adjust_contrast),
-            (augment.saturation, functional.adjust_saturation),
+            (transform.brightness, functional.adjust_brightness),
+            (transform.contrast, functional.adjust_contrast),
+            (transform.saturation, functional.adjust_saturation),
         ):
             np.testing.assert_array_equal(ours(image, strength), theirs(image, strength))
     for turn in (-0.5, -0.13, 0.0, 0.2, 0.5):
         expected = functional.adjust_hue(image, turn)
-        np.testing.assert_array_equal(augment.hue(image, turn), expected)
+        np.testing.assert_array_equal(transform.hue(image, turn), expected)
 
 
 def test_mixed_images_are_torchvisions(torchvision):
@@ -107,14 +107,14 @@ def test_mixed_images_are_torchvisions(torchvision):
     tensor = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
     labels = torch.tensor([1, 0])
 
-    own, share = augment.mixup(images[0], images[1], 0.4, np.random.default_rng(1))
+    own, share = transform.mixup(images[0], images[1], 0.4, np.random.default_rng(1))
     params = {"lam": share, "labels": labels, "batch_size": 2}
     expected = v2.MixUp(num_classes=2).transform(tensor.clone(), params)[0].permute(1, 2, 0)
     np.testing.assert_allclose(own, expected, rtol=1e-6)
 
     seed = np.random.default_rng(1)
-    rows, columns = augment.cut_box(8, 6, float(seed.beta(0.4, 0.4)), seed)
-    own, share = augment.cutmix(images[0], images[1], 0.4, np.random.default_rng(1))
+    rows, columns = transform.cut_box(8, 6, float(seed.beta(0.4, 0.4)), seed)
+    own, share = transform.cutmix(images[0], images[1], 0.4, np.random.default_rng(1))
     params = {
         "box": (columns.start, rows.start, columns.stop, rows.stop),
         "lam_adjusted": share, "labels": labels, "batch_size": 2,
@@ -132,10 +132,10 @@ def test_operations_are_their_formulas():
     pixels = picture()
     image, x = Image.fromarray(pixels), pixels.astype(float)
     grey = x @ (0.299, 0.587, 0.114)  # ITU-R 601
-    near(augment.brightness(image, 1.4), 1.4 * x)
-    near(augment.contrast(image, 0.6), 0.6 * x + 0.4 * round(grey.mean()))
-    near(augment.saturation(image, 1.5), 1.5 * x - 0.5 * np.floor(grey)[..., None])
-    run = {name: row.run for name, row in augment.RAND_AUGMENT.items()}
+    near(transform.brightness(image, 1.4), 1.4 * x)
+    near(transform.contrast(image, 0.6), 0.6 * x + 0.4 * round(grey.mean()))
+    near(transform.saturation(image, 1.5), 1.5 * x - 0.5 * np.floor(grey)[..., None])
+    run = {name: row.run for name, row in transform.RAND_AUGMENT.items()}
     assert np.array_equal(run["identity"](image, 0), pixels)
     assert np.array_equal(run["posterize"](image, 5), pixels & 0b11111000)
     solarized = np.where(pixels < 200, pixels, 255 - pixels)
@@ -153,9 +153,9 @@ def test_operations_are_their_formulas():
 
 def test_a_third_of_a_turn_makes_red_green():
     red = Image.new("RGB", (2, 2), (255, 0, 0))
-    assert np.abs(np.asarray(augment.hue(red, 1 / 3))[0, 0] - (0, 255, 0.0)).max() < 6
+    assert np.abs(np.asarray(transform.hue(red, 1 / 3))[0, 0] - (0, 255, 0.0)).max() < 6
     grey = Image.new("L", (2, 2), 77)
-    assert augment.hue(grey, 0.3) is grey
+    assert transform.hue(grey, 0.3) is grey
 
 
 def test_strengths_are_drawn_evenly_within_their_bounds():

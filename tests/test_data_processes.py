@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.images.transform import Augment
 from jaxtrain.data.loader import batches, process_rows
 from jaxtrain.data.mixture import Mixture
 from jaxtrain.data.text.fill_in_middle import FillInMiddle

@@ -15,8 +15,8 @@ import pytest
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.bad_records import BadRecordError, BadRecords
 from jaxtrain.data.batch import Batch
-from jaxtrain.data.images.augment import Augment
 from jaxtrain.data.images.source import ImageData
+from jaxtrain.data.images.transform import Augment
 from jaxtrain.data.loader import batches, heldout_batches
 
 

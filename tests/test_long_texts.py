@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.prepare import prepare
-from jaxtrain.data.tokenization import long_texts
+from jaxtrain.data.tokenization import tokenizer
 from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
-from jaxtrain.data.tokenization.long_texts import cut, tokens_of
-from jaxtrain.data.tokenization.tokenizer import ByteTokenizer
+from jaxtrain.data.tokenization.tokenizer import ByteTokenizer, cut, tokens_of
 
 PARTS = [
     *"".join(CORPUS).splitlines(keepends=True), "\n", "\n\n", "  \n", "/ slash\n", ");\n", "</s>",
@@ -38,8 +37,8 @@ def both(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 300)
-    monkeypatch.setattr(long_texts, "AROUND", 128)
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 300)
+    monkeypatch.setattr(tokenizer, "AROUND", 128)
 
 
 def test_the_ids_are_those_of_the_whole(both):
@@ -123,7 +122,7 @@ def test_any_text_in_pieces_of_any_size(lines, size):
 
         def border(left, right, encode=encode):
             whole = encode(left + right, add_special_tokens=False)
-            number = long_texts.border_at(whole.ids, whole.offsets, len(left))
+            number = tokenizer.border_at(whole.ids, whole.offsets, len(left))
             return None if number is None else (whole.ids[number - 1], whole.ids[number])
 
         found = []

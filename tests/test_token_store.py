@@ -33,7 +33,7 @@ from jaxtrain.data.text.stores import tokenizing
 from jaxtrain.data.text.stores.prepare import prepare
 from jaxtrain.data.text.stores.store import open_store, sample_digest
 from jaxtrain.data.token_arrays import Verified
-from jaxtrain.data.tokenization import long_texts
+from jaxtrain.data.tokenization import tokenizer
 
 WORDS = ["def", "return", "\n", "\n    ", "x", "é", "你好", "=", " ", "'\U0001f600'", "\r\n"]
 
@@ -133,8 +133,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_a_stopped_start_goes_on_to_the_same_bytes(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizing, "JOB_CHARACTERS", 200)
-    monkeypatch.setattr(long_texts, "PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(long_texts, "AROUND", 30)
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizer, "AROUND", 30)
     data = TextData(source=source, sequence_length=16)
     made(data, tmp_path / "straight")
     calls = 0

@@ -239,7 +239,7 @@ def _load_or_make(data: TextData, report: Callable[[str], None]) -> TextData:
     path = data.path()
     if path is not None and is_store(path):
         if isinstance(path, BucketPath):
-            from jaxtrain.data.text.stores.transfer import fetch
+            from jaxtrain.data.text.stores.prepare import fetch
 
             folder, away = fetch(path, report)
             return data if away is not None else dataclasses.replace(data, source=str(folder))

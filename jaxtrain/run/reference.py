@@ -22,7 +22,7 @@ from jaxtrain.config.untrusted import MalformedError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset, digest
 from jaxtrain.data.text.chat.preferences import Pairs
-from jaxtrain.data.vectors.npz import read_npz
+from jaxtrain.data.vectors.source import read_npz
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
 from jaxtrain.run.generation.decoding import for_texts
 from jaxtrain.training.objectives.losses import cross_entropy

@@ -74,7 +74,7 @@ def infer_settings(
     root = to_path(data.source)
     if not wanted or isinstance(root, BucketPath) or not _is_folder(root):
         return {}
-    from jaxtrain.data.images.class_folders import look_into
+    from jaxtrain.data.images.stores import look_into
 
     found = look_into(root)
     if found is None or len(found.class_names) < 2:

@@ -15,11 +15,16 @@ from jaxtrain.data.bad_records import file_facts, heldout_facts
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
-from jaxtrain.data.images.augment import Augment
-from jaxtrain.data.images.class_folders import has_colors, open_folder, sample_images
 from jaxtrain.data.images.saved import is_parquet, open_parquet, open_saved
-from jaxtrain.data.images.stores import LabelledImages, Subset
+from jaxtrain.data.images.stores import (
+    LabelledImages,
+    Subset,
+    has_colors,
+    open_folder,
+    sample_images,
+)
 from jaxtrain.data.images.tars import is_tar, open_tars
+from jaxtrain.data.images.transform import Augment
 from jaxtrain.data.source import (
     TFDS_PREFIX,
     Dataset,

@@ -1,10 +1,15 @@
-"""Image transforms: decode, resize, crop, flip, normalize to float32 pixels."""
+"""Image transforms: decode, resize, crop, flip, augment, normalize to float32 pixels."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance, ImageOps
+
+from jaxtrain.config.errors import UserError, require_at_least
+from jaxtrain.config.reader import configurable
 
 # The ranges of Szegedy et al. 2015 (arXiv:1409.4842), as torchvision's RandomResizedCrop has them.
 CROP_AREA = (0.08, 1.0)
@@ -133,3 +138,224 @@ def normalize(
     scale = 1.0 / (1.0 / factor * np.asarray(std))
     shift = np.asarray(mean) / np.asarray(std)
     return pixels * scale.astype(np.float32) - shift.astype(np.float32)
+
+
+# -- augmentation of training images besides cropping and flipping ---------------------------------
+# Color jitter, RandAugment, mixup and CutMix are as torchvision defines them: of the former by
+# Pillow's own operations, of mixup (Zhang et al., arXiv 1710.09412) and cutmix (Yun et al., arXiv
+# 1905.04899) by their formulas.
+
+BINS = 31  # strengths of an operation, from 0 to 30
+_AFFINE, _NEAREST = Image.Transform.AFFINE, Image.Resampling.NEAREST
+
+Operation = Callable[[Image.Image, float], Image.Image]
+
+
+def brightness(image: Image.Image, factor: float) -> Image.Image:
+    """Scale the brightness: from black (0) to twice as bright (2)."""
+    return ImageEnhance.Brightness(image).enhance(factor)
+
+
+def contrast(image: Image.Image, factor: float) -> Image.Image:
+    """Scale the contrast: from the mean gray (0) to twice as far from it (2)."""
+    return ImageEnhance.Contrast(image).enhance(factor)
+
+
+def saturation(image: Image.Image, factor: float) -> Image.Image:
+    """Scale the saturation: from gray (0) to twice as colorful (2)."""
+    return ImageEnhance.Color(image).enhance(factor)
+
+
+def sharpness(image: Image.Image, factor: float) -> Image.Image:
+    """Scale the sharpness: from smoothed (0) to twice as sharp (2)."""
+    return ImageEnhance.Sharpness(image).enhance(factor)
+
+
+def hue(image: Image.Image, turn: float) -> Image.Image:
+    """Rotate the hues by -0.5 to 0.5 of the color circle; grayscale images stay unchanged."""
+    if image.mode == "L":
+        return image
+    hues, saturations, values = image.convert("HSV").split()
+    turned = (np.asarray(hues).astype(np.int16) + int(turn * 255)).astype(np.uint8)
+    return Image.merge("HSV", (Image.fromarray(turned), saturations, values)).convert("RGB")
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, _AFFINE, matrix, _NEAREST)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Operation of RandAugment.
+
+    Attributes:
+      run: the operation.
+      strengths: its first and its last strength; fractions of the image's size where it depends on
+        that.
+      signed: whether the strength may be negative.
+    """
+
+    run: Operation
+    strengths: tuple[float, float] = (0.0, 0.0)
+    signed: bool = False
+
+
+def _shift(image: Image.Image, across: float, down: float) -> Image.Image:
+    wide, high = image.size
+    return _affine(image, 1, 0, -int(across * wide), 0, 1, -int(down * high))
+
+
+# Cubuk et al. 2019 (arXiv 1909.13719), in torchvision's order and ranges.
+RAND_AUGMENT: dict[str, _Row] = {
+    "identity": _Row(lambda image, _: image),
+    "shear_x": _Row(lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), (0, 0.3), True),
+    "shear_y": _Row(lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), (0, 0.3), True),
+    "translate_x": _Row(lambda image, v: _shift(image, v, 0), (0, 150 / 331), True),
+    "translate_y": _Row(lambda image, v: _shift(image, 0, v), (0, 150 / 331), True),
+    "rotate": _Row(lambda image, v: image.rotate(v, _NEAREST), (0, 30), True),
+    "brightness": _Row(lambda image, v: brightness(image, 1 + v), (0, 0.9), True),
+    "color": _Row(lambda image, v: saturation(image, 1 + v), (0, 0.9), True),
+    "contrast": _Row(lambda image, v: contrast(image, 1 + v), (0, 0.9), True),
+    "sharpness": _Row(lambda image, v: sharpness(image, 1 + v), (0, 0.9), True),
+    "posterize": _Row(lambda image, v: ImageOps.posterize(image, round(v)), (8, 4)),
+    "solarize": _Row(lambda image, v: ImageOps.solarize(image, math.ceil(v)), (255, 0)),
+    "auto_contrast": _Row(lambda image, _: ImageOps.autocontrast(image)),
+    "equalize": _Row(lambda image, _: ImageOps.equalize(image)),
+}
+
+
+def rand_augment(
+    image: Image.Image, count: int, magnitude: int, rng: np.random.Generator
+) -> Image.Image:
+    """Apply `count` operations of RandAugment, drawn from the table, at one strength."""
+    rows = list(RAND_AUGMENT.values())
+    for number in rng.integers(len(rows), size=count).tolist():
+        row = rows[number]
+        least, most = row.strengths
+        strength = least + (most - least) * magnitude / (BINS - 1)
+        back = row.signed and rng.random() < 0.5
+        image = row.run(image, -strength if back else strength)
+    return image
+
+
+def mixup(
+    own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
+) -> tuple[np.ndarray, float]:
+    """Return share * own + (1 - share) * other, with the share from Beta(alpha, alpha), and the
+    share.
+    """
+    share = float(rng.beta(alpha, alpha))
+    return (own * np.float32(share) + other * np.float32(1 - share)), share
+
+
+def cut_box(height: int, width: int, share: float, rng: np.random.Generator) -> tuple[slice, slice]:
+    """Draw the rows and columns of a box with 1 - share of the image's area, clipped to
+    the image.
+    """
+    middle_x, middle_y = int(rng.integers(width)), int(rng.integers(height))
+    half = 0.5 * math.sqrt(1 - share)
+    wide, high = int(half * width), int(half * height)
+    rows = slice(max(0, middle_y - high), min(height, middle_y + high))
+    return rows, slice(max(0, middle_x - wide), min(width, middle_x + wide))
+
+
+def cutmix(
+    own: np.ndarray, other: np.ndarray, alpha: float, rng: np.random.Generator
+) -> tuple[np.ndarray, float]:
+    """Paste a box of the other image into its own [H, W, C]; also return the share that
+    is its own.
+    """
+    height, width, _ = own.shape
+    rows, columns = cut_box(height, width, float(rng.beta(alpha, alpha)), rng)
+    mixed = own.copy()
+    mixed[rows, columns] = other[rows, columns]
+    cut = (rows.stop - rows.start) * (columns.stop - columns.start)
+    return mixed, 1 - cut / (height * width)
+
+
+@configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Augmentation of training images, drawn from the run's seed and the position in the stream.
+
+    Each is as torchvision's of that name. Colors and RandAugment come after cropping and flipping;
+    mixup and cutmix then mix each row of a batch with its neighbor.
+
+    Attributes:
+      flip_vertical: whether to flip half of the images upside down.
+      brightness: largest change of the brightness: a factor from 1 - brightness to 1 + brightness.
+      contrast: largest change of the distance to the mean gray, as a factor likewise.
+      saturation: largest change of the distance to gray, as a factor likewise.
+      hue: largest rotation of hues in either direction, as a fraction of the color circle, at most
+        0.5.
+      rand_augment: how many operations of RandAugment (arXiv 1909.13719); 0: none.
+      magnitude: strength of RandAugment's operations, 0 to 30.
+      mixup: alpha of the Beta distribution of the shares in which two images are blended (arXiv
+        1710.09412); 0: none.
+      cutmix: alpha of the Beta distribution of the area of a box that is pasted from the other
+        image (arXiv 1905.04899); 0: none. With mixup each row has the one or the other.
+    """
+
+    flip_vertical: bool = False
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    rand_augment: int = 0
+    magnitude: int = 9
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least_0 = "brightness", "contrast", "saturation", "rand_augment", "mixup", "cutmix"
+        require_at_least(0, self, *at_least_0)
+        if not 0 <= self.hue <= 0.5:
+            raise UserError(
+                f"Augment.hue = {self.hue}: use 0 to 0.5, a fraction of the color circle"
+            )
+        if not 0 <= self.magnitude < BINS:
+            raise UserError(f"Augment.magnitude = {self.magnitude}: use 0 to {BINS - 1}")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether rows are mixed with their neighbors."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    def pixels(self, pixels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Apply color operations and RandAugment to an image, uint8 [H, W, C]."""
+        if self.flip_vertical and rng.random() < 0.5:
+            pixels = pixels[::-1]
+        changes = self._colors(rng)
+        if not (changes or self.rand_augment):
+            return pixels
+        image = from_array(np.ascontiguousarray(pixels))
+        for change, strength in changes:
+            image = change(image, strength)
+        if self.rand_augment:
+            image = rand_augment(image, self.rand_augment, self.magnitude, rng)
+        return to_array(image)
+
+    def _colors(self, rng: np.random.Generator) -> list[tuple[Operation, float]]:
+        """Draw the color operations and their strengths, in random order."""
+        found: list[tuple[Operation, float]] = []
+        factors = (
+            (brightness, self.brightness),
+            (contrast, self.contrast),
+            (saturation, self.saturation),
+        )
+        for change, most in factors:
+            if most:
+                found.append((change, float(rng.uniform(max(0.0, 1 - most), 1 + most))))
+        if self.hue:
+            found.append((hue, float(rng.uniform(-self.hue, self.hue))))
+        return [found[index] for index in rng.permutation(len(found))]
+
+    def mix(
+        self, own: np.ndarray, other: np.ndarray, rng: np.random.Generator
+    ) -> tuple[np.ndarray, float]:
+        """Mix two images, float32 [H, W, C]; also return the share of the first."""
+        ways: list[tuple[Callable[..., tuple[np.ndarray, float]], float]] = [
+            (way, alpha) for way, alpha in ((mixup, self.mixup), (cutmix, self.cutmix)) if alpha
+        ]
+        way, alpha = ways[int(rng.integers(len(ways)))]
+        return way(own, other, alpha, rng)

@@ -18,8 +18,7 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.data.pairs.source import of_pairs, pair
 from jaxtrain.data.source import Dataset, Examples, digest_of
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.tokenization.long_texts import Border, TextPiece
-from jaxtrain.data.tokenization.tokenizer import Tokenizer
+from jaxtrain.data.tokenization.tokenizer import Border, TextPiece, Tokenizer
 
 NAME = "<extra_id_{}>"  # numbered from 0, as T5's tokenizer names them
 _WRITTEN = re.compile(re.escape(NAME).replace(r"\{\}", r"(\d+)"))

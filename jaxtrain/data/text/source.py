@@ -208,7 +208,7 @@ class TextData:
             from jaxtrain.data.text.stores.store import open_store
 
             if isinstance(path, BucketPath):
-                from jaxtrain.data.text.stores.transfer import fetch
+                from jaxtrain.data.text.stores.prepare import fetch
 
                 return self._of_store(open_store(*fetch(path, lambda line: None)), tokenizer)
             return self._of_store(open_store(path), tokenizer)

@@ -17,14 +17,14 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.key_table import validate_keys
 from jaxtrain.config.untrusted import MalformedError, parse_json, read_bounded
-from jaxtrain.data.tokenization.long_texts import (
+from jaxtrain.data.tokenization.tokenizer import (
     Border,
     TextPiece,
     border_at,
     encode_texts,
     tokens_of,
+    with_special_tokens,
 )
-from jaxtrain.data.tokenization.tokenizer import with_special_tokens
 from jaxtrain.data.tokenization.tokenizer_folder import TOKENIZER_KEYS, TokenizerFolder, read_folder
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from jaxtrain.config.values import PathOr
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.classed_rows import ClassedRows, Labelled, Labels, Rows
 from jaxtrain.data.source import Dataset, digest, existing_path, is_heldout
-from jaxtrain.data.vectors.npz import read_npz
-from jaxtrain.data.vectors.source import standard
+from jaxtrain.data.vectors.source import read_npz, standard
 
 
 class Series(NamedTuple):

@@ -16,9 +16,13 @@ from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.config.shipped import shipped_headers
 from jaxtrain.data.bad_records import sentences
 from jaxtrain.data.text.source import TextData
-from jaxtrain.data.text.stores.prepare import prepare, source_characters, training_text
+from jaxtrain.data.text.stores.prepare import (
+    prepare,
+    prepare_in_bucket,
+    source_characters,
+    training_text,
+)
 from jaxtrain.data.text.stores.store import Store
-from jaxtrain.data.text.stores.transfer import prepare_in_bucket
 from jaxtrain.data.tokenization.tokenizer_folder import SETTINGS
 from jaxtrain.run.attempts import DONE
 from jaxtrain.run.feed import with_stores

@@ -37,8 +37,7 @@ from jaxtrain.data.text.stores.store import (
     sample_digest,
 )
 from jaxtrain.data.token_arrays import block_checksums
-from jaxtrain.data.tokenization.long_texts import TextPiece, cut
-from jaxtrain.data.tokenization.tokenizer import Tokenizer, closing
+from jaxtrain.data.tokenization.tokenizer import TextPiece, Tokenizer, closing, cut
 
 JOB_CHARACTERS = 1 << 22
 _JOBS_AHEAD = 2  # per process: pending results stay in memory
