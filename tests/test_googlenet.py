@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.googlenet import HEADS_AFTER, MODULES, GoogLeNet
-from jaxtrain.nn.convolution.convnet import Convolution
+from jaxtrain.nn.convnet import Convolution
 
 
 def images(side: int, channels: int, classes: int, *, rows: int = 8, seed: int = 2) -> Batch:

@@ -25,9 +25,8 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.models.transformers.llama import Llama
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.matmul.contract import contract, einsum_of, sides
 from jaxtrain.nn.matmul.eight_bit import int8_einsum, quantize_int8
-from jaxtrain.nn.matmul.einsum import einsum_of, sides
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, remat
 from jaxtrain.parallel.mesh import Mesh, make_mesh

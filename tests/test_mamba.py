@@ -8,7 +8,7 @@ from jaxtrain import load_config
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba import Mamba
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.recurrent.selective_scan import causal_convolution, selective_scan
+from jaxtrain.nn.recurrent.state_space import causal_convolution, selective_scan
 from jaxtrain.training.preflight.preflight import check
 
 RNG = np.random.default_rng(0)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.state_space.mamba2 import Mamba2
-from jaxtrain.nn.recurrent.state_space_dual import state_space_dual
+from jaxtrain.nn.recurrent.state_space import state_space_dual
 
 RNG = np.random.default_rng(0)
 B, T, N, P, S = 2, 11, 3, 4, 5

@@ -15,8 +15,8 @@ from jaxtrain.analysis.planning.machines.targets import compiler_options, parse_
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.transformers.gpt import GPT
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.matmul.contract import einsum_of
 from jaxtrain.nn.matmul.eight_bit import validate
-from jaxtrain.nn.matmul.einsum import einsum_of
 from jaxtrain.nn.precision import Precision
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.preflight import preflight

@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.attention.blocked import blocked_attention
 from jaxtrain.nn.attention.mask import Mask
-from jaxtrain.nn.matmul.contract import contract
-from jaxtrain.nn.matmul.einsum import einsum
+from jaxtrain.nn.matmul.contract import contract, einsum
 from jaxtrain.nn.remat import POLICIES, remat
 from jaxtrain.parallel.sharding import Layout, shard
 

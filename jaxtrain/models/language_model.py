@@ -13,8 +13,8 @@ from jaxtrain.nn.kv_cache import Cached
 
 if TYPE_CHECKING:
     from jaxtrain.nn.transformer.block import Block
-    from jaxtrain.nn.transformer.cross_block import CrossBlock
     from jaxtrain.nn.transformer.decoder import PredictionModule
+    from jaxtrain.nn.transformer.encoder_decoder import CrossBlock
 
 
 class LayerPart(Protocol):

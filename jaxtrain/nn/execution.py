@@ -19,8 +19,7 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.matmul.contract import StructuredWeight, contract, project
-from jaxtrain.nn.matmul.einsum import Einsum, einsum
+from jaxtrain.nn.matmul.contract import Einsum, StructuredWeight, contract, einsum, project
 from jaxtrain.nn.remat import POLICIES, RESIDUAL, Policy, name_activation, remat
 from jaxtrain.parallel.sharding import shard
 

@@ -69,7 +69,7 @@ RULES: dict[str, AxisRule] = {
     "fan_out": _TENSOR,
     "side": _WHOLE,  # of a preconditioner's rows, sharded like the matrix's side: the whole side
     "rank": _WHOLE,  # of an adapter: its other dimensions are the weight's
-    "narrow": _WHOLE,  # too few, or odd: see nn/dense.py
+    "narrow": _WHOLE,  # too few, or odd: see nn/layers.py
     "state": _WHOLE,  # of a channel of a state space
 }
 

@@ -8,7 +8,7 @@ import optax
 
 from jaxtrain.models.model import bias_speed_of
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.matmul.einsum import einsum_of
+from jaxtrain.nn.matmul.contract import einsum_of
 from jaxtrain.parallel.devices import platform_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.finetune.finetune import router_biases, tuning_of

@@ -13,14 +13,7 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convolution.convnet import (
-    ConvNet,
-    Convolution,
-    Plan,
-    Pooling,
-    flops,
-    validate_side,
-)
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
 from jaxtrain.nn.dropout import validate_rate
 from jaxtrain.nn.parameters import InitializerName, initializer_of
 

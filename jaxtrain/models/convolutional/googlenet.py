@@ -15,8 +15,7 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.batch_norm import Running
-from jaxtrain.nn.convolution.convnet import (
+from jaxtrain.nn.convnet import (
     IMAGES,
     Convolution,
     ConvolutionNorm,
@@ -28,10 +27,11 @@ from jaxtrain.nn.convolution.convnet import (
     validate_norm,
     validate_side,
 )
-from jaxtrain.nn.convolution.convolution import pool_to
-from jaxtrain.nn.dense import Dense, multiply_adds
+from jaxtrain.nn.convolution import pool_to
 from jaxtrain.nn.dropout import dropout, validate_rate
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import Dense, multiply_adds
+from jaxtrain.nn.normalization import Running
 from jaxtrain.nn.parameters import InitializerName, initializer_of, normal
 from jaxtrain.parallel.sharding import shard
 

@@ -12,15 +12,8 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convolution.convnet import (
-    ConvNet,
-    Convolution,
-    Plan,
-    Pooling,
-    flops,
-    validate_side,
-)
-from jaxtrain.nn.dense import ACTIVATIONS, Activation
+from jaxtrain.nn.convnet import ConvNet, Convolution, Plan, Pooling, flops, validate_side
+from jaxtrain.nn.layers import ACTIVATIONS, Activation
 from jaxtrain.nn.parameters import InitializerName, initializer_of
 
 SIDE = 5  # output size for 28 with padding 2, and for 32 without

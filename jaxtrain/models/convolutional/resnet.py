@@ -16,11 +16,11 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least, require_positive
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.batch_norm import BatchNorm
-from jaxtrain.nn.convolution.convolution import convolution, max_pool
+from jaxtrain.nn.convolution import convolution, max_pool
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.matmul.contract import contract
+from jaxtrain.nn.normalization import BatchNorm
 from jaxtrain.nn.parameters import constant, normal, param
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard

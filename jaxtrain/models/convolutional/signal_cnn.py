@@ -14,9 +14,9 @@ from flax import nnx
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convolution.convnet import SIGNALS, Convolution, ConvolutionNorm, least_side
-from jaxtrain.nn.dense import Dense
+from jaxtrain.nn.convnet import SIGNALS, Convolution, ConvolutionNorm, least_side
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import Dense
 from jaxtrain.parallel.sharding import shard
 
 

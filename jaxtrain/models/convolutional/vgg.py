@@ -12,7 +12,7 @@ import jax
 from jaxtrain.config.errors import require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.convolution.convnet import (
+from jaxtrain.nn.convnet import (
     ConvNet,
     Convolution,
     NormKind,

@@ -14,14 +14,8 @@ from flax import nnx
 
 from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import Inputs, Unstacked
-from jaxtrain.nn.dense import (
-    ACTIVATIONS,
-    Activation,
-    Dense,
-    multiply_adds,
-    validate_widths,
-)
 from jaxtrain.nn.execution import Execution
+from jaxtrain.nn.layers import ACTIVATIONS, Activation, Dense, multiply_adds, validate_widths
 from jaxtrain.nn.parameters import GLOROT, InitializerName, initializer_of
 from jaxtrain.parallel.gathering import dtype_of
 from jaxtrain.parallel.sharding import shard

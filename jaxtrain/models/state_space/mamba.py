@@ -21,10 +21,13 @@ from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
-from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, selective_scan, steps
 from jaxtrain.nn.recurrent.state_space import (
     StateSpaceLayer,
+    causal_convolution,
+    goes_on,
+    selective_scan,
     state_space_decoder,
+    steps,
     validate_state_space,
 )
 from jaxtrain.nn.remat import name_activation

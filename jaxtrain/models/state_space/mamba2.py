@@ -25,13 +25,15 @@ from jaxtrain.nn.kv_cache import Cached, LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.normalization import RMSNorm, rms_norm
 from jaxtrain.nn.parameters import Weights, add_prefix, constant, normal, param
-from jaxtrain.nn.recurrent.selective_scan import causal_convolution, goes_on, steps
 from jaxtrain.nn.recurrent.state_space import (
     StateSpaceLayer,
+    causal_convolution,
+    goes_on,
     state_space_decoder,
+    state_space_dual,
+    steps,
     validate_state_space,
 )
-from jaxtrain.nn.recurrent.state_space_dual import state_space_dual
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.block import RESIDUAL
 from jaxtrain.parallel.gathering import gather

@@ -20,12 +20,7 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.models.model import validate_features
 from jaxtrain.nn.attention.multi_head import MultiHead
 from jaxtrain.nn.execution import HIDDEN
-from jaxtrain.nn.layers import (
-    Pooling,
-    add_bias,
-    embed,
-    map_of_vectors,
-)
+from jaxtrain.nn.layers import Pooling, add_bias, embed, map_of_vectors
 from jaxtrain.nn.matmul.contract import contract
 from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import add_prefix, constant, normal, param, stack, under

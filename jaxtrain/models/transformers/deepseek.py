@@ -23,9 +23,8 @@ from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.models.model import ExpertsFacts
 from jaxtrain.nn.attention.latent import Latent
 from jaxtrain.nn.attention.rotary import Linear, Rotations, Yarn
-from jaxtrain.nn.moe.experts import Experts, validate_settings
+from jaxtrain.nn.moe.experts import Experts, SharedExperts, validate_settings
 from jaxtrain.nn.moe.routing import Groups, Sigmoid, Softmax
-from jaxtrain.nn.moe.shared_experts import SharedExperts
 from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.parameters import residual_stddev
 from jaxtrain.nn.transformer.block import Block

@@ -12,9 +12,8 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.language_model import LanguageModel
 from jaxtrain.nn.attention.grouped_query import grouped_query, validate_grouped_query
 from jaxtrain.nn.attention.rotary import RopeType, rope
-from jaxtrain.nn.moe.experts import mixture, validate_mixture
+from jaxtrain.nn.moe.experts import SharedExperts, mixture, validate_mixture
 from jaxtrain.nn.moe.routing import Softmax
-from jaxtrain.nn.moe.shared_experts import SharedExperts
 from jaxtrain.nn.normalization import RMSNorm
 from jaxtrain.nn.transformer.block import Block
 from jaxtrain.nn.transformer.decoder import decoder

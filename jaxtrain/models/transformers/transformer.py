@@ -18,8 +18,7 @@ from jaxtrain.nn.dropout import Dropout, validate_rate
 from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import normal, param
 from jaxtrain.nn.transformer.block import Block, post_norm, pre_norm
-from jaxtrain.nn.transformer.cross_block import CrossBlock
-from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, EncoderDecoder
+from jaxtrain.nn.transformer.encoder_decoder import DECODER, ENCODER, CrossBlock, EncoderDecoder
 from jaxtrain.nn.transformer.mlp import TwoLayers
 from jaxtrain.nn.transformer.positional_embedding import Learned, PositionalEmbedding, Sinusoidal
 

@@ -18,10 +18,9 @@ from jaxtrain.config.reader import configurable
 from jaxtrain.models.model import AttentionFacts, Inputs
 from jaxtrain.nn.attention.attention import Mask
 from jaxtrain.nn.attention.multi_head import MultiHead
-from jaxtrain.nn.convolution.convnet import IMAGES
-from jaxtrain.nn.dense import Dense
+from jaxtrain.nn.convnet import IMAGES
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.layers import Dense, add_bias
 from jaxtrain.nn.normalization import LayerNorm
 from jaxtrain.nn.parameters import (
     add_prefix,

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.nn.matmul.einsum import sides, spec_of
+from jaxtrain.nn.matmul.contract import sides, spec_of
 from jaxtrain.nn.remat import PRODUCT
 from jaxtrain.parallel.sharding import on_each_device, without
 

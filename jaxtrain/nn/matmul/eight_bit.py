@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.matmul.einsum import contraction, sides, spec_of
+from jaxtrain.nn.matmul.contract import contraction, sides, spec_of
 from jaxtrain.nn.remat import PRODUCT
 from jaxtrain.parallel.sharding import current_layout, on_each_device, parts_of, without
 

@@ -15,8 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.matmul.contract import StructuredWeight, contract
-from jaxtrain.nn.matmul.einsum import Einsum
+from jaxtrain.nn.matmul.contract import Einsum, StructuredWeight, contract
 
 
 @jax.tree_util.register_dataclass

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.nn.dropout import Draws, dropout
-from jaxtrain.nn.matmul.contract import StructuredWeight, contract, meaning
-from jaxtrain.nn.matmul.einsum import Einsum, sides
+from jaxtrain.nn.matmul.contract import Einsum, StructuredWeight, contract, meaning, sides
 from jaxtrain.nn.matmul.quantized import Quantized
 from jaxtrain.parallel.gathering import GradientSlice, gather
 

@@ -22,8 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.nn.dropout import Draws
-from jaxtrain.nn.matmul.contract import StructuredWeight, contract
-from jaxtrain.nn.matmul.einsum import Einsum
+from jaxtrain.nn.matmul.contract import Einsum, StructuredWeight, contract
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import reshape
 

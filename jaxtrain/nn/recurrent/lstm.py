@@ -20,8 +20,7 @@ from jaxtrain.nn.facts import LayerFacts
 from jaxtrain.nn.kv_cache import LayerCache
 from jaxtrain.nn.layers import add_bias
 from jaxtrain.nn.parameters import Weights, normal, param
-from jaxtrain.nn.recurrent.recurrence import goes_on
-from jaxtrain.nn.recurrent.recurrent import STATE, state_facts
+from jaxtrain.nn.recurrent.recurrent import STATE, goes_on, state_facts
 from jaxtrain.nn.remat import name_activation
 from jaxtrain.nn.transformer.language_model import Auxiliary
 from jaxtrain.parallel.gathering import gather

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 from jaxtrain.analysis.planning.textbook.facts import Expected, Facts
 from jaxtrain.analysis.planning.textbook.flops import products_of, shape_of
 from jaxtrain.analysis.planning.timing.executed import of_one_row, trace_gradients
-from jaxtrain.nn.dense import SHARED
+from jaxtrain.nn.layers import SHARED
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.layouts import resolve_config
 from jaxtrain.training.settings import Config

@@ -13,18 +13,11 @@ import jax
 from flax import nnx
 
 from jaxtrain.config.errors import UserError
-from jaxtrain.nn.batch_norm import BatchNorm, GroupNorm, Running
-from jaxtrain.nn.convolution.convolution import (
-    average_pool,
-    convolution,
-    max_pool,
-    pool_output_size,
-    pool_to,
-)
-from jaxtrain.nn.dense import Dense, fan_in, fan_out, multiply_adds
+from jaxtrain.nn.convolution import average_pool, convolution, max_pool, pool_output_size, pool_to
 from jaxtrain.nn.dropout import dropout
 from jaxtrain.nn.execution import Execution
-from jaxtrain.nn.layers import add_bias
+from jaxtrain.nn.layers import Dense, add_bias, fan_in, fan_out, multiply_adds
+from jaxtrain.nn.normalization import BatchNorm, GroupNorm, Running
 from jaxtrain.nn.parameters import HE, Initializer, constant, normal, param
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import shard
