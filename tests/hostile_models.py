@@ -199,7 +199,7 @@ def read_model(source: Path) -> None:
     """As `import-hf`, up to the parameters on the devices."""
     import jax
 
-    from jaxtrain.models.weights.published import open_published
+    from jaxtrain.models.weights.folder import open_published
     from jaxtrain.run.huggingface.parameters import read_parameters
     from jaxtrain.training import layouts
     from jaxtrain.training.compose import compose

@@ -193,8 +193,8 @@ SHORT_FILES = {
     },
     "one function that modules of several rooms call": {
         "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
-        "analysis.verify.meshes", "config.shipped", "config.swept", "models.weights.published",
-        "nn.dropout", "training.flops", "training.objectives.own_batch",
+        "analysis.verify.meshes", "config.shipped", "config.swept", "nn.dropout", "training.flops",
+        "training.objectives.own_batch",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.accumulation", "analysis.planning.goodput.simulation",

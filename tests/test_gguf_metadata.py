@@ -18,7 +18,7 @@ from gguf_files import SIZES, llama, metadata, write
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.weights.formats.gguf import GgufFile
-from jaxtrain.models.weights.formats.gguf_keys import TABLE, key_in_table
+from jaxtrain.models.weights.formats.gguf_metadata import TABLE, key_in_table
 from jaxtrain.run.trainer import Trainer
 
 TOKENS = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (2, 64))

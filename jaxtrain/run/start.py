@@ -7,8 +7,7 @@ from flax import nnx
 
 from jaxtrain.config.buckets import AnyPath, on_disk, to_path
 from jaxtrain.config.errors import UserError
-from jaxtrain.models.weights.folder import CONFIG
-from jaxtrain.models.weights.published import open_published
+from jaxtrain.models.weights.folder import CONFIG, open_published
 from jaxtrain.parallel.sharding import by_name
 from jaxtrain.run.checkpoint import metadata, saved
 from jaxtrain.run.checkpoint.leaves import OtherLeavesError

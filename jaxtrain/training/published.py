@@ -20,9 +20,15 @@ from jaxtrain.models.model import (
     token_model,
 )
 from jaxtrain.models.transformers.vit import ViT
-from jaxtrain.models.weights.folder import PREPROCESSOR, SENTENCES, TOKENIZER, json_object
+from jaxtrain.models.weights.folder import (
+    PREPROCESSOR,
+    SENTENCES,
+    TOKENIZER,
+    Published,
+    json_object,
+    open_published,
+)
 from jaxtrain.models.weights.preprocessor import image_settings
-from jaxtrain.models.weights.published import Published, open_published
 from jaxtrain.training.objectives.tokens import reserved_tokens
 
 _USUAL_SIDE = 224  # ImageNet's, as the default

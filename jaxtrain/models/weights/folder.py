@@ -1,7 +1,7 @@
-"""Hugging Face model folder: config.json, tensors by name, and other files.
+"""Published models: a Hugging Face folder (config.json, tensors by name), or a GGUF file.
 
-Nothing in it is trusted: only JSON and safetensors are read, names in an index must be files
-in the folder, and links must not lead out of it.
+Nothing in a folder is trusted: only JSON and safetensors are read, names in an index must be files
+in it, and links must not lead out of it.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jaxtrain.config.untrusted import parse_json_object, read_bounded
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family, model_of
 from jaxtrain.models.weights.formats import awq, float8, mxfp4
+from jaxtrain.models.weights.formats.gguf import GgufFile
 from jaxtrain.models.weights.formats.safetensors import DTYPES, Tensor, read_header
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.models.weights.sentences import read_sentence_files
@@ -288,3 +289,38 @@ def _leftover_error(
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return all((a == b).all() for a, b in zip(one.open(), other.open(), strict=True))
+
+
+# -- a published model from any source -------------------------------------------------------------
+
+
+class Published(Protocol):
+    """A published model; members as in `Folder`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def content(self) -> Mapping[str, Any]: ...
+    @property
+    def family_and_model(self) -> tuple[Family, Model]: ...
+    @property
+    def read_otherwise(self) -> str | None: ...
+
+    def extra_files(self) -> dict[str, bytes]: ...
+    def tensors(self) -> Mapping[str, StoredTensor]: ...
+
+
+def open_published(name: str, *, named: str) -> Published:
+    """Open a published model.
+
+    Args:
+      name: the path of a Hugging Face folder, or of a file that ends in .gguf.
+      named: the argument's name, for messages.
+
+    Raises:
+      UserError: there is neither.
+    """
+    path = on_disk(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufFile(path.absolute())
+    return Folder.at(name, named=named)

@@ -27,8 +27,12 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import Model
 from jaxtrain.models.weights.family import Family, model_of
-from jaxtrain.models.weights.formats.gguf_keys import read_config, read_otherwise
-from jaxtrain.models.weights.formats.gguf_tokenizer import read_special_ids, tokenizer_files
+from jaxtrain.models.weights.formats.gguf_metadata import (
+    read_config,
+    read_otherwise,
+    read_special_ids,
+    tokenizer_files,
+)
 
 MAGIC = b"GGUF"
 _MOST = 1 << 24  # entries of a table, bytes of a text
