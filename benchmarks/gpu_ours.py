@@ -37,8 +37,7 @@ from jaxtrain.nn.attention.attention import attention
 from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.parallel.chips import CHIPS, peak_flops
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.objectives.chunks import over_chunks
-from jaxtrain.training.objectives.losses import cross_entropy
+from jaxtrain.training.objectives.losses import cross_entropy, over_chunks
 from jaxtrain.training.settings import load_config
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

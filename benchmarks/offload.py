@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxtrain.run.trainer import Trainer
-from jaxtrain.training.offload.blocks import BLOCK_BYTES
+from jaxtrain.training.offload.on_disk import BLOCK_BYTES
 from jaxtrain.training.settings import load_config
 
 

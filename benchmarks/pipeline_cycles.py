@@ -24,8 +24,7 @@ from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.timing.timeline import simulate
 from jaxtrain.parallel.compilation import xla_options
 from jaxtrain.training.pipeline.schedules import SCHEDULES
-from jaxtrain.training.pipeline.table import Timetable, Work
-from jaxtrain.training.pipeline.timetables import make_schedule
+from jaxtrain.training.pipeline.timetables import Timetable, Work, make_schedule
 from jaxtrain.training.settings import load_config
 
 _ACTION = re.compile(r'op_name="[^"]*/closed_call/stage/cond"')

@@ -181,8 +181,8 @@ SHORT_FILES = {
         "models.weights.formats.float8", "models.weights.formats.mxfp4",
     },
     "a rule or an objective, imported by its name": {
-        "training.objectives.regression", "training.objectives.token_classification",
-        "training.optimizers.rules.sophia", "training.optimizers.rules.trust_ratio",
+        "training.objectives.regression", "training.optimizers.rules.sophia",
+        "training.optimizers.rules.trust_ratio",
     },
     "one of several implementations of an interface": {
         "nn.matmul.grouped_tiles",
@@ -194,7 +194,6 @@ SHORT_FILES = {
     "one function that modules of several rooms call": {
         "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
         "analysis.verify.meshes", "config.shipped", "config.swept", "nn.dropout", "training.flops",
-        "training.objectives.own_batch",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.accumulation", "analysis.planning.goodput.simulation",
@@ -242,8 +241,6 @@ FEATURES = {
     },
     "training.pipeline.schedules": {
         "training.settings", "training.preflight.compatibility", "training.setup",
-        # leaves it out of what is traced for names
-        "training.preflight.named",
     },
     "training.finetune.finetune": {
         "training.settings", "training.preflight.run_context", "training.compose",

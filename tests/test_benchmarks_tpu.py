@@ -21,8 +21,7 @@ from jaxtrain.analysis.planning.compiled.schedule import PEAK, Scheduled  # noqa
 from jaxtrain.analysis.planning.machines.targets import parse_target, target_devices  # noqa: E402
 from jaxtrain.analysis.planning.search.variants import rejection_reason  # noqa: E402
 from jaxtrain.parallel.compilation import xla_options  # noqa: E402
-from jaxtrain.training.pipeline.table import Work  # noqa: E402
-from jaxtrain.training.pipeline.timetables import make_schedule  # noqa: E402
+from jaxtrain.training.pipeline.timetables import Work, make_schedule  # noqa: E402
 from jaxtrain.training.settings import load_config  # noqa: E402
 
 pytestmark = needs_libtpu

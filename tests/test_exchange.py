@@ -23,7 +23,7 @@ from jaxtrain.run.metrics.log import MetricsLog
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.per_replica import means
-from jaxtrain.training.exchange.rules import mix_with_neighbours
+from jaxtrain.training.exchange.replicas import mix_with_neighbours
 from jaxtrain.training.guard import BadStepError
 from jaxtrain.training.objectives.losses import Loss
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer

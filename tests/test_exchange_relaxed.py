@@ -26,7 +26,7 @@ from jaxtrain.training.exchange import exchange as settings
 from jaxtrain.training.exchange.compression import Signs
 from jaxtrain.training.exchange.exchange import Exchange, neighbours
 from jaxtrain.training.exchange.power_sgd import PowerSGD, narrow
-from jaxtrain.training.exchange.rules import mix_with_neighbours
+from jaxtrain.training.exchange.replicas import mix_with_neighbours
 from jaxtrain.training.optimizers.matrices import sides
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.rules.elementwise import SGD

@@ -31,7 +31,7 @@ from jaxtrain.analysis.planning.textbook.traffic import exchange_traffic
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.exchange import exchange as settings
-from jaxtrain.training.exchange import rules
+from jaxtrain.training.exchange import replicas
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.streaming import Fragments, stream_fragments
 
@@ -178,7 +178,7 @@ def test_one_fragment_that_comes_at_once_is_diloco_bit_for_bit():
         "xla_cpu_use_fusion_emitters": "True",
     }
     sizes, whole = {"data": 2, "fsdp": 2}, DiLoCo(period=2)
-    rule = rules.DiLoCo(whole.period, whole.outer_learning_rate, whole.outer_momentum)
+    rule = replicas.DiLoCo(whole.period, whole.outer_learning_rate, whole.outer_momentum)
     streamed = transformed(program_on(sizes, Exchange()), stream_fragments(rule, 1, 0, 0.0))
     found = []
     for program in (program_on(sizes, whole), streamed):

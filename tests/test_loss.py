@@ -16,10 +16,9 @@ from jaxtrain.nn.attention.mask import Mask
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.transformer.language_model import hidden_states, logits
-from jaxtrain.training.objectives.chunks import over_chunks
 from jaxtrain.training.objectives.classification import Classification
 from jaxtrain.training.objectives.language_modeling import NextToken
-from jaxtrain.training.objectives.losses import Loss, cross_entropy
+from jaxtrain.training.objectives.losses import Loss, cross_entropy, over_chunks
 
 RNG = np.random.default_rng(0)
 LOGITS = (4 * RNG.normal(size=(3, 5, 11))).astype(np.float32)

@@ -23,7 +23,7 @@ from jaxtrain.training.optimizers.moments import Rounded, keep_moments, round_to
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.optimizers.rules.elementwise import AdamW
-from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.pipeline.schedules import Stages
 from jaxtrain.training.preflight import preflight
 from jaxtrain.training.settings import Checkpoint, load_config
 from jaxtrain.training.state import with_shardings

@@ -23,7 +23,7 @@ from jaxtrain.analysis.planning.textbook.state_bytes import argument_bytes
 from jaxtrain.config.errors import UserError
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.layouts import abstract_layout
-from jaxtrain.training.offload import Offload, blocks
+from jaxtrain.training.offload import Offload, on_disk
 from jaxtrain.training.offload.files import FileArray, Scratch
 from jaxtrain.training.optimizers.rule import rules
 from jaxtrain.training.preflight import preflight
@@ -55,7 +55,7 @@ def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], **
 def test_a_run_is_that_of_a_state_in_memory_and_half_an_update_is_never_resumed(
     tiny_config, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)  # several groups of a layer's parameters
+    monkeypatch.setattr(on_disk, "BLOCK_BYTES", 1 << 12)  # several groups of a layer's parameters
     alone = Trainer(config_of(tiny_config, 4, Offload()))
     alone.train()
     whole = Trainer(config_of(tiny_config, 4, DISK), tmp_path / "whole")
@@ -127,7 +127,7 @@ KINDS = ["sgd", "adafactor", "muon", "schedule_free", "adam8bit", "soap", "sophi
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [*KINDS, "average", "bfloat16", "zero1", "host"])
 def test_every_rule_updates_in_blocks(tiny_config, rule, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(on_disk, "BLOCK_BYTES", 1 << 12)
     more: dict[str, Any] = {
         "average": {"Optimizer.average_decay": 0.9},
         "bfloat16": {"Optimizer.moments": "bfloat16"},
@@ -152,7 +152,7 @@ def test_every_rule_updates_in_blocks(tiny_config, rule, monkeypatch):
 
 @pytest.mark.slow
 def test_ten_steps_with_rates_of_layers_are_those_of_a_state_in_memory(tiny_config, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1 << 12)
+    monkeypatch.setattr(on_disk, "BLOCK_BYTES", 1 << 12)
     rates = {"layers/*[1:2]": 0.25, "layers/up*": 3.0, "embedding": 0.5}
     alone, found = (
         Trainer(config_of(tiny_config, 10, where, **{"Optimizer.learning_rates": rates}))
@@ -228,7 +228,7 @@ def test_a_plan_has_its_bytes_on_disk_device_and_host():
     assert held.params == without.params
     # The largest block is a layer: 12 width^2 split over fsdp, 13 width that are not; two moments.
     block = 2 * 4 * (12 * 1024**2 // 8 + 13 * 1024)
-    assert held.host == blocks.BLOCKS_ALIVE * block
+    assert held.host == on_disk.BLOCKS_ALIVE * block
     found = plan(config, "v5e:2x4", compile=False)
     assert found.to_json()["memory"]["disk"] == held.disk
     assert "plus its host's disks" in found.table()

@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 from jaxtrain.config.errors import UserError
 from jaxtrain.training.pipeline.schedules import SCHEDULES, Pipeline, cut_layers
 from jaxtrain.training.pipeline.slots import sends, slots
-from jaxtrain.training.pipeline.table import Action, Timetable, Work, check, stage_on
-from jaxtrain.training.pipeline.timetables import forward_only, make_schedule
+from jaxtrain.training.pipeline.timetables import (
+    Action,
+    Timetable,
+    Work,
+    check,
+    forward_only,
+    make_schedule,
+    stage_on,
+)
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 6, 8, 16)]
 

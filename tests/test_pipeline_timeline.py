@@ -20,8 +20,7 @@ from jaxtrain.analysis.planning.timing.timeline import (
     timeline_figure,
 )
 from jaxtrain.training.pipeline.schedules import SCHEDULES
-from jaxtrain.training.pipeline.table import Work
-from jaxtrain.training.pipeline.timetables import forward_only, make_schedule
+from jaxtrain.training.pipeline.timetables import Work, forward_only, make_schedule
 
 CASES = [
     (name, p, m * p if name == "interleaved" else m, v)

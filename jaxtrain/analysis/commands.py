@@ -38,7 +38,7 @@ from jaxtrain.parallel.devices import offer_cpu_devices
 from jaxtrain.run.attempts import DONE, FAILED, USER_ERROR
 from jaxtrain.run.commands.options import parse_hosts
 from jaxtrain.run.show.progress import print_lines, terminal
-from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.pipeline.schedules import deal
 from jaxtrain.training.preflight.elastic import elastic_layouts
 from jaxtrain.training.settings import load_config
 from jaxtrain.training.setup import parameter_shapes

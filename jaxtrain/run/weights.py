@@ -14,7 +14,7 @@ from jaxtrain.config.errors import UserError, nearest
 from jaxtrain.nn.parameters import is_layer
 from jaxtrain.parallel.sharding import by_name, is_variable, name_of
 from jaxtrain.training.finetune.tuning import TEACHER, partition
-from jaxtrain.training.pipeline.stages import Stages
+from jaxtrain.training.pipeline.schedules import Stages
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 from jaxtrain.training.step import Step, base_step

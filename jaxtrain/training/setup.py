@@ -6,7 +6,7 @@ A `Setup` has the facts that a step is composed of. It takes no step itself: see
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,9 @@ from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective, at_least_one
 from jaxtrain.training.optimizers.moments import apply_updates
 from jaxtrain.training.optimizers.unfreezing import Unfreezing
-from jaxtrain.training.pipeline.schedules import Pipeline
+from jaxtrain.training.pipeline.schedules import Pipeline, Stages, deal
 from jaxtrain.training.reduction import local_gradients, reduce_once_axes, sum_gradients
 from jaxtrain.training.state import Applied, TrainState
-
-if TYPE_CHECKING:
-    from jaxtrain.training.pipeline.stages import Stages
 
 
 def with_row_ids(batch: Batch) -> Batch:
@@ -244,14 +241,11 @@ class Setup:
     # -- facts -----------------------------------------------------------------------------------
 
     @functools.cached_property
-    def stages(self) -> "Stages | None":
+    def stages(self) -> Stages | None:
         """Assignment of layers to pipeline stages; None without a pipeline."""
         ranks = self.layout.mesh.shape["pipe"]
         if ranks == 1:
             return None
-        # Imported here: most runs have no pipeline.
-        from jaxtrain.training.pipeline.stages import deal
-
         shapes, pipeline = parameter_shapes(self.build), self.pipeline
         return deal(shapes, ranks, pipeline.virtual_stages, folded=pipeline.folded)
 

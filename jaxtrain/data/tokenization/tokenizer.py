@@ -1,7 +1,9 @@
 """Tokenizers: interface, byte tokenizer, and the choice between it and a tokenizer.json."""
 
+import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -11,10 +13,6 @@ from jaxtrain.config.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtrain.data.tokenization.file_tokenizer import FileTokenizer
-
-import dataclasses
-import itertools
-from collections.abc import Callable
 
 
 class Tokenizer(Protocol):

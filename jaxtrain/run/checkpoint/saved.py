@@ -348,7 +348,7 @@ def _restore(
     if saved == program.setup.layer_order:
         return checkpoints.restore(step, wanted_part, partial=partial)
     # Imported here: most runs resume with their layers in the order in which they were saved.
-    from jaxtrain.training.pipeline.stages import rearrange
+    from jaxtrain.training.pipeline.schedules import rearrange
 
     num_layers = _num_layers(program.setup)
     present = list(range(num_layers)) if saved is None else saved

@@ -44,9 +44,9 @@ from jaxtrain.run.inference.outputs import (
     regression_outputs,
     token_names,
 )
+from jaxtrain.training.objectives.classification import TokenClassification
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.regression import Reconstruction, Regression
-from jaxtrain.training.objectives.token_classification import TokenClassification
 
 if TYPE_CHECKING:
     from jaxtrain.run.trainer import Trainer

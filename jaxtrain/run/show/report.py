@@ -32,7 +32,7 @@ from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
-    from jaxtrain.training.pipeline.stages import Stages
+    from jaxtrain.training.pipeline.schedules import Stages
 
 _NO_WAIT = Unfreezing()
 

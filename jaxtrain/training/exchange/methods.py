@@ -15,8 +15,7 @@ from jaxtrain.parallel.sharding import reshard, shardings
 from jaxtrain.training.exchange.compression import Compressed, Int8, Signs, TopK, compress_gradients
 from jaxtrain.training.exchange.exchange import Exchange
 from jaxtrain.training.exchange.power_sgd import PowerSGD
-from jaxtrain.training.exchange.replicas import agree
-from jaxtrain.training.exchange.rules import Averaging, DiLoCo, Gossip
+from jaxtrain.training.exchange.replicas import Averaging, DiLoCo, Gossip, agree
 from jaxtrain.training.exchange.streaming import stream_fragments
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.state import Gradient, TrainState

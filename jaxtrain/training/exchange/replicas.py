@@ -1,4 +1,4 @@
-"""Replicas with their own parameters: local SGD, DiLoCo, gossip.
+"""Replicas with their own parameters, and the rules that combine them: local SGD, DiLoCo, gossip.
 
 Every replica takes ordinary steps on its own rows, its loss the mean over its own targets, without
 any collective over `data`. A rule then combines the replicas. Means over replicas weight each
@@ -8,9 +8,10 @@ step, however the targets are distributed; except for auxiliary losses, whose me
 replica's own tokens. Letter: k replicas.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.batch import Batch
-from jaxtrain.parallel.sharding import reshard
+from jaxtrain.parallel.sharding import on_each_device, reshard
+from jaxtrain.training.exchange.exchange import Graph, neighbours
 from jaxtrain.training.exchange.per_replica import (
     REPLICA,
     expand_per_replica,
@@ -30,11 +32,195 @@ from jaxtrain.training.exchange.per_replica import (
     shares,
     to_replicas,
 )
-from jaxtrain.training.exchange.rules import Agreement
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.state import Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, averaged_params, restart_averages, transform
+
+# -- rules to combine replicas ---------------------------------------------------------------------
+# Means over replicas weigh each by the targets it has seen since the last exchange (as FedAvg does,
+# arXiv 1602.05629). Letter: k replicas.
+
+Memory = dict[str, Any]
+
+
+class Agreement(Protocol):
+    """Rule that combines replicas with their own parameters.
+
+    Attributes:
+      period: steps between two exchanges.
+    """
+
+    @property
+    def period(self) -> int: ...
+
+    def first_memory(self, params: nnx.State) -> Memory:
+        """Return the rule's initial memory, from the parameters of a new train
+        state.
+        """
+        ...
+
+    def exchange(
+        self, state: TrainState, memory: Memory, weights: jax.Array
+    ) -> tuple[TrainState, Memory, nnx.State]:
+        """Return the replicas' states after an exchange, the new memory, and the combined
+        parameters.
+
+        Args:
+          state: every array [k, ...], parameters in the moments' layout.
+          memory: from `first_memory` or the last exchange.
+          weights: float32 [k], their sum 1.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaging:
+    """Local SGD (arXiv 1805.09767): parameters, moments and statistics become their means.
+
+    Moments are averaged too, so that a period of 1 equals the synchronous step also with momentum.
+    """
+
+    period: int
+
+    def first_memory(self, params: nnx.State) -> Memory:
+        return {}
+
+    def exchange(
+        self, state: TrainState, memory: Memory, weights: jax.Array
+    ) -> tuple[TrainState, Memory, nnx.State]:
+        mean = functools.partial(_mean_everywhere, weights=weights)
+        params = jax.tree.map(mean, state.params)
+        state = dataclasses.replace(
+            state,
+            params=params,
+            opt_state=jax.tree.map(mean, state.opt_state),
+            statistics=jax.tree.map(mean, state.statistics),
+        )
+        return state, memory, params
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+    """DiLoCo (arXiv 2311.08105): an outer Nesterov step on the replicas' mean movement.
+
+    The optimizer's moments stay with their replica, as in the paper.
+    """
+
+    period: int
+    learning_rate: float
+    momentum: float
+
+    def first_memory(self, params: nnx.State) -> Memory:
+        outer = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+        return {"outer": outer, "momentum": jax.tree.map(jnp.zeros_like, outer)}
+
+    def exchange(
+        self, state: TrainState, memory: Memory, weights: jax.Array
+    ) -> tuple[TrainState, Memory, nnx.State]:
+        means = over_replicas(functools.partial(_weighted_mean, weights=weights), state.params)
+        moved = jax.tree.map(jnp.subtract, memory["outer"], means)
+        momentum = jax.tree.map(lambda m, d: self.momentum * m + d, memory["momentum"], moved)
+        outer = jax.tree.map(
+            lambda old, d, m: old - self.learning_rate * (d + self.momentum * m),
+            memory["outer"],
+            moved,
+            momentum,
+        )
+        mean = functools.partial(_mean_everywhere, weights=weights)
+        after = dataclasses.replace(
+            state,
+            params=_zip(_everywhere, state.params, outer),
+            statistics=jax.tree.map(mean, state.statistics),
+        )
+        return (
+            after,
+            {"outer": outer, "momentum": momentum},
+            _zip(_everywhere, state.params, means),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Gossip:
+    """D-PSGD (arXiv 1705.09056): the mean with all neighbors in a graph, after every step.
+
+    The mixing matrix has 1 / (1 + neighbors) on the diagonal and on edges: the mean
+    over all replicas is preserved, and the distance from it shrinks by the largest singular value
+    below 1: on a ring |1/3 + 2/3 cos(2 pi / k)| or more.
+
+    Attributes:
+      graph: the name of the graph.
+    """
+
+    graph: Graph = "ring"
+    period: int = 1
+
+    def first_memory(self, params: nnx.State) -> Memory:
+        return {}
+
+    def exchange(
+        self, state: TrainState, memory: Memory, weights: jax.Array
+    ) -> tuple[TrainState, Memory, nnx.State]:
+        params = mix_with_neighbours(state.params, self.graph)
+        state = dataclasses.replace(
+            state, params=params, statistics=mix_with_neighbours(state.statistics, self.graph)
+        )
+        return state, memory, params
+
+
+def mix_with_neighbours(tree, graph: Graph = "ring"):  # noqa: ANN001, ANN201
+    """Return the mean of each replica's arrays [k, ...] with those of its neighbors in
+    the graph.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    if not leaves:
+        return tree
+    specs = [jax.typeof(x).sharding.spec for x in leaves]
+    mix = functools.partial(_mix, graph)
+    return structure.unflatten(on_each_device(mix, (specs,), specs)(leaves))
+
+
+def _mix(graph: Graph, leaves: list[jax.Array]) -> list[jax.Array]:
+    edges = neighbours(graph, jax.lax.axis_size("data"))
+
+    def one(x: jax.Array) -> jax.Array:
+        total = x.astype(jnp.float32)
+        for to in edges:
+            total += jax.lax.ppermute(x, "data", list(enumerate(to)))
+        return (total / (1 + len(edges))).astype(x.dtype)
+
+    return [one(x) for x in leaves]
+
+
+def _weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the weighted mean [...] of an array [k, ...], in float32."""
+    return (x.astype(jnp.float32) * expand_per_replica(weights, x)).sum(0)
+
+
+def _everywhere(like: jax.Array, x: jax.Array) -> jax.Array:
+    """Return an array [...] copied to each replica: [k, ...], with the dtype and layout
+    of `like`.
+    """
+    return jnp.broadcast_to(
+        x.astype(like.dtype), like.shape, out_sharding=jax.typeof(like).sharding
+    )
+
+
+def _mean_everywhere(x: jax.Array, weights: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x  # counts of steps
+    return _everywhere(x, _weighted_mean(x, weights))
+
+
+def _zip(function, tree, other):  # noqa: ANN001, ANN202
+    """Apply `function` to the leaves of two trees that differ only in their dimension names."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(
+        function(a, b) for a, b in zip(leaves, jax.tree.leaves(other), strict=True)
+    )
+
+
+# -- steps of replicas -----------------------------------------------------------------------------
 
 
 @transform
@@ -119,7 +305,7 @@ def separate(step: Step, rule: Agreement) -> Step:
         return Updated(after.replace(exchange=exchange), metrics)
 
     def mean(of_averages: bool) -> Callable[[TrainState], TrainState]:
-        compiled = jax.jit(functools.partial(_mean, setup, of_averages))
+        compiled = jax.jit(functools.partial(_mean_model, setup, of_averages))
 
         def active(state: TrainState) -> TrainState:
             with layout.active():
@@ -181,7 +367,7 @@ def _exchange(setup: Setup, rule: Agreement, state: TrainState) -> TrainState:
     )
 
 
-def _mean(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
+def _mean_model(setup: Setup, of_averages: bool, state: TrainState) -> TrainState:
     """Return one model: the plain mean of the replicas' parameters, or of their weight averages if
     any.
 

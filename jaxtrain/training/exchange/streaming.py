@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.data.batch import Batch
 from jaxtrain.parallel.sharding import is_variable, logical_axes, on_each_device, parts_of, reshard
 from jaxtrain.training.exchange.per_replica import replicas_of, shares
-from jaxtrain.training.exchange.replicas import distance, separate
-from jaxtrain.training.exchange.rules import DiLoCo
+from jaxtrain.training.exchange.replicas import DiLoCo, distance, separate
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.state import Gradient, TrainState, Updated
 from jaxtrain.training.step import Step, transform

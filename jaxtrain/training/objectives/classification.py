@@ -1,4 +1,4 @@
-"""Classification of images and vectors, with auxiliary heads (GoogLeNet) and its metrics.
+"""Classification of images, vectors, texts and tokens; auxiliary heads (GoogLeNet); its metrics.
 
 Metrics are sums over examples, counted on their devices: a mesh adds them exactly, and a padded
 last batch adds nothing. Auxiliary heads: Szegedy et al. 2014 (arXiv 1409.4842), section 5: heads on
@@ -6,8 +6,9 @@ layers in the middle of a deep network bring gradients there, their losses weigh
 B batch, C classes.
 """
 
+import abc
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,138 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import Dataset
-from jaxtrain.models.model import Model, reads_images, vector_model
+from jaxtrain.models.model import (
+    Inputs,
+    Model,
+    TokenModel,
+    reads_images,
+    token_classes_of,
+    vector_model,
+)
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.predictor import Predictor
-from jaxtrain.training.objectives.answers import AnswerObjective
-from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses
-from jaxtrain.training.objectives.objective import LogitsObjective, Yardstick, uniform_guess
-from jaxtrain.training.objectives.own_batch import validate_form, validate_values
+from jaxtrain.nn.transformer.language_model import Transformer, logits
+from jaxtrain.parallel.sharding import Layout, shard
+from jaxtrain.training.objectives.losses import CONFUSION, Loss, Sums, losses, validate_unread
+from jaxtrain.training.objectives.objective import (
+    LogitsObjective,
+    Objective,
+    Yardstick,
+    uniform_guess,
+    validate_form,
+    validate_values,
+)
+from jaxtrain.training.objectives.tokens import TokenObjective
+
+# -- base of objectives with one output per example ------------------------------------------------
+# Letters: B batch, C classes or regression outputs.
+
+
+class AnswerObjective(Objective[Predictor]):
+    """Base of objectives over a `Predictor`'s output for each image or vector."""
+
+    inputs: ClassVar[tuple[Inputs, ...]] = ("images", "vectors")
+    draws: ClassVar[bool] = True
+
+    @abc.abstractmethod
+    def of_answers(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
+        """Return the sums of the model's outputs; finite, and 0 where nothing counts."""
+
+    @final
+    def counts(self, batch: Batch) -> Sums:
+        """Return `weight`, the number of examples that count."""
+        return {"weight": batch.loss_mask.sum()}
+
+    @final
+    def over(self, name: str) -> str:
+        """Return `weight`, the denominator of all sums."""
+        del name
+        return "weight"
+
+    @final
+    def sums(
+        self,
+        model: Predictor,
+        statistics: Any,
+        batch: Batch,
+        execution: Execution,
+        settings: Loss,
+        *,
+        train: bool,
+    ) -> tuple[Sums, Any]:
+        """Return the sums over a batch and the running statistics, as in `Objective`."""
+        answers_BC, statistics = model(countable(batch), statistics, execution, train=train)
+        return self.of_predicted(answers_BC, batch, settings, train=train), statistics
+
+    @final
+    def of_predicted(self, answers_BC: Any, batch: Batch, settings: Loss, *, train: bool) -> Sums:
+        """Return the sums of a model's outputs for a `countable` batch, like `sums`."""
+        mask_B = _examples(batch)
+
+        def mask_rows(x_BC: jax.Array) -> jax.Array:
+            # Replicated: few values, of which the losses look one up.
+            return jnp.where(mask_B[:, None] != 0, shard(x_BC, ("batch", "classes")), 0)
+
+        answers_BC = jax.tree.map(mask_rows, answers_BC)
+        return self.of_answers(answers_BC, batch, settings, train=train)
+
+    def validate(self, batch: Batch, model: Model, settings: Loss, layout: Layout) -> Iterator[str]:
+        """Yield errors unless inputs are images [B, H, W, C] or vectors [B, D] of the model's
+        sizes.
+        """
+        del settings, layout
+        shape = (
+            ("B", "H", "W", model.channels)
+            if reads_images(model)
+            else ("B", vector_model(model).features)
+        )
+        found = list(validate_form(batch, "inputs", "float32", shape))
+        if not found:
+            rows = batch.inputs.shape[0]
+            found += self.validate_answers(batch, model, rows)
+            found += validate_form(batch, "loss_mask", "float32", self.count_shape(batch, rows))
+        found += [
+            f"Batch.{name} is not None; {model.inputs} have no documents"
+            for name in ("segment_ids", "positions")
+            if getattr(batch, name) is not None
+        ]
+        if not found:
+            found += self.validate_numbers(batch, model)
+        yield from found
+
+    def count_shape(self, batch: Batch, rows: int) -> tuple[int, ...]:
+        """Return the shape of the loss mask: one value per example."""
+        del batch
+        return (rows,)
+
+    @abc.abstractmethod
+    def validate_answers(self, batch: Batch, model: Model, rows: int) -> Iterator[str]:
+        """Yield errors for targets of an invalid dtype or shape."""
+
+    @abc.abstractmethod
+    def validate_numbers(self, batch: Batch, model: Model) -> Iterator[str]:
+        """Yield errors for targets out of bounds, in a batch with valid shapes."""
+
+
+def countable(batch: Batch) -> jax.Array:
+    """Return a batch's inputs for the model, with non-finite values of zero-weight examples set to
+    0.
+
+    Batch norms include zero-weight examples, so they are kept, except non-finite values:
+    0 x NaN is NaN in every gradient.
+    """
+    counts = (_examples(batch) != 0).reshape(-1, *(1,) * (batch.inputs.ndim - 1))
+    return jnp.where(counts | jnp.isfinite(batch.inputs), batch.inputs, 0)
+
+
+def _examples(batch: Batch) -> jax.Array:
+    """Return the weight of each example, [B]; with several labels, nonzero if any of them
+    counts.
+    """
+    return batch.loss_mask if batch.loss_mask.ndim == 1 else batch.loss_mask.max(-1)
+
+
+# -- images and vectors ----------------------------------------------------------------------------
 
 MOST_COUNTED = 1024  # classes: a matrix of 4 MB; not counted for more
 MOST_REPORTED = 100  # classes: more are left out of the metrics; some 30 kB per line
@@ -247,3 +373,61 @@ class AuxiliaryClassification(Classification):
         """Return the first head's logits, float32 [B, C]."""
         (first_BC, *_), _ = model(batch.inputs, statistics, execution, train=False)
         return first_BC.astype(jnp.float32)
+
+
+# -- texts and tokens ------------------------------------------------------------------------------
+# Letters: B batch, T length, D embed, C classes.
+
+
+class TokenClassification(TokenObjective):
+    """Text and token classification: cross entropy of labels, and accuracy.
+
+    A text's class is the label of one token, at whose position alone the loss mask is 1; where each
+    token has a class, as in tagging, all of them count.
+    """
+
+    name: ClassVar[str] = "token_classification"
+    causal: ClassVar[bool] = False
+    own: ClassVar[tuple[str, ...]] = ("loss", "accuracy", f"top{TOP}_accuracy", CONFUSION)
+    labels: ClassVar[bool] = True
+
+    def validate_loss(self, settings: Loss) -> Iterator[str]:
+        """Yield errors for chunking, which the few logits do not need."""
+        chunks = Loss(chunk_size=settings.chunk_size)
+        yield from validate_unread(chunks, f"the objective {self.name!r}")
+
+    def of_hidden(
+        self, model: Transformer, h_BTD: jax.Array, batch: Batch, settings: Loss, *, train: bool
+    ) -> Sums:
+        """Return `loss` and `accuracy` (top-1), and for held-out rows the sums of
+        `evaluation_sums`.
+        """
+        mask_BT = batch.loss_mask
+        with jax.named_scope("loss"):
+            # As in `tokens.token_loss`.
+            h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
+            logits_BTC = logits(model, h_BTD)
+            losses_BT = losses(
+                logits_BTC, batch.targets, mask_BT, settings, train=train, over="classes"
+            )
+            right_BT = logits_BTC.argmax(-1) == batch.targets
+        sums = {"loss": losses_BT.sum(), "accuracy": (right_BT * mask_BT).sum()}
+        return sums if train else sums | evaluation_sums(logits_BTC, batch.targets, mask_BT)
+
+    def yardstick(self, model: Model, facts: Mapping[str, Any]) -> Yardstick:
+        """Return nats per label, the accuracy, and the baseline of a uniform guess."""
+        del facts
+        classes = token_classes_of(model)
+        assert classes is not None, "rejected before"
+        return Yardstick("nats a label", ("accuracy",), uniform_guess(classes))
+
+    def class_count(self, model: TokenModel) -> tuple[str, int]:
+        """Return the setting that holds the number of classes, and that number."""
+        classes = token_classes_of(model)
+        assert classes is not None, "rejected before"
+        return "num_classes", classes
+
+    def more_of_evaluation(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return no further metrics."""
+        del means
+        return {}

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.model import Inputs, Model, vector_model
-from jaxtrain.training.objectives.answers import AnswerObjective
+from jaxtrain.training.objectives.classification import AnswerObjective
 from jaxtrain.training.objectives.losses import Loss, Sums, validate_unread
-from jaxtrain.training.objectives.objective import Yardstick
-from jaxtrain.training.objectives.own_batch import validate_form, validate_values
+from jaxtrain.training.objectives.objective import Yardstick, validate_form, validate_values
 
 
 class Regression(AnswerObjective):

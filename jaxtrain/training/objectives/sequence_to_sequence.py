@@ -19,8 +19,13 @@ from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.transformer.language_model import PairModule, logits, padded_logits, vocabulary
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
-from jaxtrain.training.objectives.objective import LogitsObjective, Objective, Yardstick
-from jaxtrain.training.objectives.own_batch import validate_form, validate_values
+from jaxtrain.training.objectives.objective import (
+    LogitsObjective,
+    Objective,
+    Yardstick,
+    validate_form,
+    validate_values,
+)
 
 
 class SequenceToSequence(Objective[PairModule], LogitsObjective[PairModule]):

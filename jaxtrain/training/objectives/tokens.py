@@ -36,13 +36,15 @@ from jaxtrain.nn.transformer.language_model import (
 )
 from jaxtrain.parallel.gathering import gather
 from jaxtrain.parallel.sharding import Layout
-from jaxtrain.training.objectives.losses import Loss, Sums, losses, perplexity
+from jaxtrain.training.objectives.losses import Loss, Sums, losses, over_chunks, perplexity
 from jaxtrain.training.objectives.objective import (
     LogitsObjective,
     Objective,
     Yardstick,
     objective_named,
     text_entropy,
+    validate_form,
+    validate_values,
 )
 
 RESIDUAL = ("batch", "residual_length", "embed")
@@ -221,9 +223,6 @@ class TokenObjective(Objective[Transformer], LogitsObjective[Transformer]):
 
         Inputs are checked everywhere, in padding too; targets where they count.
         """
-        # Imported here, as below: a run's own data are valid.
-        from jaxtrain.training.objectives.own_batch import validate_form
-
         features = features_of(model)
         dtype = "int32" if features is None else "float32"
         feature_shape = () if features is None else (features,)
@@ -267,8 +266,6 @@ def _validate_length(
 def _validate_tokens(
     batch: Batch, model: TokenModel, per_position: tuple[str, int]
 ) -> Iterator[str]:
-    from jaxtrain.training.objectives.own_batch import validate_values
-
     name, last, (setting, count) = type(model).__name__, model.vocab_size - 1, per_position
     of_targets = f" ({name}.{setting}={count})"
     of_vocabulary = f" ({name}.vocab_size={model.vocab_size})"
@@ -307,9 +304,6 @@ def token_loss(
         h_BTD = jnp.where(mask_BT[..., None] != 0, h_BTD, 0)
         if settings.chunk_size is None:
             return of_logits(padded_logits(model, h_BTD), batch.targets, mask_BT).sum()
-        # Imported here: most vocabularies are small enough for unchunked logits.
-        from jaxtrain.training.objectives.chunks import over_chunks
-
         h_BTD, matrix_VD, _ = operands(LOGITS, h_BTD, model.output_matrix())
         bias = model.output_bias()
         bias_V = None if bias is None else gather(bias).astype(h_BTD.dtype)

@@ -23,9 +23,9 @@ from jaxtrain.training.finetune.tuning import Weights
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.parts import Parts, crossing
 from jaxtrain.training.pipeline.rank import Rank, action_numbers
+from jaxtrain.training.pipeline.schedules import Stages
 from jaxtrain.training.pipeline.slots import Slots, sends, slots
-from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.pipeline.table import Timetable, Work, stage_on
+from jaxtrain.training.pipeline.timetables import Timetable, Work, stage_on
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jaxtrain.nn.transformer.encoder_decoder import EncoderDecoder
 from jaxtrain.nn.transformer.language_model import enter
 from jaxtrain.parallel.sharding import shard
 from jaxtrain.training.finetune.tuning import partition
-from jaxtrain.training.objectives.answers import AnswerObjective, countable
+from jaxtrain.training.objectives.classification import AnswerObjective, countable
 from jaxtrain.training.objectives.losses import Loss, Sums
 from jaxtrain.training.objectives.objective import Objective
 from jaxtrain.training.objectives.sequence_to_sequence import SequenceToSequence, masks_of

@@ -18,9 +18,9 @@ from jaxtrain.training.guard import select
 from jaxtrain.training.objectives.losses import Sums
 from jaxtrain.training.pipeline.backward import Backward
 from jaxtrain.training.pipeline.parts import Parts, Stream, Variables, crossing
+from jaxtrain.training.pipeline.schedules import Stages
 from jaxtrain.training.pipeline.slots import Slots, buffer, by_rows, put, take, zeros
-from jaxtrain.training.pipeline.stages import Stages
-from jaxtrain.training.pipeline.table import Work
+from jaxtrain.training.pipeline.timetables import Work
 
 Edges = tuple[tuple[int, int], ...]
 Row = dict[str, jax.Array]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.parallel.sharding import on_each_device
 from jaxtrain.training.pipeline.schedules import Backward
-from jaxtrain.training.pipeline.table import Action, Timetable, Work, check
+from jaxtrain.training.pipeline.timetables import Action, Timetable, Work, check
 
 Edges = tuple[tuple[int, int], ...]
 

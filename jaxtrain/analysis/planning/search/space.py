@@ -13,7 +13,7 @@ from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.training.layouts import resolve_config
 from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.preflight.compatibility import check_compatibility
-from jaxtrain.training.preflight.named import activation_names
+from jaxtrain.training.preflight.preflight import activation_names
 from jaxtrain.training.preflight.run_context import RunContext
 from jaxtrain.training.settings import Config
 

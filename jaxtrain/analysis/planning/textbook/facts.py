@@ -20,7 +20,7 @@ from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
 from jaxtrain.training.finetune.finetune import router_biases, tuning_of
 from jaxtrain.training.layouts import rows_held
 from jaxtrain.training.pipeline.parts import ImageParts, PairParts, TextParts
-from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.pipeline.schedules import deal
 from jaxtrain.training.reduction import reduce_once_axes
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import parameter_shapes

@@ -15,7 +15,7 @@ from jaxtrain.parallel.sharding import Layout, is_variable, logical_axes
 from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout, rows_held
 from jaxtrain.training.offload import Offload
-from jaxtrain.training.offload.blocks import BLOCKS_ALIVE, largest_block
+from jaxtrain.training.offload.on_disk import BLOCKS_ALIVE, largest_block
 from jaxtrain.training.offload.streaming import is_matrix_of_layers
 from jaxtrain.training.settings import Config
 from jaxtrain.training.state import with_shardings

@@ -15,8 +15,7 @@ from jaxtrain.analysis.planning.timing.timeline import simulate
 from jaxtrain.training.pipeline.parts import crossing
 from jaxtrain.training.pipeline.schedules import Backward, Pipeline
 from jaxtrain.training.pipeline.slots import sends, slots
-from jaxtrain.training.pipeline.table import Timetable
-from jaxtrain.training.pipeline.timetables import make_schedule
+from jaxtrain.training.pipeline.timetables import Timetable, make_schedule
 
 _ROUNDS = 3
 

@@ -30,7 +30,7 @@ from jaxtrain.training.compose import compose
 from jaxtrain.training.layouts import abstract_layout, shapes_of
 from jaxtrain.training.offload import Offload
 from jaxtrain.training.optimizers.matrices import sides
-from jaxtrain.training.pipeline.stages import deal
+from jaxtrain.training.pipeline.schedules import deal
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import IN_DEVICE_MEMORY
 from jaxtrain.training.state import with_shardings

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.files import write_atomically
-from jaxtrain.training.pipeline.table import Action, Timetable, Work, needs, result
+from jaxtrain.training.pipeline.timetables import Action, Timetable, Work, needs, result
 
 if TYPE_CHECKING:
     from matplotlib.patches import Patch
