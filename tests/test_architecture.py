@@ -162,8 +162,7 @@ INTERFACES = {
     *(f"models.weights.{name}" for name in (
         "config_file", "config_keys", "names", "family", "folder", "sentences",
         "families.grouped_query", "families.rope", "formats.safetensors", "formats.awq",
-        "formats.mxfp4", "formats.float8", "formats.gguf", "formats.gguf_keys",
-        "formats.gguf_tokenizer",
+        "formats.mxfp4", "formats.float8", "formats.gguf", "formats.gguf_metadata",
     )),
 }  # fmt: skip
 

@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxtrain.config.errors import UserError, did_you_mean
 from jaxtrain.config.reader import configurable
-from jaxtrain.data.bad_records import merge
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.mixture_sampler import Mixing, Source, shares_by_size
-from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of
+from jaxtrain.data.source import Dataset, HasDocuments, WholeBatches, digest_of, merge_facts
 from jaxtrain.data.text.fill_in_middle import fill_in_middle
 from jaxtrain.data.text.source import SOURCE, TextData
 from jaxtrain.data.tokenization.tokenizer import Tokenizer
@@ -188,7 +187,7 @@ class Mixture:
         for name in ("documents", "train_tokens", "heldout_tokens"):
             facts[name] = sum(int(one.facts[name]) for one in opened.values())
         facts["vocab_size"] = self.vocab_size
-        facts |= merge({name: one.facts for name, one in opened.items()})
+        facts |= merge_facts({name: one.facts for name, one in opened.items()})
         # For a model that knows the source, and its token frequencies.
         nats = sum(
             float(one.facts["unigram_entropy"]) * int(one.facts["heldout_tokens"])

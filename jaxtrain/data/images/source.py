@@ -11,7 +11,6 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
-from jaxtrain.data.bad_records import file_facts, heldout_facts
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.images import stores
 from jaxtrain.data.images import transform as transform
@@ -32,7 +31,9 @@ from jaxtrain.data.source import (
     check_heldout_split,
     digest,
     existing_path,
+    file_facts,
     glob_files,
+    heldout_facts,
     hold_out,
     is_glob,
     is_heldout,

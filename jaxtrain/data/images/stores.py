@@ -14,9 +14,8 @@ from PIL import Image
 
 from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError
-from jaxtrain.data.bad_records import ending_of
 from jaxtrain.data.images.transform import convert, from_array
-from jaxtrain.data.source import walk_files
+from jaxtrain.data.source import ending_of, walk_files
 from jaxtrain.data.tfds import read_feature
 
 IMAGE_SUFFIXES = frozenset((".jpeg", ".jpg", ".png"))

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtrain.config.errors import UserError, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
-from jaxtrain.data.bad_records import heldout_facts
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.pairs import files
 from jaxtrain.data.source import (
@@ -21,6 +20,7 @@ from jaxtrain.data.source import (
     check_heldout_fraction,
     digest,
     existing_path,
+    heldout_facts,
     hold_out,
     is_heldout,
 )

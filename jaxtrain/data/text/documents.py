@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, NoReturn, Protocol, TypeVar, cast
 
 from jaxtrain.config.buckets import AnyPath, BucketPath, in_threads
 from jaxtrain.config.errors import UserError, did_you_mean
-from jaxtrain.data.bad_records import ending_of, file_facts
-from jaxtrain.data.source import walk_files
+from jaxtrain.data.source import ending_of, file_facts, walk_files
 
 T = TypeVar("T")
 SHOWN = 3  # bad records that the rejection names

@@ -13,7 +13,6 @@ from jaxtrain.config.buckets import AnyPath, BucketPath
 from jaxtrain.config.errors import UserError, count_of, require_at_least
 from jaxtrain.config.reader import configurable
 from jaxtrain.config.values import PathOr
-from jaxtrain.data.bad_records import heldout_facts, sentences
 from jaxtrain.data.batch import Batch
 from jaxtrain.data.source import (
     TFDS_PREFIX,
@@ -26,10 +25,12 @@ from jaxtrain.data.source import (
     digest_of,
     existing_path,
     glob_files,
+    heldout_facts,
     hold_out,
     is_glob,
     is_heldout,
     is_store,
+    sentences,
     tfds_name,
 )
 from jaxtrain.data.text import documents

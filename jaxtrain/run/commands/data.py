@@ -14,7 +14,7 @@ from jaxtrain.config.buckets import AnyPath, BucketPath, on_disk, to_path
 from jaxtrain.config.errors import UserError, count_of
 from jaxtrain.config.files import path_errors, writable, write_atomically
 from jaxtrain.config.shipped import shipped_headers
-from jaxtrain.data.bad_records import sentences
+from jaxtrain.data.source import sentences
 from jaxtrain.data.text.source import TextData
 from jaxtrain.data.text.stores.prepare import (
     prepare,

@@ -13,8 +13,7 @@ from rich.table import Table
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import count_of
 from jaxtrain.config.writer import changes
-from jaxtrain.data.bad_records import SENTENCES, sentences
-from jaxtrain.data.source import Dataset
+from jaxtrain.data.source import SENTENCES, Dataset, sentences
 from jaxtrain.models.model import passes_of
 from jaxtrain.nn.attention.kernel_registry import Choice
 from jaxtrain.nn.parameters import role_of

@@ -16,10 +16,12 @@ import numpy as np
 from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.errors import UserError, count_of, did_you_mean, require_at_least
 from jaxtrain.config.values import PathOr
-from jaxtrain.data.bad_records import ending_of, file_facts, heldout_facts
 from jaxtrain.data.source import (
     check_heldout_fraction,
+    ending_of,
     existing_path,
+    file_facts,
+    heldout_facts,
     hold_out,
     is_heldout,
     walk_files,

@@ -22,8 +22,7 @@ import numpy as np
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import LOCK, alone, write_atomically, writing
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.data.bad_records import sentences
-from jaxtrain.data.source import STORE_FILE, Split, is_held_out, is_store, part_digest
+from jaxtrain.data.source import STORE_FILE, Split, is_held_out, is_store, part_digest, sentences
 from jaxtrain.data.text.documents import Document
 from jaxtrain.data.text.packing import unigram_entropy
 from jaxtrain.data.text.stores.store import (
