@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.weights.family import families
 from jaxtrain.models.weights.names import Name
-from jaxtrain.run.checkpoint.leaves import flatten
+from jaxtrain.parallel.sharding import flatten
 from jaxtrain.training.compiled_step import CompiledStep
 from jaxtrain.training.optimizers.optimizer import Optimizer, make_optimizer
 from jaxtrain.training.optimizers.schedule import Schedule, make_schedule

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.run.checkpoint.leaves import fingerprints
+from jaxtrain.run.checkpoint.manifest import fingerprints
 
 SHAPES = [
     (),

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config.errors import UserError
+from jaxtrain.parallel.sharding import flatten
 from jaxtrain.run.attempts.records import newest_step
-from jaxtrain.run.checkpoint.leaves import flatten
 from jaxtrain.run.checkpoint.local import shards
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.trainer import Trainer

@@ -30,7 +30,7 @@ from jaxtrain.models.weights.folder import Folder, match
 from jaxtrain.models.weights.formats.safetensors import write
 from jaxtrain.models.weights.names import their_shapes
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.run.checkpoint.leaves import flatten
+from jaxtrain.parallel.sharding import flatten
 
 SMALL = {"vocab_size": 13, "num_layers": 3, "embed_dim": 12, "num_heads": 6, "context_length": 10}
 GROUPED = {**SMALL, "num_kv_heads": 2, "mlp_dim": 7}

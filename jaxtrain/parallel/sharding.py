@@ -475,6 +475,14 @@ def name_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Return names, leaves and structure of a pytree; a name joins the keys with "/"."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [name_of(path) for path, _ in paths]
+    assert len(set(names)) == len(names), "two leaves of the state have one name"
+    return names, [leaf for _, leaf in paths], treedef
+
+
 def by_name(tree: Any) -> dict[str, nnx.Variable]:
     """Return the variables of a tree by name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)

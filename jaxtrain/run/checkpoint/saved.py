@@ -14,9 +14,9 @@ from jaxtrain.config.buckets import AnyPath
 from jaxtrain.config.reader import load
 from jaxtrain.data.source import Dataset
 from jaxtrain.nn.parameters import is_layer
-from jaxtrain.parallel.sharding import is_variable
+from jaxtrain.parallel.sharding import flatten, is_variable
 from jaxtrain.run.checkpoint import metadata, sealing
-from jaxtrain.run.checkpoint.leaves import OtherLeavesError, flatten
+from jaxtrain.run.checkpoint.leaves import OtherLeavesError
 from jaxtrain.run.checkpoint.manifest import CheckpointError, UnreadError
 from jaxtrain.run.checkpoint.metadata import Ancestor, bindings_of, of_checkpoint
 from jaxtrain.run.checkpoint.save_schedule import (

@@ -24,24 +24,19 @@ from jax.experimental import multihost_utils
 
 from jaxtrain.config.buckets import AnyPath, BucketError, to_path
 from jaxtrain.config.untrusted import parse_json
+from jaxtrain.parallel.sharding import flatten
 from jaxtrain.run.checkpoint import manifest, sealing
-from jaxtrain.run.checkpoint.leaves import (
-    StoredLeaf,
-    fingerprints,
-    flatten,
-    groups,
-    require_same_leaves,
-    stored_leaf,
-)
-from jaxtrain.run.checkpoint.leaves import await_fingerprints as numbers
-from jaxtrain.run.checkpoint.leaves import start_fingerprints as dispatch
+from jaxtrain.run.checkpoint.leaves import StoredLeaf, groups, require_same_leaves, stored_leaf
 from jaxtrain.run.checkpoint.manifest import (
     CheckpointError,
     Leaf,
     Manifest,
     Reading,
     UnreadError,
+    await_fingerprints,
     damage_error,
+    fingerprints,
+    start_fingerprints,
     unread,
 )
 from jaxtrain.run.checkpoint.sealing import WRITE_SECONDS, Sealer, drain, unwritten
@@ -312,7 +307,7 @@ class Checkpoints:
         names, leaves, _ = flatten(state)
         self._sealer.warn_of_little_space(last)
         arrays = dict(zip(names, leaves, strict=True))
-        counted = dispatch(arrays)  # while the writer copies them
+        counted = start_fingerprints(arrays)  # while the writer copies them
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(arrays, ocdbt_target_data_file_size=_FILE_BYTES),
             extra=ocp.args.JsonSave(extra),
@@ -325,7 +320,7 @@ class Checkpoints:
             self._writer.save(str(self._path(step)), args=items, force=True)
         except unwritten() as error:
             written = functools.partial(drain, self._writer.wait_until_finished, error)
-        found = numbers(counted)
+        found = await_fingerprints(counted)
         summaries = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
             for name, x in arrays.items()

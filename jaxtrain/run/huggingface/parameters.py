@@ -22,7 +22,7 @@ from jaxtrain.models.model import Model
 from jaxtrain.models.weights.folder import Published, StoredTensor, match
 from jaxtrain.models.weights.names import Name, join
 from jaxtrain.nn.parameters import Statistic
-from jaxtrain.run.checkpoint.leaves import flatten
+from jaxtrain.parallel.sharding import flatten
 from jaxtrain.training.finetune.tuning import partition
 from jaxtrain.training.setup import Setup
 from jaxtrain.training.step import train_all

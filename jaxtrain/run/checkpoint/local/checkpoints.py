@@ -30,10 +30,16 @@ from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import full_disk, path_errors, remove_tree, write_atomically
 from jaxtrain.config.untrusted import parse_json
 from jaxtrain.run.checkpoint import manifest, sealing
-from jaxtrain.run.checkpoint.leaves import await_fingerprints, fingerprints, start_fingerprints
 from jaxtrain.run.checkpoint.local import shards
 from jaxtrain.run.checkpoint.local.peers import PeerCopies
-from jaxtrain.run.checkpoint.manifest import CheckpointError, Leaf, damage_error
+from jaxtrain.run.checkpoint.manifest import (
+    CheckpointError,
+    Leaf,
+    await_fingerprints,
+    damage_error,
+    fingerprints,
+    start_fingerprints,
+)
 from jaxtrain.training.settings import Checkpoint
 
 _ID = re.compile(r"[0-9a-f]{16}")
