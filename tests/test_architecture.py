@@ -187,8 +187,9 @@ SHORT_FILES = {
         "nn.matmul.grouped_tiles",
     },
     "a type that many modules share, below all of them": {
-        "analysis.planning.machines.calibration", "data.batch", "nn.attention.mask", "nn.facts",
-        "nn.kv_cache", "nn.predictor", "training.finetune.tuning", "training.state",
+        "analysis.planning.machines.calibration", "data.bad_records", "data.batch",
+        "nn.attention.mask", "nn.facts", "nn.kv_cache", "nn.predictor", "training.finetune.tuning",
+        "training.state",
     },
     "one function that modules of several rooms call": {
         "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
@@ -200,7 +201,6 @@ SHORT_FILES = {
         "analysis.planning.textbook.sizes", "analysis.planning.timing.schedule_time",
         "analysis.planning.timing.unstacked", "analysis.planning.timing.wave_quantization",
         "analysis.profiling.scopes", "analysis.verify.islands", "analysis.verify.resume",
-        "nn.matmul.input_capture",
     },
     "a command, or a page of one": {
         "__main__", "analysis.doctor", "analysis.feature_matrix",

@@ -17,9 +17,8 @@ from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.text.chat.chat_template import CHATML
 from jaxtrain.models.recurrent.rnn import LSTM
-from jaxtrain.run.generation.chat import Chat
+from jaxtrain.run.generation.chat import Chat, PrefixCache
 from jaxtrain.run.generation.decoding import Sampling, for_texts
-from jaxtrain.run.generation.prefix_cache import PrefixCache
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import load_config
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.sharding import flatten
 from jaxtrain.run.attempts.records import newest_step
-from jaxtrain.run.checkpoint.local import shards
+from jaxtrain.run.checkpoint import local_shards
 from jaxtrain.run.loop import Loop
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.training.settings import Checkpoint, load_config
@@ -195,7 +195,7 @@ def test_what_a_run_has_abandoned_is_not_found_again(run, monkeypatch):
 
 
 def test_a_failed_write_costs_one_local_checkpoint(run, undisturbed, monkeypatch):
-    write = shards.write
+    write = local_shards.write
 
     def fails_once(folder: Path, step: int, *rest: object) -> None:
         if step == 6:
@@ -203,7 +203,7 @@ def test_a_failed_write_costs_one_local_checkpoint(run, undisturbed, monkeypatch
             raise OSError(28, "No space left on device")
         write(folder, step, *rest)
 
-    monkeypatch.setattr(shards, "write", fails_once)
+    monkeypatch.setattr(local_shards, "write", fails_once)
     trainer = run.start(monkeypatch)
     assert "the local checkpoint of step 6 could not be written" in run.printed
     assert bits(trainer) == undisturbed[0]
@@ -239,15 +239,15 @@ def test_shards_are_read_as_they_were_written(tmp_path):
         name: jax.device_put(value, jax.sharding.NamedSharding(mesh, where))
         for name, (value, where) in wanted.items()
     }
-    shards.write(tmp_path / "3", 3, shards.copy_to_host(arrays), {}, {"a": 1})
+    local_shards.write(tmp_path / "3", 3, local_shards.copy_to_host(arrays), {}, {"a": 1})
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         for name, x in arrays.items()
     }
-    assert shards.layout_key(abstract, None) == shards.layout_key(arrays, None)
-    assert shards.layout_key(arrays, None) != shards.layout_key(arrays, [1, 0])
-    shards.check(tmp_path / "3", 3)
-    found = shards.read(tmp_path / "3", 3, abstract)
+    assert local_shards.layout_key(abstract, None) == local_shards.layout_key(arrays, None)
+    assert local_shards.layout_key(arrays, None) != local_shards.layout_key(arrays, [1, 0])
+    local_shards.check(tmp_path / "3", 3)
+    found = local_shards.read(tmp_path / "3", 3, abstract)
     for name, (value, _) in wanted.items():
         assert found[name].dtype == np.asarray(value).dtype
         assert found[name].sharding == arrays[name].sharding

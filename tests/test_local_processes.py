@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from survival import Runs, metrics_of, state_of, train_to_the_end
 
-from jaxtrain.run.checkpoint.local import shards
-from jaxtrain.run.checkpoint.local.checkpoints import _copies, _newest_whole
-from jaxtrain.run.checkpoint.local.peers import PeerCopies, PeerError
+from jaxtrain.run.checkpoint import local_shards
+from jaxtrain.run.checkpoint.local_checkpoints import _copies, _newest_whole
+from jaxtrain.run.checkpoint.local_peers import PeerCopies, PeerError
 from jaxtrain.run.checkpoint.manifest import FILE, CheckpointError
 
 TOKEN, RUN, KEY = b"5e" * 16, "0" * 16, "f" * 16
@@ -155,7 +155,7 @@ def test_the_newest_step_that_all_processes_find_is_whole():
 def pair(tmp_path):
     """A server with one folder, and a client."""
     folder = tmp_path / "one" / RUN / KEY / "3"
-    shards.write(folder, 3, {}, {}, {"metadata": "x" * 3_000_000})
+    local_shards.write(folder, 3, {}, {}, {"metadata": "x" * 3_000_000})
     server = PeerCopies(tmp_path / "one", TOKEN, "127.0.0.1")
     client = PeerCopies(tmp_path / "two", TOKEN, "127.0.0.1")
     yield server, client, tmp_path
@@ -168,8 +168,8 @@ def test_a_folder_is_copied_whole(pair):
     server.finish(3)
     copy = root / "two" / RUN / KEY / "3"
     client.fetch(server.address, copy, wait=True)
-    assert shards.read_extra(copy, 3) == {"metadata": "x" * 3_000_000}
-    shards.check(copy, 3)
+    assert local_shards.read_extra(copy, 3) == {"metadata": "x" * 3_000_000}
+    local_shards.check(copy, 3)
     with pytest.raises(PeerError, match="no such checkpoint"):
         client.fetch(server.address, copy.with_name("4"))
 

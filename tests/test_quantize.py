@@ -23,10 +23,7 @@ from jaxtrain.models.weights.folder import Folder
 from jaxtrain.models.weights.formats.awq import merge
 from jaxtrain.models.weights.formats.safetensors import read_header
 from jaxtrain.nn.matmul.quantized import dequantize, quantize, unpack
-from jaxtrain.run.checkpoint.manifest import CheckpointError
-from jaxtrain.run.generation.decoding import Sampling
-from jaxtrain.run.huggingface.receipt import logits_of
-from jaxtrain.run.quantization.activation_aware import (
+from jaxtrain.run.activation_aware import (
     EVERY,
     best_scales,
     clip_weight,
@@ -35,6 +32,9 @@ from jaxtrain.run.quantization.activation_aware import (
     scale,
     scaling_groups,
 )
+from jaxtrain.run.checkpoint.manifest import CheckpointError
+from jaxtrain.run.generation.decoding import Sampling
+from jaxtrain.run.huggingface.receipt import logits_of
 from jaxtrain.run.trainer import Trainer
 from jaxtrain.run.weights import on_host, shard_weights
 from jaxtrain.training.settings import load_config

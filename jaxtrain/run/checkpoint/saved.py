@@ -36,7 +36,7 @@ from jaxtrain.training.state import TrainState, with_shardings
 from jaxtrain.training.step import Step, base_step
 
 if TYPE_CHECKING:
-    from jaxtrain.run.checkpoint.local.checkpoints import LocalCheckpoints
+    from jaxtrain.run.checkpoint.local_checkpoints import LocalCheckpoints
 
 
 class SavedRun(RunStates):
@@ -88,7 +88,7 @@ class SavedRun(RunStates):
                 _forget_local_checkpoints(folder, may_write)
             return None
         # Imported here: most runs have no local checkpoints.
-        from jaxtrain.run.checkpoint.local.checkpoints import LocalCheckpoints
+        from jaxtrain.run.checkpoint.local_checkpoints import LocalCheckpoints
 
         return LocalCheckpoints(
             settings,
@@ -129,7 +129,7 @@ class SavedRun(RunStates):
     def _newest(self, dataset: Dataset | None) -> tuple[TrainState, int]:
         newest = None
         if self._local is not None and dataset is not None:
-            from jaxtrain.run.checkpoint.local.checkpoints import agree_on
+            from jaxtrain.run.checkpoint.local_checkpoints import agree_on
 
             newest = agree_on(self._checkpoints.latest_step())
             found = self._newest_local(dataset, at_least=newest or 0)

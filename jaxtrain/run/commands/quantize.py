@@ -22,6 +22,7 @@ from jaxtrain.models.weights.folder import TOKENIZER
 from jaxtrain.nn.parameters import role_of
 from jaxtrain.parallel.devices import platform_of_device
 from jaxtrain.parallel.sharding import by_name
+from jaxtrain.run.activation_aware import READ, clip, read_by, rows_of, scale, scaling_groups
 from jaxtrain.run.attempts import DONE
 from jaxtrain.run.attempts.folder import CARRIED_FOLDER
 from jaxtrain.run.checkpoint import metadata
@@ -32,14 +33,6 @@ from jaxtrain.run.huggingface.importing import (
     create_atomically,
     require_free,
     save_first,
-)
-from jaxtrain.run.quantization.activation_aware import (
-    READ,
-    clip,
-    read_by,
-    rows_of,
-    scale,
-    scaling_groups,
 )
 from jaxtrain.run.show.progress import print_lines, terminal
 from jaxtrain.run.trainer import Trainer

@@ -47,7 +47,7 @@ from jaxtrain.training.state import TrainState
 
 if TYPE_CHECKING:
     from jaxtrain.run.generation.beams import BeamSearch
-    from jaxtrain.run.generation.prefix_cache import PrefixCache
+    from jaxtrain.run.generation.chat import PrefixCache
 
 
 class Watch(Protocol):

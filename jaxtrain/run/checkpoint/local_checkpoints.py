@@ -29,9 +29,8 @@ from jaxtrain.config.buckets import AnyPath, on_disk
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import full_disk, path_errors, remove_tree, write_atomically
 from jaxtrain.config.untrusted import parse_json
-from jaxtrain.run.checkpoint import manifest, sealing
-from jaxtrain.run.checkpoint.local import shards
-from jaxtrain.run.checkpoint.local.peers import PeerCopies
+from jaxtrain.run.checkpoint import local_shards, manifest, sealing
+from jaxtrain.run.checkpoint.local_peers import PeerCopies
 from jaxtrain.run.checkpoint.manifest import (
     CheckpointError,
     Leaf,
@@ -141,7 +140,7 @@ class LocalCheckpoints:
           at_least: older steps are not of interest.
         """
         self._settle()
-        key = shards.layout_key(wanted, self._layer_order)
+        key = local_shards.layout_key(wanted, self._layer_order)
         failed: set[int] = set()
         lines: list[str] = []
         while True:
@@ -178,7 +177,10 @@ class LocalCheckpoints:
             assert self._drawn is not None
             self._write_id(self._drawn, step)
             return Restored(
-                step, arrays, shards.read_extra(folder, step), _where(step, self._root, sources)
+                step,
+                arrays,
+                local_shards.read_extra(folder, step),
+                _where(step, self._root, sources),
             )
 
     def save(self, step: int, arrays: Mapping[str, jax.Array], extra: dict[str, Any]) -> None:
@@ -195,10 +197,10 @@ class LocalCheckpoints:
         if self._run is None:
             self._begin_run()
         if self._plan is None:
-            self._plan = self._make_plan(shards.layout_key(arrays, self._layer_order))
+            self._plan = self._make_plan(local_shards.layout_key(arrays, self._layer_order))
         plan = self._plan
         counted = start_fingerprints(arrays)
-        content = shards.copy_to_host(arrays) if plan.writes else {}
+        content = local_shards.copy_to_host(arrays) if plan.writes else {}
         found = await_fingerprints(counted)
         leaves = {
             name: Leaf(found[name], tuple(x.shape), np.dtype(x.dtype).name)
@@ -327,7 +329,7 @@ class LocalCheckpoints:
         folder = self._run / key / str(step)
         if (key, step) in self._list_sealed():
             try:
-                shards.check(folder, step)
+                local_shards.check(folder, step)
             except CheckpointError as error:
                 lines.append(f"{error}; it is deleted, and a copy is used if there is one")
                 _remove(folder)
@@ -363,7 +365,7 @@ class LocalCheckpoints:
         leaves: dict[str, Leaf] = {}
         try:
             leaves = manifest.read(folder, step).leaves
-            arrays = shards.read(folder, step, wanted)
+            arrays = local_shards.read(folder, step, wanted)
             error = None
         except CheckpointError as found:
             error = found
@@ -411,7 +413,7 @@ class LocalCheckpoints:
         self,
         plan: _Plan,
         step: int,
-        content: shards.Shards,
+        content: local_shards.Shards,
         leaves: dict[str, Leaf],
         extra: dict[str, Any],
     ) -> list[str]:
@@ -425,7 +427,7 @@ class LocalCheckpoints:
             for key in [plan.key, *plan.copies] if plan.writes else plan.copies:
                 self._prune(self._run / key)
             if plan.writes:
-                shards.write(temporary, step, content, leaves, extra)
+                local_shards.write(temporary, step, content, leaves, extra)
                 temporary.rename(own / str(step))
         except OSError as error:
             lines.append(

@@ -1,1 +1,0 @@
-"""Local (multi-tier) checkpoints: on each host's own disk or in its memory."""
