@@ -5,7 +5,7 @@
 Models of published sizes, on TPU slices in layouts that `jaxtrain plan --search` picks, and on
 hosts of GPUs; none of the machines need be there. The target's own compiler compiles the step with
 the options of a run; what its schedule puts beside a collective hides it, by the prices of `plan`
-(`analysis/planning/timing/schedule_time.py`).
+(`analysis/planning/compiled/schedule.py`).
 """
 
 import argparse
@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
+from jaxtrain.analysis.planning.compiled.schedule import Schedule, simulate_schedule
 from jaxtrain.analysis.planning.machines.targets import Target, compiler_options, parse_target
 from jaxtrain.analysis.planning.timing.efficiency_factors import efficiency_of
-from jaxtrain.analysis.planning.timing.schedule_time import Schedule, simulate_schedule
 from jaxtrain.analysis.planning.timing.timing import peak_flops, pieces, resolve_config
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.training.settings import Config, load_config

@@ -12,7 +12,10 @@ from conftest import lower_step, needs_libtpu
 from test_planning_traffic import config_of
 from test_traffic import MODELS
 
-from jaxtrain.analysis.planning.accumulation import sentence, ways
+from jaxtrain.analysis.planning.advice import (
+    accumulations,
+    compare_accumulations,
+)
 from jaxtrain.analysis.planning.machines.targets import parse_target, tpu_devices
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.analysis.planning.textbook.memory import memory
@@ -109,7 +112,7 @@ def test_the_estimated_difference_is_the_compiled_one(monkeypatch):
 def test_plan_says_what_both_cost_and_which_fits():
     target, config = parse_target("v5e:2x4"), configured("shard", accumulation=10)
     over = abstract_layout(config, K)
-    now, other = ways(config, target, over)
+    now, other = accumulations(config, target, over)
     assert (now.name, other.name) == ("shard", "local")
     norms = 4 * sum(
         math.prod(weight.shape) * (4 if weight.is_layer else 1)
@@ -119,16 +122,16 @@ def test_plan_says_what_both_cost_and_which_fits():
     assert other.moved == sum(moved(configured("local", accumulation=10)).values()) + norms
     assert now.moved == sum(moved(config).values()) + 10 * norms
     assert other.memory > now.memory
-    said = sentence(config, target, over)
+    said = compare_accumulations(config, target, over)
     assert said is not None
     assert said.startswith("with Sharding.accumulate='shard' ")
     assert "with -b \"Sharding.accumulate='local'\"" in said
     assert said.count("(fits)") == 2
     once = configured("shard", accumulation=1)
-    assert sentence(once, target, abstract_layout(once, K)) is None
+    assert compare_accumulations(once, target, abstract_layout(once, K)) is None
     # Gradients that are summed on the hosts are so in their shards alone.
     on_hosts = dataclasses.replace(config, offload=Offload(gradients="host"))
-    assert sentence(on_hosts, target, over) is None
+    assert compare_accumulations(on_hosts, target, over) is None
 
 
 def test_where_it_does_nothing_it_is_refused():

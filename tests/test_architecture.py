@@ -192,15 +192,12 @@ SHORT_FILES = {
         "training.state",
     },
     "one function that modules of several rooms call": {
-        "analysis.planning.chunks", "analysis.planning.units", "analysis.planning.whole_run",
-        "analysis.verify.meshes", "config.shipped", "config.swept", "nn.dropout", "training.flops",
+        "analysis.planning.units", "analysis.planning.whole_run", "analysis.verify.meshes",
+        "config.shipped", "config.swept", "nn.dropout", "training.flops",
     },
     "one closed form or algorithm, with its source": {
-        "analysis.planning.accumulation", "analysis.planning.goodput.simulation",
         "analysis.planning.textbook.rooflines", "analysis.planning.textbook.scaling",
-        "analysis.planning.textbook.sizes", "analysis.planning.timing.schedule_time",
-        "analysis.planning.timing.unstacked", "analysis.planning.timing.wave_quantization",
-        "analysis.profiling.scopes", "analysis.verify.islands", "analysis.verify.resume",
+        "analysis.planning.textbook.sizes", "analysis.verify.islands", "analysis.verify.resume",
     },
     "a command, or a page of one": {
         "__main__", "analysis.doctor", "analysis.feature_matrix",

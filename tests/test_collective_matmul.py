@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from parity import assert_equal, evaluate
 
 from jaxtrain.analysis.planning.compiled.compiled import lower, options_of, target_layout
+from jaxtrain.analysis.planning.compiled.schedule import simulate_schedule
 from jaxtrain.analysis.planning.machines.targets import parse_target
 from jaxtrain.analysis.planning.search.space import meshes_and_schedules
-from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.config.errors import UserError
 from jaxtrain.nn.execution import Execution
 from jaxtrain.nn.matmul import collective_matmul

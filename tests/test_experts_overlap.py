@@ -9,8 +9,8 @@ from test_planning_traffic import LAYERS, MIXTRAL, audited, compiled_step, confi
 from jaxtrain import load_config
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.compiled import options_of, target_layout
+from jaxtrain.analysis.planning.compiled.schedule import simulate_schedule
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.nn.moe import dispatch
 from jaxtrain.training.compose import compose
 

@@ -11,8 +11,8 @@ import pytest
 
 from jaxtrain import Trainer, load_config, plan
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning.goodput.goodput import simulate
 from jaxtrain.analysis.planning.goodput.recovery import seconds_to_notice, state_bytes
-from jaxtrain.analysis.planning.goodput.simulation import simulate
 from jaxtrain.run.checkpoint.save_schedule import DEFAULT_MTBF_HOURS, Costs
 from jaxtrain.training.settings import Timeouts
 

@@ -7,9 +7,13 @@ from conftest import needs_libtpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.analysis.planning.compiled.collectives import collectives, summarize
+from jaxtrain.analysis.planning.compiled.collectives import (
+    collectives,
+    mesh_axes,
+    replica_groups,
+    summarize,
+)
 from jaxtrain.analysis.planning.compiled.costs import costs
-from jaxtrain.analysis.planning.compiled.groups import mesh_axes, replica_groups
 from jaxtrain.analysis.planning.compiled.hlo import Tensor, parse
 from jaxtrain.analysis.planning.compiled.liveness import fullest
 from jaxtrain.analysis.planning.machines.targets import tpu_devices

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxtrain import load_config
-from jaxtrain.analysis.planning.textbook import residuals
+from jaxtrain.analysis.planning.textbook import profile
 from jaxtrain.analysis.planning.textbook.profile import on_platform
 from jaxtrain.training.layouts import abstract_layout, resolve_config
 
@@ -35,11 +35,11 @@ def test_stages_and_rows_share_their_traces(name: str, zero: int) -> None:
     config = resolve_config(load_config(config_name, more), "gpu")
     layout = on_platform(abstract_layout(config, math.prod(sizes.values())), "gpu", "planned")
     rows = times * layout.batch_devices()
-    key: Any = residuals.of_forward(config)
-    shared = residuals.of_weights(layout)
+    key: Any = profile.of_forward(config)
+    shared = profile.of_weights(layout)
     assert (shared == layout) == (zero == 3)
-    expected = residuals.residual_bytes(dataclasses.replace(config), layout, rows)
-    assert residuals.residual_bytes_of_rows(key, shared, rows) == expected
+    expected = profile.residual_bytes(dataclasses.replace(config), layout, rows)
+    assert profile.residual_bytes_of_rows(key, shared, rows) == expected
     # Each row adds as much, and weights are none of it.
-    fewer = residuals.residual_bytes(key, shared, layout.batch_devices())[0]
+    fewer = profile.residual_bytes(key, shared, layout.batch_devices())[0]
     assert expected[0] == times * fewer > 0

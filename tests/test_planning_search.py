@@ -17,7 +17,7 @@ from jaxtrain.analysis.planning.search.variants import apply_changes, rejection_
 from jaxtrain.analysis.planning.textbook import profile
 from jaxtrain.analysis.planning.textbook.memory import least_memory, memory, state_memory
 from jaxtrain.analysis.planning.textbook.sizes import llama_parameters
-from jaxtrain.analysis.planning.timing.unstacked import between_layers
+from jaxtrain.analysis.planning.timing.executed import between_layers
 from jaxtrain.config.errors import UserError
 from jaxtrain.models.model import reads_tokens
 from jaxtrain.training.layouts import abstract_layout

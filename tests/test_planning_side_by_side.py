@@ -9,7 +9,7 @@ import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from jaxtrain import load_config, plan
-from jaxtrain.analysis.planning.machines.gpu import target_config
+from jaxtrain.analysis.planning.machines.targets import target_config
 from jaxtrain.analysis.planning.whole_run import project_run
 from jaxtrain.cli import main
 from jaxtrain.config.errors import UserError

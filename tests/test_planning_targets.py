@@ -15,7 +15,7 @@ from conftest import make_step, text_batch
 from jax.experimental import topologies
 
 from jaxtrain.analysis.planning.compiled.collectives import collectives
-from jaxtrain.analysis.planning.machines import gpu
+from jaxtrain.analysis.planning.machines import targets
 from jaxtrain.analysis.planning.machines.targets import (
     compiler_options,
     native_stderr_kept,
@@ -256,7 +256,7 @@ def test_native_stderr_is_kept_and_given_back(capfd):
     ],
 )
 def test_a_gpu_is_described_as_its_driver_would(name, description, memory, cores, capability):
-    text = gpu.target_config(CHIPS[name])
+    text = targets.target_config(CHIPS[name])
     assert f'\ndevice_description_str: "{description}"\n' in text
     size = int(re.search(r"\n  device_memory_size: (\d+)\n", text)[1])
     assert size == memory if isinstance(memory, int) else round(size / 2**30, 2) == memory

@@ -22,12 +22,13 @@ from jaxtrain.analysis.planning.timing.efficiency_factors import (
     efficiency_of,
     error_bar,
     family_of,
+    quantization,
     scores_share,
+    waves,
 )
 from jaxtrain.analysis.planning.timing.executed import activation_bytes, executed_flops, row_flops
 from jaxtrain.analysis.planning.timing.timeline import simulate
 from jaxtrain.analysis.planning.timing.timing import pieces, slow_axes, step_time
-from jaxtrain.analysis.planning.timing.wave_quantization import quantization, waves
 from jaxtrain.nn.attention.attention import Attention
 from jaxtrain.nn.precision import Precision
 from jaxtrain.nn.remat import Remat

@@ -24,8 +24,8 @@ from jaxtrain.analysis.profiling.events import (
     operation_times,
     until_done,
 )
+from jaxtrain.analysis.profiling.operations import origin_of
 from jaxtrain.analysis.profiling.recorder import Recorder
-from jaxtrain.analysis.profiling.scopes import origin_of
 from jaxtrain.config.errors import UserError
 
 BINDINGS = ["Train.steps = 8", "Train.eval_every = 4", "Attention.kernel = 'reference'"]

@@ -2,11 +2,10 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
-from jaxtrain.analysis.planning import accumulation, chunks
 from jaxtrain.analysis.planning.compiled.audit import Row
 from jaxtrain.analysis.planning.compiled.placement import find_replicated
 from jaxtrain.analysis.planning.machines.targets import (
@@ -25,6 +24,13 @@ from jaxtrain.analysis.planning.search.variants import (
     rejection_reason,
     slices_of,
 )
+from jaxtrain.analysis.planning.textbook.facts import (
+    CHUNKS_WORTH,
+    Facts,
+    larger_chunks,
+    positions_per_chunk,
+)
+from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
 from jaxtrain.parallel.chips import CHIPS, chip_of
 from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.report import human_bytes
@@ -174,7 +180,7 @@ def remarks(
             f"Attention.kernel={config.attention.kernel!r} stores the scores of every pair of "
             f'tokens; -b "Attention.kernel={kernel!r}" does not'
         )
-    if (both := accumulation.sentence(config, target, layout)) is not None:
+    if (both := compare_accumulations(config, target, layout)) is not None:
         found.append(both)
     if (small := _small_chunks(config, target, layout)) is not None:
         found.append(small)
@@ -202,20 +208,20 @@ def remarks(
 def _small_chunks(config: Config, target: Target, layout: Layout) -> str | None:
     """Report the cost of small loss chunks, and the smallest that cost little and fit."""
     now = price(config, target)
-    if now.time.chunks <= chunks.WORTH * now.seconds:
+    if now.time.chunks <= CHUNKS_WORTH * now.seconds:
         return None
     text = (
         f"Loss.chunk_size={config.loss.chunk_size} is "
-        f"{chunks.positions_per_chunk(config, layout)} positions on a device: adding "
+        f"{positions_per_chunk(config, layout)} positions on a device: adding "
         f"each to the output matrix's gradient takes {now.time.chunks:.2g} of {now.seconds:.3g} s"
     )
     best = None
-    for changes in chunks.larger(config):
+    for changes in larger_chunks(config):
         after = price(apply_changes(config, changes), target)
         if not after.fits:
             break
         best = changes
-        if after.time.chunks <= chunks.WORTH * after.seconds:
+        if after.time.chunks <= CHUNKS_WORTH * after.seconds:
             break
     return text if best is None else f'{text}; -b "{bindings_of(best)[0]}" is faster'
 
@@ -301,3 +307,66 @@ def _this_machine(config: Config) -> Target:
     if taken is None:
         return with_memory(target, config.train.gpu_memory_fraction)
     return dataclasses.replace(target, chip=dataclasses.replace(chip, hbm_bytes=taken))
+
+
+# -- both values of `Sharding.accumulate`: fsdp traffic and memory ---------------------------------
+
+_Name = Literal["shard", "local"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulation:
+    """Estimated costs of one value of `Sharding.accumulate`, in closed form.
+
+    Attributes:
+      name: the value of `Sharding.accumulate`.
+      moved: payload bytes of one device per step in fsdp collectives of weights and gradients.
+      memory: memory of one device in bytes.
+      fits: whether it fits on the machine.
+    """
+
+    name: _Name
+    moved: int
+    memory: int
+    fits: bool
+
+
+def accumulations(config: Config, target: Target, layout: Layout) -> list[Accumulation]:
+    """Return the costs of both values, the configured one first; empty if there is no choice.
+
+    Args:
+      config: the configuration.
+      target: the machine.
+      layout: the configuration's layout.
+    """
+    facts = Facts(config, layout)
+    if layout.zero < 2 or facts.size("fsdp") == 1 or facts.passes == 1 or facts.replicas_alone:
+        return []
+    if config.offload.gradients == "host":
+        return []  # accumulated there, in shards only
+    found = []
+    for name in sorted(get_args(_Name), key=lambda name: name != layout.accumulate):
+        other = apply_changes(config, {"Sharding.accumulate": name})
+        moved = sum(
+            one.total_bytes
+            for one in expect_traffic(other, dataclasses.replace(layout, accumulate=name))
+            if "fsdp" in one.axis.split("+")
+            and one.cause.startswith(("parameters:", "gradients:", "update:"))
+        )
+        cost = price(other, target)
+        found.append(Accumulation(name, moved, cost.memory.total, cost.fits))
+    return found
+
+
+def compare_accumulations(config: Config, target: Target, layout: Layout) -> str | None:
+    """Return a sentence that compares both values; None if there is no choice."""
+    found = accumulations(config, target, layout)
+    if not found:
+        return None
+    now, other = (
+        f"{human_bytes(way.moved)} of weights and gradients cross fsdp a step and a device needs "
+        f"about {human_bytes(way.memory)} ({'fits' if way.fits else 'does not fit'})"
+        for way in found
+    )
+    (pasted,) = bindings_of({"Sharding.accumulate": found[1].name})
+    return f'with Sharding.accumulate={found[0].name!r} {now}; with -b "{pasted}" {other}'

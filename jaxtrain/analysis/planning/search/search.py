@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.machines.targets import MOST_OF_A_GPU, Target, most_memory
 from jaxtrain.analysis.planning.search.candidates import (
     FAR,
@@ -39,7 +38,7 @@ from jaxtrain.analysis.planning.search.variants import (
     rejection_reason,
     slices_of,
 )
-from jaxtrain.analysis.planning.textbook.facts import Facts
+from jaxtrain.analysis.planning.textbook.facts import CHUNKS_WORTH, Facts, larger_chunks
 from jaxtrain.analysis.planning.textbook.memory import (
     Memory,
     least_memory,
@@ -48,14 +47,13 @@ from jaxtrain.analysis.planning.textbook.memory import (
 )
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
 from jaxtrain.analysis.planning.textbook.traffic import expect_traffic
-from jaxtrain.analysis.planning.timing.executed import stack_costs
+from jaxtrain.analysis.planning.timing.executed import between_layers, stack_costs
 from jaxtrain.analysis.planning.timing.timing import (
     busy_seconds,
     exposed_seconds,
     least_factor,
     step_time,
 )
-from jaxtrain.analysis.planning.timing.unstacked import between_layers
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
@@ -504,8 +502,8 @@ def _fastest(
             if after is None:
                 break
             best, chosen = after, {**layout.changes, **count}
-    for chunk in chunks.larger(config):
-        if best.price.time.chunks <= chunks.WORTH * best.price.seconds:
+    for chunk in larger_chunks(config):
+        if best.price.time.chunks <= CHUNKS_WORTH * best.price.seconds:
             break
         after = grown(best, {**chosen, **chunk})
         if after is None:

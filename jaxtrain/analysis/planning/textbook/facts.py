@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.analysis.planning.textbook.steady import crossings
-from jaxtrain.models.model import Model, TokenModel, token_model
+from jaxtrain.models.model import Model, TokenModel, reads_tokens, token_model
 from jaxtrain.nn.parameters import Role, role_of
 from jaxtrain.nn.precision import is_matrix
 from jaxtrain.parallel.sharding import Layout, by_name, logical_axes, parts_of
@@ -291,3 +292,39 @@ def split_over(spec: P) -> Iterator[tuple[int, str]]:
     for dim, part in enumerate(spec):
         for axis in parts_of(part):
             yield dim, axis
+
+
+# -- loss chunks that are too small: each chunk reads the whole output matrix ----------------------
+# A device reads the output matrix [V, D] twice for a chunk's matmuls and accumulates its gradient
+# in float32: 2 e V D + 8 V D bytes with e bytes per value, against 6 R V D FLOPs for R positions.
+# On v5p, about 300 positions take as long in matmuls as in memory traffic.
+
+# The smallest memory-bound fraction of a step that is worth a remark.
+CHUNKS_WORTH = 0.01
+
+
+def chunk_work(config: Config, layout: Layout) -> tuple[int, int]:
+    """Return the bytes and FLOPs of a step's chunked loss on a device that computes it: one of a
+    pipeline's last stage, for which the other ranks wait. 0, 0 without chunks."""
+    facts = Facts(config, layout).of_microbatches
+    if not facts.is_text or config.loss.chunk_size is None:
+        return 0, 0
+    passes, matrix = facts.passes, facts.output_numbers
+    moved = passes * facts.chunks * (2 * facts.value_bytes + 2 * 4) * matrix
+    return moved, 6 * passes * facts.B * facts.T * matrix
+
+
+def positions_per_chunk(config: Config, layout: Layout) -> int:
+    """Return R, the number of positions of a chunk on one device."""
+    facts = Facts(config, layout).of_microbatches
+    return facts.B * facts.T // facts.chunks
+
+
+def larger_chunks(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield bindings of chunks larger than the configured ones, up to a whole sequence."""
+    chunk = config.loss.chunk_size
+    if chunk is None or not reads_tokens(config.train.model):
+        return
+    length = config.train.data.abstract_batch(1).inputs.shape[1]
+    while length % (chunk := 2 * chunk) == 0:
+        yield {"Loss.chunk_size": chunk}

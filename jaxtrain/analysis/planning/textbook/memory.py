@@ -13,11 +13,9 @@ from jaxtrain.analysis.planning.textbook.profile import (
     layer_profile,
     layer_stash,
     least_profile,
-    on_platform,
-)
-from jaxtrain.analysis.planning.textbook.residuals import (
     of_forward,
     of_weights,
+    on_platform,
     residual_bytes_of_rows,
 )
 from jaxtrain.analysis.planning.textbook.state_bytes import (

@@ -30,13 +30,14 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from jaxtrain.analysis.planning import chunks
 from jaxtrain.analysis.planning.compiled.audit import over_dcn, over_hosts
+from jaxtrain.analysis.planning.compiled.schedule import simulate_schedule
 from jaxtrain.analysis.planning.machines import links
 from jaxtrain.analysis.planning.machines.calibration import Calibration, StepProfile
 from jaxtrain.analysis.planning.machines.targets import Target
+from jaxtrain.analysis.planning.textbook.facts import chunk_work
 from jaxtrain.analysis.planning.textbook.steady import bubble_fraction
-from jaxtrain.analysis.planning.timing import wave_quantization
+from jaxtrain.analysis.planning.timing import efficiency_factors
 from jaxtrain.analysis.planning.timing.efficiency_factors import (
     PORTABLE,
     EfficiencyFactors,
@@ -57,7 +58,6 @@ from jaxtrain.analysis.planning.timing.executed import (
     stack_costs,
     work,
 )
-from jaxtrain.analysis.planning.timing.schedule_time import simulate_schedule
 from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model
@@ -353,7 +353,7 @@ def pieces(
     done = pad_layers(config, devices)
     products, scores = work(done, pipelined=pipelined, devices=devices)
     read = activation_bytes(done, pipelined=pipelined, devices=devices) / devices
-    chunks_read, chunks_products = chunks.work(config, layout)
+    chunks_read, chunks_products = chunk_work(config, layout)
     by_axis: dict[str, float] = {}
     weights = tensor = others = between = 0.0
     for one in moved:
@@ -377,7 +377,7 @@ def pieces(
             others += runs * inside
     return StepCosts(
         products=_product_seconds(done, target, products, peak)
-        * wave_quantization.quantization(config, layout, target),
+        * efficiency_factors.quantization(config, layout, target),
         scores=scores / peak,
         activations=read / bandwidth,
         update=2 * update_bytes / bandwidth,
