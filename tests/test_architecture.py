@@ -192,16 +192,15 @@ SHORT_FILES = {
         "training.state",
     },
     "one function that modules of several rooms call": {
-        "analysis.planning.units", "analysis.planning.whole_run", "analysis.verify.meshes",
-        "config.shipped", "config.swept", "nn.dropout", "training.flops",
+        "analysis.planning.whole_run", "analysis.verify.meshes", "config.shipped", "config.swept",
+        "nn.dropout", "training.flops",
     },
     "one closed form or algorithm, with its source": {
         "analysis.planning.textbook.rooflines", "analysis.planning.textbook.scaling",
-        "analysis.planning.textbook.sizes", "analysis.verify.islands", "analysis.verify.resume",
+        "analysis.planning.textbook.sizes",
     },
     "a command, or a page of one": {
-        "__main__", "analysis.doctor", "analysis.feature_matrix",
-        "analysis.planning.search.plan_on_target", "analysis.reports.verify", "run.commands.init",
+        "__main__", "analysis.doctor", "analysis.feature_matrix", "run.commands.init",
     },
     "a scheduler, which no other file is about": {
         "run.attempts.slurm",

@@ -8,8 +8,13 @@ from rich.console import Console
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.machines.targets import parse_target
-from jaxtrain.analysis.planning.search.budget import plan_budget, show
-from jaxtrain.analysis.planning.search.plan_on_target import bindings_for, plan_on_target, sentences
+from jaxtrain.analysis.planning.search.budget import (
+    bindings_for,
+    plan_budget,
+    plan_on_target,
+    sentences,
+    show,
+)
 from jaxtrain.analysis.planning.textbook.facts import weights_of
 from jaxtrain.config.errors import UserError
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxtrain import load_config, plan
 from jaxtrain.analysis.planning.show import plan_figure
-from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
+from jaxtrain.run.show.progress import byte_unit, human_seconds, time_unit
 
 
 @pytest.mark.parametrize(

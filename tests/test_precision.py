@@ -11,7 +11,7 @@ from conftest import make_layout, make_step, text_batch
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from jaxtrain.analysis.verify.islands import float32_islands
+from jaxtrain.analysis.verify.runs import float32_islands
 from jaxtrain.config.errors import UserError
 from jaxtrain.data.batch import Batch
 from jaxtrain.models.convolutional.resnet import ResNet

@@ -20,16 +20,14 @@ from jaxtrain.analysis.planning import side_by_side
 from jaxtrain.analysis.planning.machines.targets import Target, parse_target
 from jaxtrain.analysis.planning.plan import plan as make_plan
 from jaxtrain.analysis.planning.result import Plan
-from jaxtrain.analysis.planning.search.budget import Budget, plan_budget
+from jaxtrain.analysis.planning.search.budget import Budget, plan_budget, plan_on_target, sentences
 from jaxtrain.analysis.planning.search.budget import show as show_budget
-from jaxtrain.analysis.planning.search.plan_on_target import plan_on_target, sentences
 from jaxtrain.analysis.planning.show import show as show_plan
 from jaxtrain.analysis.planning.timing.executed import stack_costs
 from jaxtrain.analysis.planning.timing.timeline import draw, simulate, table
-from jaxtrain.analysis.reports.plan import plan_page, plans_page
-from jaxtrain.analysis.reports.verify import verify_page
+from jaxtrain.analysis.reports import plan_page, plans_page, verify_page
 from jaxtrain.analysis.verify import verify as verification
-from jaxtrain.analysis.verify.report import show_end, showing
+from jaxtrain.analysis.verify.verify import show_end, showing
 from jaxtrain.config.errors import UserError
 from jaxtrain.config.files import writable, write_atomically
 from jaxtrain.config.swept import Combination, combinations

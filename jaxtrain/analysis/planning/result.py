@@ -26,10 +26,10 @@ from jaxtrain.analysis.planning.textbook.facts import Expected
 from jaxtrain.analysis.planning.textbook.memory import Memory
 from jaxtrain.analysis.planning.textbook.traffic import branch_counts
 from jaxtrain.analysis.planning.timing.timing import StepTime
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.analysis.planning.whole_run import WholeRun, project_run
 from jaxtrain.nn.attention.kernel_registry import Choice
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.run.show.progress import human_seconds
 from jaxtrain.training.layouts import resolve_kernel
 from jaxtrain.training.settings import Config
 

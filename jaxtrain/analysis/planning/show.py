@@ -9,9 +9,8 @@ from rich.table import Table
 from jaxtrain.analysis.planning.goodput.show import show as show_goodput
 from jaxtrain.analysis.planning.goodput.show import show_line as show_goodput_line
 from jaxtrain.analysis.planning.search.candidates import FAR, FSDP
-from jaxtrain.analysis.planning.units import byte_unit, human_seconds, time_unit
 from jaxtrain.analysis.planning.whole_run import sentence
-from jaxtrain.run.show.progress import print_lines
+from jaxtrain.run.show.progress import byte_unit, human_seconds, print_lines, time_unit
 from jaxtrain.run.show.report import format_mesh, human_bytes, show_attention
 
 if TYPE_CHECKING:

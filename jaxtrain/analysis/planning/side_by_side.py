@@ -9,9 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxtrain.analysis.planning.result import Plan
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.run.show.figures import Picture
-from jaxtrain.run.show.progress import print_lines
+from jaxtrain.run.show.progress import human_seconds, print_lines
 from jaxtrain.run.show.report import format_mesh, human_bytes
 
 _GIB = 2**30

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 
-from jaxtrain.analysis.planning.search.budget import amount
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError, count_of
+from jaxtrain.run.show.progress import amount, human_seconds
 
 _DAY, _HOUR = 86_400.0, 3_600.0
 LEAST_HOURS = 0.01  # device-hours below which cost and energy are not shown

@@ -4,10 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.analysis.planning.goodput.goodput import Change, Goodput
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import count_of
 from jaxtrain.run.checkpoint.save_schedule import FAILURE_RATES
-from jaxtrain.run.show.progress import print_lines
+from jaxtrain.run.show.progress import human_seconds, print_lines
 from jaxtrain.run.show.report import human_bytes
 
 _DAY = 86_400.0

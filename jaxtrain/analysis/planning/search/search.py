@@ -54,10 +54,10 @@ from jaxtrain.analysis.planning.timing.timing import (
     least_factor,
     step_time,
 )
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.config.errors import UserError
 from jaxtrain.parallel.mesh import MESH_AXES
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.run.show.progress import human_seconds
 from jaxtrain.run.show.report import format_mesh, human_bytes
 from jaxtrain.training import layouts
 from jaxtrain.training.settings import Config

@@ -58,11 +58,11 @@ from jaxtrain.analysis.planning.timing.executed import (
     stack_costs,
     work,
 )
-from jaxtrain.analysis.planning.units import human_seconds
 from jaxtrain.data.batch import example_shape
 from jaxtrain.models.model import Model
 from jaxtrain.nn.attention.kernel_registry import KERNELS
 from jaxtrain.parallel.sharding import Layout
+from jaxtrain.run.show.progress import human_seconds
 from jaxtrain.training.flops import flops_per_step
 from jaxtrain.training.layouts import fill_batch, resolve_config
 from jaxtrain.training.offload import Offload

@@ -1,4 +1,4 @@
-"""HTML report of `jaxtrain plan --html`: key figures, charts, and the tables of the terminal."""
+"""HTML reports of `jaxtrain plan --html` and `jaxtrain verify --html`."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from jaxtrain.analysis.planning import show, side_by_side
 from jaxtrain.analysis.planning.result import Plan
 from jaxtrain.analysis.planning.side_by_side import Entry
 from jaxtrain.analysis.planning.timing.timing import StepTime
-from jaxtrain.analysis.planning.units import human_seconds
+from jaxtrain.analysis.verify.verify import Report, proof_table, show_end, show_small
 from jaxtrain.config.writer import changes
 from jaxtrain.run.show.html import charts
 from jaxtrain.run.show.html.page import (
@@ -22,10 +22,13 @@ from jaxtrain.run.show.html.page import (
     tiles,
     verdict,
 )
-from jaxtrain.run.show.progress import print_lines
+from jaxtrain.run.show.progress import human_seconds, print_lines
 from jaxtrain.run.show.report import format_mesh, human_bytes
+from jaxtrain.training.settings import Config
 
-_READS = (
+# -- plan: key figures, charts, and the tables of the terminal -------------------------------------
+
+_READS_PLAN = (
     "Memory and traffic are those of one device, in binary units (1 GiB is 2^30 bytes). Times are "
     "predictions. The error bar is the distance from the prediction within which two of three "
     "measured runs lie."
@@ -42,7 +45,7 @@ def plan_page(plan: Plan, name: str, words: Sequence[str] = ()) -> bytes:
       words: the arguments of the command line.
     """
     body = _plan_section(plan)
-    return document(f"{name} on {plan.target.name}", body, words=words, reads=_READS)
+    return document(f"{name} on {plan.target.name}", body, words=words, reads=_READS_PLAN)
 
 
 def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -> bytes:
@@ -59,7 +62,7 @@ def plans_page(entries: Sequence[Entry], name: str, words: Sequence[str] = ()) -
     each = (details(entry, _plan_section(plan, level="h2")) for entry, plan in made)
     title = f"{name}: {len(entries)} plans side by side"
     body = join(sections(recorder.blocks), _compare(made), *each)
-    return document(title, body, words=words, reads=_READS)
+    return document(title, body, words=words, reads=_READS_PLAN)
 
 
 def _plan_section(plan: Plan, level: str = "") -> Html:
@@ -197,3 +200,55 @@ def _compare(made: Sequence[tuple[str, Plan]]) -> Html:
             hours = {name: {"device-hours": run.device_hours} for name, run in known.items()}
             found.append(charts.stacked_bars("Device-hours", hours, "{:,.4g}".format))
     return element("div", *found, class_="charts") if made else Html()
+
+
+# -- verify: the verdict, every proof, and the shrunk settings -------------------------------------
+
+_READS_VERIFY = (
+    "A proof runs the configuration, shrunk, on 8 simulated devices and compares it with the same "
+    "training on one. It is proved if the largest difference is within the limit; a limit of 0 is "
+    "bit for bit. Nothing was measured on an accelerator."
+)
+
+
+def verify_page(report: Report, config: Config, name: str, words: Sequence[str] = ()) -> bytes:
+    """Return the HTML page of a verification.
+
+    Args:
+      report: the report with all proofs.
+      config: the user's configuration, before shrinking.
+      name: the name of the configuration.
+      words: the arguments of the command line.
+    """
+    count = {"proved": 0, "FAILED": 0, "not checked": 0}
+    for proof in report.proofs:
+        count[proof.verdict] += 1
+    found, tone = "Everything that was checked is proved", "good"
+    if count["FAILED"]:
+        found, tone = f"{count['FAILED']} of {len(report.proofs)} proofs failed", "bad"
+    elif not count["proved"]:
+        found, tone = "Nothing was checked", "unsure"
+    figures = [
+        Tile("Proved", count["proved"], str(count["proved"])),
+        Tile("Failed", count["FAILED"], str(count["FAILED"])),
+        Tile("Not checked", count["not checked"], str(count["not checked"])),
+        Tile("Took", report.seconds, f"{report.seconds:.0f} s"),
+    ]
+    proofs, small = Recorder(), Recorder()
+    proofs.print(proof_table(report.proofs))
+    show_end(proofs, report)
+    show_small(small, report.small)
+    print_lines(small, *config.notes)
+    return document(
+        f"{name}: proofs",
+        verdict(found, tone),
+        tiles(figures),
+        element("h2", "Proofs"),
+        sections(proofs.blocks),
+        element("h2", "What ran in its place"),
+        element("p", "The configuration was shrunk to sizes that run in seconds:"),
+        sections(f"- {line}" for line in small.blocks),
+        settings(changes(config)),
+        words=words,
+        reads=_READS_VERIFY,
+    )

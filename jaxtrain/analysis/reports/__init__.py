@@ -1,1 +1,0 @@
-"""HTML reports of plans and verifications: the terminal output as a self-contained page."""
