@@ -42,9 +42,8 @@ from jaxtrain.training.pipeline.timetables import make_schedule
 from jaxtrain.training.settings import load_config
 
 V5E, CPU = parse_target("v5e:2x4"), parse_target("cpu:8")
-ROWS = 8
+ROWS, MIB = 8, 2**20
 BFLOAT16 = Precision(compute="bfloat16")
-MIB = 2**20
 
 
 def config(mesh: dict, **sections):

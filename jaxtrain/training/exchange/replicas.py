@@ -118,7 +118,7 @@ class DiLoCo:
     def exchange(
         self, state: TrainState, memory: Memory, weights: jax.Array
     ) -> tuple[TrainState, Memory, nnx.State]:
-        means = over_replicas(functools.partial(_weighted_mean, weights=weights), state.params)
+        means = over_replicas(functools.partial(_mean_by_weight, weights=weights), state.params)
         moved = jax.tree.map(jnp.subtract, memory["outer"], means)
         momentum = jax.tree.map(lambda m, d: self.momentum * m + d, memory["momentum"], moved)
         outer = jax.tree.map(
@@ -192,7 +192,7 @@ def _mix(graph: Graph, leaves: list[jax.Array]) -> list[jax.Array]:
     return [one(x) for x in leaves]
 
 
-def _weighted_mean(x: jax.Array, weights: jax.Array) -> jax.Array:
+def _mean_by_weight(x: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the weighted mean [...] of an array [k, ...], in float32."""
     return (x.astype(jnp.float32) * expand_per_replica(weights, x)).sum(0)
 
@@ -209,7 +209,7 @@ def _everywhere(like: jax.Array, x: jax.Array) -> jax.Array:
 def _mean_everywhere(x: jax.Array, weights: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x  # counts of steps
-    return _everywhere(x, _weighted_mean(x, weights))
+    return _everywhere(x, _mean_by_weight(x, weights))
 
 
 def _zip(function, tree, other):  # noqa: ANN001, ANN202
