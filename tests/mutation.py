@@ -2,8 +2,9 @@
 
 `make mutation SAMPLE=28 SEED=0` draws operators at random from CORE. For each it runs the fast
 tests of the nine files nearest to its module, the quickest first, in a copy of the project, until
-one fails (the mutant is killed). A mutant that no test kills survives: either the program still
-computes the same (it is equivalent), or a test is missing. Prints what became of each.
+one fails (the mutant is killed); a file that fails without a mutant too is passed over. A mutant
+that no test kills survives: either the program still computes the same (it is equivalent), or a
+test is missing. Prints what became of each.
 """
 
 import argparse
@@ -23,9 +24,11 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CORE = (
-    "jaxtrain/parallel", "jaxtrain/training/step.py", "jaxtrain/training/program",
-    "jaxtrain/training/pipeline", "jaxtrain/training/exchange", "jaxtrain/run/checkpoint",
-    "jaxtrain/nn/attention",
+    "jaxtrain/parallel", "jaxtrain/training/step.py", "jaxtrain/training/setup.py",
+    "jaxtrain/training/transforms.py", "jaxtrain/training/compose.py",
+    "jaxtrain/training/layouts.py", "jaxtrain/training/guard.py",
+    "jaxtrain/training/reduction.py", "jaxtrain/training/pipeline",
+    "jaxtrain/training/exchange", "jaxtrain/run/checkpoint", "jaxtrain/nn/attention",
 )  # fmt: skip
 # A boundary for a comparison, the opposite for the rest: the errors that people make.
 EXCHANGED = {
@@ -160,7 +163,9 @@ def fails(folder: Path, test: str) -> bool:
         "no:cacheprovider",
         f"tests/{test}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    # Programs that a mutant does not change are compiled once.
+    cache = {"JAXTRAIN_TEST_CACHE": str(folder / ".compiled")}
+    environment = os.environ | cache | {"PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, timeout=TIMEOUT
@@ -168,6 +173,28 @@ def fails(folder: Path, test: str) -> bool:
     except subprocess.TimeoutExpired:
         return True
     return done.returncode not in (0, 5)  # 5: the file has no fast test
+
+
+def passes(folder: Path, test: str, known: dict[str, bool]) -> bool:
+    """Whether a test file passes without a mutant; `known` keeps what was found."""
+    if test not in known:
+        known[test] = not fails(folder, test)
+        if not known[test]:
+            sys.stdout.write(f"{test} fails without a mutant: passed over\n")
+    return known[test]
+
+
+def files_of(place: str) -> list[Path]:
+    """Return the files of a place of CORE.
+
+    Raises:
+      FileNotFoundError: if there is none.
+    """
+    path = ROOT / place
+    files = [path] if path.is_file() else sorted(path.rglob("*.py"))
+    if not files:
+        raise FileNotFoundError(f"CORE names {place}, which has no file")
+    return files
 
 
 def copy_project(folder: Path) -> None:
@@ -181,36 +208,32 @@ def copy_project(folder: Path) -> None:
             shutil.copyfile(ROOT / name, folder / name)
 
 
-def killer_of(mutant: Mutant, folder: Path, seconds: dict[str, float]) -> str | None:
-    """Return the test file that fails with a mutant, or None if it survives."""
+def killer_of(
+    mutant: Mutant, folder: Path, seconds: dict[str, float], known: dict[str, bool]
+) -> str | None:
+    """Return the test file that fails with a mutant alone, or None if it survives."""
     name = mutant.file.relative_to(ROOT)
-    try:
-        (folder / name).write_text(mutant.apply())
-        return next(
-            (test for test in tests_of(module_of(mutant.file), seconds) if fails(folder, test)),
-            None,
-        )
-    finally:
-        shutil.copyfile(mutant.file, folder / name)
+    for test in tests_of(module_of(mutant.file), seconds):
+        try:
+            (folder / name).write_text(mutant.apply())
+            failed = fails(folder, test)
+        finally:
+            shutil.copyfile(mutant.file, folder / name)
+        if failed and passes(folder, test, known):
+            return test
+    return None
 
 
 def main(sample: int, seed: int) -> None:
     """Draw mutants, print what became of each, and the share that is killed."""
-    files = [
-        file
-        for place in CORE
-        for file in (
-            [ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py"))
-        )
-    ]
-    every = [mutant for file in files for mutant in mutants_of(file)]
+    every = [mutant for place in CORE for file in files_of(place) for mutant in mutants_of(file)]
     drawn = random.Random(seed).sample(every, min(sample, len(every)))
-    killed, seconds = 0, read_seconds()
+    killed, seconds, known = 0, read_seconds(), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_project(folder)
         for mutant in drawn:
-            killer = killer_of(mutant, folder, seconds)
+            killer = killer_of(mutant, folder, seconds, known)
             killed += killer is not None
             sys.stdout.write(f"{'killed by ' + killer if killer else 'SURVIVED'}: {mutant}\n")
             sys.stdout.flush()
