@@ -130,10 +130,14 @@ def test_a_run_in_a_bucket_is_the_run_on_a_disk(gcs, local, in_bucket):
         np.testing.assert_array_equal(mine, its)
 
 
+# Three runs; tests/test_buckets.py has every request in the fast part.
+@pytest.mark.slow
 def test_a_checkpoint_is_not_there_before_its_metrics(in_bucket):
     assert in_bucket[-1] == {"2": [1, 2, 2], "4": [1, 2, 2, 3, 4, 4]}
 
 
+# The runs of the test before.
+@pytest.mark.slow
 def test_a_run_leaves_the_files_of_the_contract_in_its_bucket(gcs, in_bucket):
     names = {name.removeprefix("first/") for name in gcs.names("runs", "first/")}
     files = {"config.gin", "metrics.jsonl", "loss.png", "exit.json", "goodput.json", "goodput.png"}
@@ -152,6 +156,8 @@ def test_a_run_leaves_the_files_of_the_contract_in_its_bucket(gcs, in_bucket):
     assert not Path("gs:").exists()
 
 
+# The runs of the tests before.
+@pytest.mark.slow
 def test_eval_and_inspect_read_a_run_in_a_bucket(gcs, local, in_bucket, capsys):
     assert main(["eval", "--workdir", str(local)]) == 0
     before = {name: gcs.read("runs", name) for name in gcs.names("runs")}
@@ -163,6 +169,8 @@ def test_eval_and_inspect_read_a_run_in_a_bucket(gcs, local, in_bucket, capsys):
     assert {name: gcs.read("runs", name) for name in gcs.names("runs")} == before
 
 
+# The runs of the tests before.
+@pytest.mark.slow
 def test_a_run_copied_to_a_disk_is_whole_there(gcs, in_bucket, tmp_path):
     for name in gcs.names("runs", "first/"):
         file = tmp_path / name

@@ -74,6 +74,8 @@ def plain(tiny_config) -> str:
     "stream_fragments",
     "compress_gradients",
     "delay_gradients",
+    "agree",
+    "offload_to_disk",
 )
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "balance_experts"])
 def test_a_rebuilt_step_has_its_transform(name, tiny_config, plain):

@@ -201,6 +201,8 @@ def test_a_restarted_run_is_the_run_never_stopped_bit_for_bit(frozen_run, tiny_c
         assert np.array_equal(value, first[name]) == is_frozen, name
 
 
+# One more run; tests/test_finetune_fresh.py starts from another in the fast part.
+@pytest.mark.slow
 def test_another_run_starts_from_it_with_all_its_parameters(frozen_run, tiny_config):
     folder, trainer = frozen_run
     config = load_config(tiny_config, [f"Train.start_from={str(folder)!r}", "Mesh.tensor=1"])

@@ -137,12 +137,12 @@ CASES = {
 }
 
 
-@pytest.mark.slow_cases("data", "local", "experts", "context", "zero 2")
+@pytest.mark.slow_cases("data", "local", "experts", "context", "zero 2", "masters")
 @pytest.mark.parametrize(
     "name",
     [
         name
-        if name in ("one device", "zero 3, tensor", "masters")
+        if name in ("one device", "zero 3, tensor")
         else pytest.param(name, marks=pytest.mark.slow)
         for name in CASES
     ],
@@ -155,7 +155,11 @@ def test_the_bits_are_those_of_gradients_that_are_added_when_all_are_made(name):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 4, "zero": 1, "masters": "sharded"}, {"fsdp": 4, "tensor": 2}]
+    "sizes",
+    [
+        {"fsdp": 4, "zero": 1, "masters": "sharded"},
+        pytest.param({"fsdp": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_peak_has_no_second_copy_of_the_gradients(sizes):
     """Up to 15 of 16 layers' gradients less, in float32; the sums are carried as before."""

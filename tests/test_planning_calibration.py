@@ -127,6 +127,8 @@ def test_no_layout_of_a_calibrated_search_is_faster_than_its_bound(factor, monke
     assert 1 <= min(over) < 2
 
 
+# Compiles for TPUs; closed forms are scaled in the fast part.
+@pytest.mark.slow
 def test_the_time_of_a_compiled_schedule_is_not_scaled():
     """What was compiled then says nothing of the time: the factor is that of closed forms."""
     few = ["GPT.num_layers=1", "GPT.embed_dim=256", "GPT.num_heads=2", "GPT.vocab_size=1024"]

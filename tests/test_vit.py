@@ -171,6 +171,8 @@ def test_every_mesh_computes_the_same(layout, alone):
     assert_same_step(step_on(ON_MESH, images(ON_MESH), **layout), alone)
 
 
+# Two more steps; tests/test_pipeline.py has this schedule in the fast part.
+@pytest.mark.slow
 def test_a_pipeline_computes_the_same(alone):
     changes = {"pipeline": Pipeline(microbatches=2)}
     found = step_on(ON_MESH, images(ON_MESH), changes=changes, pipe=2, data=2)
