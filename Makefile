@@ -25,7 +25,7 @@ train: $(VENV)/installed
 # The fast part of the suite. Its tests start Python some hundred times: compiled modules are kept
 # between them. One process more than cores: many tests wait for others. What `smoke` trains other
 # tests train too.
-test: $(VENV)/installed-dev
+test: $(VENV)/compiled
 	$(PYTEST) --ignore tests/test_smoke.py --report $(VENV)/fast.json
 
 # The slow part, with one process a core: each comes to hold up to 9 GB. UNTIL (seconds since 1970)
@@ -122,6 +122,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $(VENV)/installed-site
 	$(INSTALL) --no-deps $(PEERS)
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/peers $(TORCHVISION)
+	touch $@
+
+$(VENV)/compiled: $(VENV)/installed-dev
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python tests/precompile.py
 	touch $@
 
 clean:
