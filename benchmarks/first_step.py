@@ -3,10 +3,11 @@
     python -m benchmarks.first_step [--configs gpt_quickstart ...] [--rounds 1] [--json FILE]
 
 Each figure is a process of its own: `jaxtrain train CONFIG` to the end of its first step, with no
-program compiled before (cold) and with those of the process before (warm). Its parts are imports;
-tracing and lowering; compiling, or reading compiled programs; the first batch. PyTorch's is a
-process that imports it, builds the model of `cpu_rows` for the config with our weights, and takes
-one eager step: the sizes of the row, not those of the config.
+program compiled before (cold) and with those of the process before (warm); on one device, but for
+`gpt_quickstart`, which simulates eight. Its parts are imports; tracing and lowering; compiling, or
+reading compiled programs; the first batch. PyTorch's is a process that imports it, builds the model
+of `cpu_rows` for the config with our weights, and takes one eager step: the sizes of the row, not
+those of the config.
 """
 
 import argparse
@@ -35,6 +36,8 @@ CONFIGS = (
     "lstm_quickstart", "mlp_digits", "autoencoder_mnist5k", "lenet_mnist5k", "alexnet_mnist5k",
     "vgg11_mnist5k", "googlenet_mnist5k", "resnet_digits", "resnet_mnist5k", "vit_digits",
 )  # fmt: skip
+# Their meshes have eight devices, and `train` simulates those of `gpt_quickstart` alone.
+ON_ONE_DEVICE = ("mixtral_tiny", "deepseek_tiny", "lstm_quickstart")
 PARTS = ("import", "trace", "compile", "first batch", "other")
 # The clock at which a child was started, as `time.time` has it.
 STARTED = "BENCHMARK_STARTED"
@@ -97,7 +100,9 @@ def take_first_step(config: str, workdir: str) -> None:
         os._exit(0)
 
     Phases.__init__, Stepper.step_and_check = remember, report  # type: ignore[method-assign]
-    cli.main(["train", config, "--workdir", workdir])
+    mesh = ["Mesh.data=1", "Mesh.fsdp=-1", "Mesh.expert=1"] if config in ON_ONE_DEVICE else []
+    bindings = [word for binding in mesh for word in ("-b", binding)]
+    cli.main(["train", config, "--workdir", workdir, *bindings])
 
 
 def take_first_step_in_torch(row: str, folder: str) -> None:
