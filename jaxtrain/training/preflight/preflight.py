@@ -236,6 +236,10 @@ def validate_names(config: Config) -> Iterator[str]:
                 )
 
 
+# Sections about what becomes of gradients, or what a run does beside its steps.
+_AFTER_GRADIENTS = ("optimizer", "schedule", "checkpoint", "best", "guard", "corruption", "tracker")
+
+
 def activation_names(config: Config) -> frozenset[str]:
     """Return the activations, of `NAMES`, that the layers of a configuration's model name."""
     return _names(_plain(config))
@@ -253,6 +257,7 @@ def _plain(config: Config) -> Config:
         pipeline=Pipeline(),
         remat=Remat(),
         attention=Attention(kernel="reference"),
+        **{name: type(getattr(config, name))() for name in _AFTER_GRADIENTS},
     )
 
 
