@@ -236,7 +236,7 @@ def validate_names(config: Config) -> Iterator[str]:
                 )
 
 
-# Sections about what becomes of gradients, or what a run does beside its steps.
+# Sections that apply after the gradients are computed, or to the run around its steps.
 _AFTER_GRADIENTS = ("optimizer", "schedule", "checkpoint", "best", "guard", "corruption", "tracker")
 
 
