@@ -125,6 +125,15 @@ def test_the_best_that_does_not_fit_would_with_what_it_lacks(found):
     assert (saved["over_bytes"], saved["fits"]) == (unfit.over, False)
 
 
+def test_a_search_ends_with_the_first_that_is_fast_enough(found):
+    fastest = min(one.price.seconds for one in found.candidates)
+    early = search(mixture(), machine(), enough=1.2 * fastest)
+    assert early.interrupted
+    assert early.left > 0
+    assert early.priced < found.priced
+    assert fastest <= min(one.price.seconds for one in early.candidates) <= 1.2 * fastest
+
+
 def test_a_layout_that_lacks_more_than_a_device_has_is_not_named(found):
     """6.5 GiB are too much for 5, and out of reach for 2.5."""
     assert found.unfit.price.memory.total < NEAR * 5 * 2**30

@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.searches import CASES, searched
 
+MOST = 1.1  # times the published layout's seconds; where the search is that good, it ends
+
 
 @pytest.mark.slow_cases("70B on 64 H100")
 @pytest.mark.parametrize(
@@ -12,6 +14,6 @@ from benchmarks.searches import CASES, searched
     ids=lambda case: case.machine,
 )
 def test_what_is_found_is_at_most_a_tenth_slower_than_what_was_published(case):
-    found, _, share = searched(case)
+    found, _, share = searched(case, MOST)
     assert all(one.price.fits for one in found.candidates)
-    assert share <= 1.1
+    assert share <= MOST

@@ -129,7 +129,7 @@ class Found:
         that fits.
       absent: kinds of layouts without one that fits within `FAR` times the best time.
       left: number of layouts not searched because of an interrupt.
-      interrupted: whether it ended early (Ctrl-C): others may be better.
+      interrupted: whether it ended early (Ctrl-C, or one was fast enough): others may be better.
     """
 
     candidates: list[Candidate]

@@ -60,6 +60,7 @@ from jaxtrain.parallel.sharding import Layout
 from jaxtrain.run.show.progress import human_seconds
 from jaxtrain.run.show.report import format_mesh, human_bytes
 from jaxtrain.training import layouts
+from jaxtrain.training.pipeline.schedules import Pipeline
 from jaxtrain.training.settings import Config
 from jaxtrain.training.setup import parameter_shapes
 
@@ -81,7 +82,11 @@ def price(
 
 
 def search(
-    config: Config, target: Target, report: Callable[[str], None] = lambda words: None
+    config: Config,
+    target: Target,
+    report: Callable[[str], None] = lambda words: None,
+    *,
+    enough: float = 0.0,
 ) -> Found:
     """Price every layout of a configuration on a target by closed forms.
 
@@ -99,6 +104,8 @@ def search(
       config: the configuration.
       target: the machine.
       report: called from time to time with a sentence on the progress.
+      enough: seconds of a step; a layout that takes no more ends the search early. What a whole
+        search finds is at least as fast.
 
     Raises:
       UserError: nothing fits, or every layout is rejected.
@@ -122,6 +129,9 @@ def search(
     interrupted = False
     try:
         while unpriced:
+            if fitting and fitting[0].price.seconds <= enough:
+                interrupted = True
+                break
             layout = heapq.heappop(unpriced)
             done += 1
             if not done % _REPORT_EVERY:
@@ -166,8 +176,9 @@ def search(
     if not fitting:
         raise UserError(_nothing(config, target, priced, _smallest(config, target, large)))
     unfit = None
-    with contextlib.suppress(KeyboardInterrupt):
-        unfit = _fastest_unfit(config, target, large, fitting[0].price.seconds)
+    if fitting[0].price.seconds > enough:
+        with contextlib.suppress(KeyboardInterrupt):
+            unfit = _fastest_unfit(config, target, large, fitting[0].price.seconds)
     candidates = with_reasons(rank(fitting), target)
     return Found(
         candidates, priced, too_large, slower, rejected,
@@ -275,8 +286,9 @@ class _Layout:
 
     def __lt__(self, other: "_Layout") -> bool:
         """Compare layouts in the order in which they are priced."""
-        mine, theirs = ((one.least_seconds, str(one.changes)) for one in (self, other))
-        return mine < theirs
+        if self.least_seconds != other.least_seconds:
+            return self.least_seconds < other.least_seconds
+        return str(self.changes) < str(other.changes)
 
 
 def _list_layouts(
@@ -285,6 +297,7 @@ def _list_layouts(
     """Yield all valid layouts; count the rejected ones by reason."""
     devices, busy = target.devices * slices, dict[tuple[Any, ...], float]()
     waits: dict[tuple[Any, ...], float] = {}
+    bubbles, costs = dict[tuple[Pipeline, int], float](), stack_costs(config)
     for mesh in meshes_and_schedules(config, target, devices):
         counted = list(counts(config, mesh))
         message = _rejection(config, {**mesh, **counted[0]}, target, slices)
@@ -302,13 +315,14 @@ def _list_layouts(
             changes = {**mesh, **rest}
             pipeline = pipeline_of(config, {**changes, **counted[-1]})
             ranks = mesh["Mesh.pipe"]
-            variant = apply_changes(config, changes)
-            key = variant.remat, pipeline.backward, ranks > 1
+            remat = tuple(item for item in rest.items() if item[0].startswith("Remat."))
+            key = remat, pipeline.backward, ranks > 1
             if key not in busy:
+                variant = apply_changes(config, changes)
                 busy[key] = busy_seconds(variant, devices, target, pipelined=ranks > 1)
-            least = (held * busy[key] + waits[sizes]) / (
-                1 - bubble_fraction(pipeline, ranks, stack_costs(config))
-            )
+            if (pipeline, ranks) not in bubbles:
+                bubbles[pipeline, ranks] = bubble_fraction(pipeline, ranks, costs)
+            least = (held * busy[key] + waits[sizes]) / (1 - bubbles[pipeline, ranks])
             yield _Layout(changes, counted, factor * least)
 
 
