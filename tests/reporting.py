@@ -7,11 +7,15 @@ Options of pytest (tests/conftest.py loads this plugin):
                           durations that `make durations` recorded
   --first N               start with the N-th file (modulo their number): what had no time left
                           this time comes first the next time
+
+Of the tests of a marker `rotated(group)`, which take minutes each, one runs: the N-th of its group
+modulo their number, N from --first or else the number of commits. One named by its id always runs.
 """
 
 import csv
 import json
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -54,10 +58,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that take longest first, since one begun last keeps a single worker; then --first.
+    """Deselect rotated tests whose turn it is not. Files that take longest first, since one begun
+    last keeps a single worker; then --first.
 
     (xdist keeps the order with --no-loadscope-reorder.)
     """
+    if not any("::" in argument for argument in config.args):
+        resting = find_resting(items, config.option.first or _count_commits())
+        config.hook.pytest_deselected(items=resting)
+        items[:] = [item for item in items if item not in resting]
     recorded, seconds = read_durations(), Counter()
     for item in items:
         seconds[item.path] += recorded.get(_row_of(item), 1.0)
@@ -66,6 +75,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         start = config.option.first % len(files)
         place = {file: at for at, file in enumerate([*files[start:], *files[:start]])}
         items.sort(key=lambda item: place[item.path])
+
+
+def find_resting(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
+    """Return the rotated tests of each group but the one whose turn it is."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("rotated"):
+            groups.setdefault(marker.args[0], []).append(item)
+    resting = []
+    for group in groups.values():
+        group.sort(key=lambda item: item.nodeid)
+        resting += [item for at, item in enumerate(group) if at != turn % len(group)]
+    return resting
+
+
+def _count_commits() -> int:
+    """Return the number of commits; of a folder without git, the day of the year."""
+    done = subprocess.run(
+        ["git", "rev-list", "--count", "HEAD"], cwd=DURATIONS.parent, capture_output=True, text=True
+    )
+    return int(done.stdout) if done.returncode == 0 else time.localtime().tm_yday
 
 
 def _row_of(item: pytest.Item) -> tuple[str, str]:
@@ -137,6 +167,7 @@ class _Reports:
         self.tests: dict[tuple[str, str], Counter] = {}
         self.skips: Counter[str] = Counter()
         self.left: set[str] = set()
+        self.rotated: list[str] = []
 
     def _skip(self, report: pytest.TestReport | pytest.CollectReport, found: Counter) -> None:
         reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -163,6 +194,8 @@ class _Reports:
         elif report.when == "call":
             found["passed"] += 1
             test["tests"] += 1
+        if report.when == "call" and "rotated" in report.keywords:
+            self.rotated.append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
@@ -195,6 +228,9 @@ class _Reports:
             terminalreporter.section("skipped")
             for reason, count in self.skips.most_common():
                 terminalreporter.write_line(f"{count:4} {reason}")
+        if self.rotated:
+            terminalreporter.section("run in turn, one of a group at each number of commits")
+            terminalreporter.write_line("\n".join(sorted(self.rotated)))
         if self.left:
             terminalreporter.section("no time left for the tests of")
             terminalreporter.write_line(" ".join(sorted(self.left)))

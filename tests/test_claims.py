@@ -6,10 +6,11 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from claims import CLAIMS, claim_of, table
-from reporting import read_durations
+from reporting import find_resting, read_durations
 
 TESTS = Path(__file__).parent
 SUITE = """
@@ -25,6 +26,11 @@ def test_peer():
 @pytest.mark.parametrize("case", range(2))
 def test_takes_long(case):
     assert case == 0
+
+@pytest.mark.rotated("minutes")
+@pytest.mark.parametrize("case", range(3))
+def test_in_turn(case):
+    assert case < 2
 """
 
 
@@ -60,7 +66,9 @@ def run_suite(tmp_path):
     (tmp_path / "conftest.py").write_text(
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\npytest_plugins = ['reporting']\n"
     )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: takes long\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n slow: takes long\n rotated: takes minutes\n"
+    )
 
     def run(*options: str) -> tuple[int, str, dict]:
         command = [sys.executable, "-m", "pytest", "--report", "report.json", *options]
@@ -93,3 +101,29 @@ def test_tests_that_would_end_too_late_are_named_and_not_run(run_suite):
         report["files"]["test_little.py"]["passed"],
         report["files"]["test_little.py"]["failed"],
     ) == (1, 1)
+
+
+def test_every_rotated_test_has_its_turn():
+    def item(name, *groups):
+        marker = pytest.mark.rotated(*groups).mark if groups else None
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda _: marker)
+
+    items = [item("a", "one"), item("b"), item("c", "one"), item("d", "two"), item("e", "one")]
+    run = [
+        "".join(one.nodeid for one in items if one not in find_resting(items, turn))
+        for turn in (6, 7, 8, 9)
+    ]
+    assert run == ["abd", "bcd", "bde", "abd"]
+
+
+# Starts pytest twice.
+@pytest.mark.slow
+def test_of_a_rotated_group_one_test_runs_and_is_named(run_suite):
+    status, printed, _ = run_suite("-k", "in_turn", "--first", "4")
+    assert status == 0
+    assert "1 passed, 6 deselected" in printed
+    named = printed.partition("run in turn")[2]
+    assert "test_in_turn[1]" in named
+    assert named.count("test_in_turn") == 1
+    _, printed, _ = run_suite("test_little.py::test_in_turn")
+    assert "1 failed, 2 passed" in printed

@@ -38,8 +38,19 @@ def test_every_command_is_one_of_the_program_s():
             assert re.search(r"^GGUF=|^python |\bjaxtrain [a-z]", line), line
 
 
+# Those that train for minutes.
+LONG = ("character_gpt", "lora_chat", "own_objective")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(one, marks=pytest.mark.rotated("examples") if one.name in LONG else ())
+        for one in EXAMPLES
+    ],
+    ids=lambda path: path.name,
+)
 def test_an_example_reaches_its_stated_result(example, tmp_path):
     """In a shell, as a reader would: one to five minutes each, since they train."""
     folder = tmp_path / example.name

@@ -72,6 +72,7 @@ def test_the_wheel_has_the_starter():
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("examples")  # examples/own_objective has such a model
 def test_the_commands_of_the_readme_work_from_an_empty_folder(tmp_path):
     """In processes of their own, as written: two minutes, for the loss that the config states."""
 

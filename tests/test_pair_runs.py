@@ -278,13 +278,3 @@ def test_several_answers_are_refused_in_a_pipeline_before_it_begins(tmp_path):
     ])  # fmt: skip
     with pytest.raises(UserError, match=r"Mesh.pipe=2: a pipeline uses only the first answer"):
         Trainer(config, devices=jax.devices()[:2]).train()
-
-
-@pytest.mark.slow
-def test_addition_is_learned_within_1800_steps(tmp_path):
-    """Every held-out sum, none of which was trained on, as greedy decoding tells it."""
-    config = load_config("transformer_addition", ["Mesh.fsdp = 1"])
-    trainer = Trainer(config, tmp_path, devices=jax.devices()[:1])
-    trainer.train()
-    assert trainer.evaluate()["eval_exact_match"] == 1.0
-    assert trainer.generate("123+456", temperature=0.0) == "0579"

@@ -241,6 +241,7 @@ print(peak() - peaks[2])
 
 
 @pytest.mark.slow
+@pytest.mark.rotated("promises")
 def test_five_gigabytes_are_prepared_in_one(tmp_path):
     """With no more memory of its own to be had; mapped files are the system's to take back."""
     line = "a line of text, as there are many in large files: they repeat themselves.\n"
