@@ -56,7 +56,9 @@ def test_tokens_that_go_to_their_experts_in_two_parts_are_the_same_bytes(factor,
     """The parts of the slots are 36 and 35 of 71, which the compiler tells apart."""
     sizes = dataclasses.replace(MIXTRAL, capacity_factor=factor)
     config = config_of(sizes, {"expert": 4, "data": 2})
-    whole = of_experts(audited(config, *compiled_step(config)))
+    rows = audited(config, *compiled_step(config))
+    assert faults(rows, set()) == []
+    whole = of_experts(rows)
     monkeypatch.setattr(dispatch, "ROWS_OF_A_PART", 1)
     rows = audited(config, *compiled_step(config))
     assert faults(rows, set()) == []

@@ -119,19 +119,18 @@ def test_a_folder_is_its_processs_own_and_goes_with_it(tmp_path):
     assert not folder.exists()
 
 
-# A rule of each kind of state (as in test_optimizer_rules.py), and settings of AdamW. That every
-# rule updates a part as it updates the whole, test_offload.py proves.
-KINDS = ["sgd", "adafactor", "muon", "schedule_free", "adam8bit", "soap", "sophia_h"]
+# Rules whose state has numbers alone, bytes, matrices and a curvature, and settings of AdamW. That
+# every rule updates a part as it updates the whole, test_offload.py proves.
+KINDS = ["schedule_free", "adam8bit", "soap", "sophia_h"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [*KINDS, "average", "bfloat16", "zero1", "host"])
+@pytest.mark.parametrize("rule", [*KINDS, "average", "bfloat16, zero1", "host"])
 def test_every_rule_updates_in_blocks(tiny_config, rule, monkeypatch):
     monkeypatch.setattr(on_disk, "BLOCK_BYTES", 1 << 12)
     more: dict[str, Any] = {
         "average": {"Optimizer.average_decay": 0.9},
-        "bfloat16": {"Optimizer.moments": "bfloat16"},
-        "zero1": {"Sharding.zero": 1},
+        "bfloat16, zero1": {"Optimizer.moments": "bfloat16", "Sharding.zero": 1},
         "schedule_free": {"Schedule.warmup_steps": 1},
     }.get(rule, {})
     if rule in rules():
@@ -240,7 +239,8 @@ def test_a_plan_has_its_bytes_on_disk_device_and_host():
 def test_a_tpus_compiler_is_given_none_of_it():
     config = load_config(LARGE, ["Offload.optimizer_state = 'disk'"])
     layout = target_layout(config, parse_target("v5e:2x4"))
-    stats: Any = lower(config, layout).compile().memory_analysis()
+    quick = {"exec_time_optimization_effort": -1.0}
+    stats: Any = lower(config, layout).compile(quick).memory_analysis()
     held = argument_bytes(config, layout)
     assert abs(stats.argument_size_in_bytes - held.total) < 1 << 16  # vectors fill no tile
     # The parameters go out where they came in; beside them, gradients in float32.
@@ -320,16 +320,12 @@ def child(where: str, room: int, workdir: Path) -> subprocess.CompletedProcess[s
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts there")
 def test_a_state_that_does_not_fit_into_memory_is_trained_to_the_same_bits(tmp_path):
-    """Under one limit the run in memory fails; the one on disk has its bits, saving included."""
+    """Under a limit that the run in memory needs more than, the one on disk has its bits, saving
+    included."""
     room = 1900 << 20
-    free, limited, fails = (
-        child("none", 0, tmp_path / "free"),
-        child("disk", room, tmp_path / "disk"),
-        child("none", room, tmp_path / "fails"),
-    )
+    free, limited = child("none", 0, tmp_path / "free"), child("disk", room, tmp_path / "disk")
     assert free.returncode == 0, free.stderr[-2000:]
     assert limited.returncode == 0, limited.stderr[-2000:]
-    assert fails.returncode != 0, fails.stdout
     one, other = (json.loads(x.stdout.splitlines()[-1]) for x in (free, limited))
     assert one["most"] > room > other["most"]
     assert other["losses"] == one["losses"]

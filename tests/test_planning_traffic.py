@@ -141,6 +141,7 @@ OWN = {
         of_pairs("Mesh.pipe = 2", "Mesh.fsdp = 4", "Pipeline.microbatches = 4"), {WHOLE},
     ),
 }  # fmt: skip
+# Of experts alone: tests/test_experts_overlap.py.
 SLOW = {
     "data x tensor, tied": (config_of(tied(LLAMA8), {"data": 2, "tensor": 4}), set()),
     "fsdp x tensor, sequence parallel, named": (
@@ -157,7 +158,6 @@ SLOW = {
         ),
         set(),
     ),
-    "ring": (config_of(LLAMA, {"context": 4, "data": 2}, length=256), set()),
     "ring, layers of two kinds": (config_of(GEMMA3, {"context": 4, "data": 2}, length=256), set()),
     "ulysses, full": (
         config_of(
@@ -168,12 +168,7 @@ SLOW = {
     "accumulation x fsdp x context, ring": (
         config_of(LLAMA, {"context": 2, "fsdp": 4}, length=256, rows=16, accumulation=2), {WHOLE},
     ),
-    "expert": (config_of(MIXTRAL, {"expert": 4, "data": 2}), set()),
     "expert, full": (config_of(MIXTRAL, {"expert": 4, "data": 2}, remat=FULL), set()),
-    "pipe x data, 1f1b": (
-        config_of(deep(LLAMA), {"pipe": 4, "data": 2}, rows=16, pipeline=Pipeline(microbatches=4)),
-        set(),
-    ),
     "accumulation x expert x data, zero 1": (
         config_of(
             MIXTRAL, {"expert": 2, "data": 2, "fsdp": 2}, rows=16, accumulation=2,
@@ -279,13 +274,6 @@ SLOW = {
         ),
         set(),
     ),
-    "accumulation x data x context, ulysses": (
-        config_of(
-            LLAMA8, {"context": 4, "data": 2}, length=256, rows=16, accumulation=2,
-            attention=ULYSSES,
-        ),
-        set(),
-    ),
     "pipe x data x fsdp": (
         config_of(
             deep(LLAMA), {"pipe": 2, "data": 2, "fsdp": 2}, rows=16,
@@ -302,19 +290,6 @@ SLOW = {
     ),
     "fewer kv heads than devices": (
         config_of(dataclasses.replace(LLAMA8, num_kv_heads=2), {"tensor": 8}), set(),
-    ),
-    "pipe x tensor": (
-        config_of(
-            deep(LLAMA), {"pipe": 4, "tensor": 2}, rows=16, pipeline=Pipeline(microbatches=4)
-        ),
-        {WHOLE},
-    ),
-    "pipe x fsdp, zero 1": (
-        config_of(
-            deep(LLAMA), {"pipe": 4, "fsdp": 2}, rows=16, pipeline=Pipeline(microbatches=4),
-            sharding=Sharding(zero=1),
-        ),
-        {WHOLE},
     ),
     "zero bubble": (
         config_of(
