@@ -2,16 +2,16 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.__main__ import main
+from jaxtrain.analysis.planning.search import space
 from jaxtrain.cli import parser
 
 ROOT = Path(__file__).parent.parent
@@ -68,26 +68,6 @@ SHORT_TEXT = [
 SHORT_IMAGES = [*SHORT, "ResNet.width = 8"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _shared_compilations(tmp_path_factory):
-    """Pages train the same few programs: each is compiled once, also for a supervisor's child."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            environment.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def command_lines(page: Path) -> list[str]:
     """The lines of a page's shell blocks, those that go on joined."""
     blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
@@ -113,7 +93,35 @@ def shortened(words: list[str]) -> list[str]:
         bindings = SHORT_IMAGES if any("resnet" in word for word in words) else SHORT_TEXT
     if any("Finetune.unfreeze" in word for word in words):  # it waits for steps of the whole run
         bindings = [one for one in bindings if not one.startswith("Train.steps")]
-    return [*words, *(word for binding in bindings for word in ("-b", binding))]
+    ours, kept = {binding.partition(" =")[0] for binding in bindings}, []
+    for word in words:
+        if kept[-1:] == ["-b"] and word.partition("=")[0].strip() in ours:
+            kept.pop()
+        else:
+            kept.append(word)
+    return [*kept, *(word for binding in bindings for word in ("-b", binding))]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """What a run depends on -> the folder that it made: pages show the same runs."""
+    return {}
+
+
+def run_once(words: list[str], trained: dict[tuple[str, ...], Path]) -> int:
+    """Runs a command; of a run that another page has begun in the same way, copies the folder."""
+    at = words.index("--workdir") + 1 if "--workdir" in words else 0
+    key = tuple(words[: at - 1] + words[at + 1 :])
+    made = ("runs/", "stores/", "tokenizers/")  # by other commands of the page
+    if words[0] != "train" or not at or Path(words[at]).exists() or any(
+        one in word for one in made for word in key
+    ):  # fmt: skip
+        return main(words)
+    if key in trained:
+        shutil.copytree(trained[key], words[at])
+        return 0
+    trained[key] = Path(words[at]).absolute()
+    return main(words)
 
 
 # Each page trains several runs; test_cli.py runs the same commands in the fast part.
@@ -121,8 +129,11 @@ def shortened(words: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if command_lines(page)], ids=lambda page: page.stem
 )
-def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys, trained):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(space, "POLICIES", ("none", "full"))  # a search prices fewer layouts
+    monkeypatch.setattr(space, "KEPT", ())
+    monkeypatch.setattr(space, "ON_HOST", ())
     written = re.findall(r"```gin file=([\w.]+)\n(.*?)```", page.read_text(), re.S)
     for name, text in {**FILES, **dict(written)}.items():
         (tmp_path / name).write_text(text)
@@ -135,7 +146,7 @@ def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
             assert expected in done.stdout
         else:
             assert program == "jaxtrain", f"{page.name}: {line}: run it here, or say in NOT_RUN why"
-            status = main(shortened(words))
+            status = run_once(shortened(words), trained)
             assert status == 0, (line, capsys.readouterr().err)
 
 
